@@ -1,0 +1,43 @@
+# make quickstart: set everything up and train four adapters together
+# make test:       set everything up, check style and types, run the tests
+# make soak:       long randomised runs; the log is kept in docs/soak.md
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
+
+.PHONY: env quickstart test check format soak bench clean
+
+env: $(STAMP)
+
+$(STAMP): $(NATIVE)
+	$(PYTHON) .ci/make_env.py .venv
+	@touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/mlora train examples/quickstart.yaml --overwrite
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -m "not soak and not gpu" --durations=10
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+bench: $(STAMP)
+	$(BIN)/python bench/bench_linear.py
+	$(BIN)/python bench/bench_train.py
+
+clean:
+	rm -rf build .venv
+	find mlora_ext -name '*.so' -delete
