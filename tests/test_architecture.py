@@ -1,0 +1,117 @@
+"""The house rules that a machine can read: which part may import which, and what no file may do."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlora").rglob("*.py")])
+
+# A module may import its own layer and those before it. Longest prefix wins.
+LAYERS = [
+    ["mlora_ext"],
+    ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],
+    ["mlora.engine", "mlora.model", "mlora.packing", "mlora.optimizer", "mlora.attention", "mlora.loss"],
+    ["mlora.train", "mlora.config", "mlora.data", "mlora.tasks", "mlora.checkpoint", "mlora.report"],
+    ["mlora.cli", "mlora.__main__"],
+]
+# `Sample` is the currency between data and engine.
+ALLOWED_BACK = {("mlora.packing", "mlora.data"), ("mlora.engine", "mlora.data")}
+
+
+def module_name(path: Path) -> str:
+    base = ROOT / "python" if path.is_relative_to(ROOT / "python") else ROOT
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> int | None:
+    best: tuple[int, int] | None = None
+    for index, names in enumerate(LAYERS):
+        for name in names:
+            if (module == name or module.startswith(name + ".")) and (best is None or len(name) > best[0]):
+                best = (len(name), index)
+    return best[1] if best else None
+
+
+def imports(path: Path) -> set[str]:
+    module = module_name(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                origin = ".".join([*parents, *([origin] if origin else [])])
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=module_name)
+def test_imports_run_one_way(path: Path) -> None:
+    module = module_name(path)
+    if module == "mlora":
+        return
+    mine = layer_of(module)
+    assert mine is not None, f"{module} stands in no layer: name it in LAYERS"
+    for other in imports(path):
+        theirs = layer_of(other)
+        if theirs is None or any(other.startswith(back) for origin, back in ALLOWED_BACK if origin == module):
+            continue
+        assert theirs <= mine, f"{module} imports {other}, which stands after it"
+
+
+def test_operator_package_needs_only_torch() -> None:
+    allowed = {"torch", "triton", "mlora_ext", "__future__"}
+    import sys
+
+    for path in (ROOT / "mlora_ext").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        guarded = {
+            child
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for child in ast.walk(node)
+        }
+        for node in tree.body:
+            if node in guarded or not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and node.level:
+                continue
+            for name in names:
+                root = name.split(".")[0]
+                assert root in allowed or root in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=module_name)
+def test_no_environment_no_broad_except(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            name = node.type.id if isinstance(node.type, ast.Name) else ""
+            assert node.type is not None and name not in ("Exception", "BaseException"), f"line {node.lineno}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("environ", "getenv"), f"line {node.lineno} reads the environment"
+
+
+def test_no_utils_and_no_code_in_init() -> None:
+    for path in PRODUCT:
+        assert path.name != "utils.py", path
+        if path.name == "__init__.py":
+            for node in ast.parse(path.read_text()).body:
+                is_version = isinstance(node, ast.Assign)
+                is_doc = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                is_lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+                assert isinstance(node, ast.Import | ast.ImportFrom) or is_version or is_doc or is_lazy, path
+
+
+def test_cmake_is_the_only_list_of_sources() -> None:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    for source in (ROOT / "csrc").rglob("*.c*"):
+        if source.suffix in (".cpp", ".cu"):
+            assert str(source.relative_to(ROOT)) in text or source.name in text, f"{source} is never built"
+    assert ".cpp" not in (ROOT / "setup.py").read_text()
