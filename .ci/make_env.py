@@ -3,8 +3,8 @@
 Usage: python3 .ci/make_env.py .venv
 
 A torch >= 2.11 that the calling interpreter already has is kept: the new environment then sees that
-interpreter's packages behind its own. Otherwise the pinned CPU-sized torch is installed first, because a plain
-`torch` requirement would fetch several gigabytes.
+interpreter's packages behind its own. Otherwise the pinned CPU-sized torch is installed first, because a
+plain `torch` requirement would fetch several gigabytes.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ def see_packages_of_caller(env: Path) -> None:
 
 def main(env: Path) -> None:
     """Create `env` (kept if it is there), then install torch, the build tools and mlora-ext."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - runs before pip can say it
         raise SystemExit(f"mlora-ext needs Python 3.11 or newer, this is {sys.version.split()[0]}")
     python = env / "bin" / "python"
     if not python.exists():

@@ -93,7 +93,8 @@ def test_no_environment_no_broad_except(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             name = node.type.id if isinstance(node.type, ast.Name) else ""
-            assert node.type is not None and name not in ("Exception", "BaseException"), f"line {node.lineno}"
+            assert node.type is not None, f"bare except in line {node.lineno}"
+            assert name not in ("Exception", "BaseException"), f"broad except in line {node.lineno}"
         if isinstance(node, ast.Attribute):
             assert node.attr not in ("environ", "getenv"), f"line {node.lineno} reads the environment"
 
