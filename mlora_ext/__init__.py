@@ -1,0 +1,33 @@
+"""Train many LoRA adapters over one frozen base model in one batch."""
+
+from .backend import use_backend
+from .dropout import LoRADropout
+from .functional import multi_lora_linear
+from .nn import (
+    MultiLoRALinear,
+    adapter_parameters,
+    add_adapter,
+    convert_model,
+    from_peft,
+    load_adapter,
+    remove_adapter,
+    route,
+    save_adapter,
+)
+from .segments import SegmentLayout
+
+__all__ = [
+    "LoRADropout",
+    "MultiLoRALinear",
+    "SegmentLayout",
+    "adapter_parameters",
+    "add_adapter",
+    "convert_model",
+    "from_peft",
+    "load_adapter",
+    "multi_lora_linear",
+    "remove_adapter",
+    "route",
+    "save_adapter",
+    "use_backend",
+]

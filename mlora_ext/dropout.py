@@ -1,0 +1,155 @@
+"""Counter-based dropout: masks that depend on the adapter's seed, step, layer, row and column only.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The counters are laid out
+in docs/design.md, section "Dropout"; every backend draws the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+_LEVELS = 65536
+_COLUMNS_PER_COUNTER = 8
+
+
+def dropout_threshold(p: float) -> int:
+    """Number of the 65536 equally likely values that mean "dropped": `round(p * 65536)`."""
+    return round(p * _LEVELS)
+
+
+def philox(counter: Sequence[torch.Tensor | int], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox4x32-10 of a vector of counters.
+
+    Args:
+        counter: four int64 tensors (or integers) that broadcast together, each taken modulo 2^32.
+        key: two 32-bit words.
+
+    Returns:
+        Four int64 tensors of 32-bit words.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(
+        *(torch.as_tensor(c, dtype=torch.int64) & _MASK for c in counter)
+    )
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap modulo 2^64; the mask makes the arithmetic shift a logical one.
+        low, high = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            ((high >> 32) & _MASK) ^ c1 ^ k0,
+            high & _MASK,
+            ((low >> 32) & _MASK) ^ c3 ^ k1,
+            low & _MASK,
+        )
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def philox_mask(
+    rows: int,
+    columns: int,
+    *,
+    p: float,
+    seed: int,
+    step: int,
+    layer: int,
+    row0: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Which elements of one segment are kept.
+
+    Args:
+        rows: rows of the segment.
+        columns: d_in.
+        p: probability of dropping; used as `round(p * 65536) / 65536`.
+        seed: the adapter's 64-bit seed.
+        step: the adapter's optimizer step.
+        layer: index of the layer in the whole model.
+        row0: index of the segment's first row within the adapter's step.
+        device: where the mask shall lie.
+
+    Returns:
+        `[rows, columns]` bool, True = kept.
+    """
+    counters = (columns + _COLUMNS_PER_COUNTER - 1) // _COLUMNS_PER_COUNTER
+    row = torch.arange(row0, row0 + rows, device=device).unsqueeze(1)
+    column = torch.arange(counters, device=device).unsqueeze(0)
+    words = philox((column, row, layer, step), (seed & _MASK, (seed >> 32) & _MASK))
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    numbers = torch.stack(halves, dim=-1).reshape(rows, counters * _COLUMNS_PER_COUNTER)[:, :columns]
+    return numbers >= dropout_threshold(p)
+
+
+@dataclass(frozen=True)
+class LoRADropout:
+    """Dropout on the input of the low-rank part, one probability and seed per adapter.
+
+    Attributes:
+        p: probability per adapter, `0 <= p < 1`.
+        seeds: 64-bit seed per adapter.
+        step: optimizer step, one for all adapters or one per adapter.
+        layer: index of the layer in the whole model; different layers draw independent masks.
+
+    Raises:
+        ValueError: if the lists differ in length or a value is out of range.
+
+    Example:
+        >>> dropout = LoRADropout(p=[0.1, 0.0], seeds=[7, 8], step=3)
+        >>> y = multi_lora_linear(x, weight, None, lora_a, lora_b, [2.0, 1.0], layout, dropout=dropout)
+    """
+
+    p: Sequence[float]
+    seeds: Sequence[int]
+    step: int | Sequence[int] = 0
+    layer: int = 0
+    _tensors: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "step"):
+            values = getattr(self, name)
+            if not isinstance(values, int) and len(values) != len(self.p):
+                raise ValueError(
+                    f"dropout.{name}: expected one per adapter ({len(self.p)}), got {len(values)}"
+                )
+        for index, p in enumerate(self.p):
+            check_probability(f"dropout.p[{index}]", p)
+
+    def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The operator's `dropout_p [N]` fp32, `dropout_rng [N, 2]` int64 and `layer []` int64."""
+        device = torch.device(device)
+        if device not in self._tensors:
+            steps = [self.step] * len(self.p) if isinstance(self.step, int) else self.step
+            self._tensors[device] = (
+                torch.tensor(self.p, dtype=torch.float32).to(device),
+                rng_table(self.seeds, steps).to(device),
+                torch.tensor(self.layer, dtype=torch.int64).to(device),
+            )
+        return self._tensors[device]
+
+
+def rng_table(seeds: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
+    """The operator's `dropout_rng`: `[N, 2]` int64 `(seed, step)`; seeds of 64 bits keep their bits."""
+    rows = [(_signed(seed), step) for seed, step in zip(seeds, steps, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
+
+
+def check_probability(name: str, p: float) -> None:
+    """Refuse a dropout probability outside `[0, 1)`, or so near to 1 that everything would be dropped.
+
+    Raises:
+        ValueError: naming `name`.
+    """
+    if not 0.0 <= p < 1.0 or dropout_threshold(p) >= _LEVELS:
+        raise ValueError(f"{name}: expected a probability with 0 <= p < 1, got {p}")
+
+
+def _signed(seed: int) -> int:
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

@@ -1,0 +1,193 @@
+"""Storage of one layer's adapters: pages of rows, and a Parameter of its own for each adapter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PAGE_ROWS = 16
+
+
+@dataclass
+class _Place:
+    """Rows `[row, row + rows)` of one page."""
+
+    page: int
+    row: int
+    rows: int
+
+
+class AdapterSlot(nn.Module):
+    """One adapter's matrix: holds the Parameter `weight`, so that its key is `<bank>.<name>.weight`, as PEFT's."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class AdapterBank(nn.Module):
+    """Pages `[rows, width]` in which each adapter is a run of rows. Joining and leaving moves nobody.
+
+    Rows run along d_in for A and along d_out for B (`transposed=True`: the Parameter is the transposed view
+    `[d_out, r]`), so that every access is contiguous for any rank. Each adapter's Parameter has its own version
+    counter: an optimizer step of one leaves the saved tensors of the others valid.
+
+    Args:
+        width: d_in for A, d_out for B.
+        transposed: whether Parameters are transposed views of the rows.
+        device: where pages are made.
+        dtype: dtype of new adapters.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        transposed: bool,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.transposed = transposed
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._pages: list[Tensor] = []
+        self._places: dict[str, _Place] = {}
+        self.register_load_state_dict_post_hook(_adopt_after_load)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    def names(self) -> Iterator[str]:
+        """Names of the adapters, in the order in which they joined."""
+        return iter(self._modules)
+
+    def parameter_of(self, name: str) -> nn.Parameter:
+        """The adapter's Parameter: `[r, width]`, or `[width, r]` if transposed."""
+        return self._modules[name]._parameters["weight"]  # type: ignore[union-attr, return-value]
+
+    def reserve(self, rows: int) -> None:
+        """Make one page with room for `rows` more rows, so that adapters added next lie together."""
+        if rows > 0:
+            self._new_page(rows, self.dtype, self.device)
+
+    def add(self, name: str, rank: int) -> nn.Parameter:
+        """Give an adapter the first free run of `rank` rows, filled with zeros.
+
+        Args:
+            name: of the adapter; not in the bank yet.
+            rank: number of rows.
+
+        Returns:
+            The adapter's new Parameter.
+        """
+        assert name not in self._modules, name
+        place = self._find(rank, self.dtype, self.device)
+        view = self._view(place)
+        view.zero_()
+        # Straight into the dictionary: `add_module` refuses names such as "train" that are methods of nn.Module.
+        self._modules[name] = AdapterSlot(nn.Parameter(view.data))
+        self._places[name] = place
+        return self.parameter_of(name)
+
+    def remove(self, name: str) -> None:
+        """Free the adapter's rows. Its Parameter, if someone still holds it, goes on with memory of its own."""
+        parameter = self.parameter_of(name)
+        parameter.data = parameter.data.clone()
+        del self._modules[name], self._places[name]
+
+    def owns(self, name: str) -> bool:
+        """Whether the adapter's Parameter lies where the bank put it."""
+        view, data = self._view(self._places[name]), self.parameter_of(name).data
+        return (view.data_ptr(), view.shape, view.stride(), view.dtype) == (
+            data.data_ptr(),
+            data.shape,
+            data.stride(),
+            data.dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, pages={[list(page.shape) for page in self._pages]}"
+
+    def _find(self, rows: int, dtype: torch.dtype, device: torch.device) -> _Place:
+        for index, page in enumerate(self._pages):
+            if page.dtype != dtype or page.device != device:
+                continue
+            row = 0
+            for place in sorted((p for p in self._places.values() if p.page == index), key=lambda p: p.row):
+                if place.row - row >= rows:
+                    break
+                row = place.row + place.rows
+            if page.shape[0] - row >= rows:
+                return _Place(index, row, rows)
+        return _Place(self._new_page(max(rows, PAGE_ROWS), dtype, device), 0, rows)
+
+    def _new_page(self, rows: int, dtype: torch.dtype, device: torch.device) -> int:
+        self._pages.append(torch.zeros(rows, self.width, dtype=dtype, device=device))
+        return len(self._pages) - 1
+
+    def _view(self, place: _Place) -> Tensor:
+        rows = self._pages[place.page][place.row : place.row + place.rows]
+        return rows.t() if self.transposed else rows
+
+    def _rebind(self) -> None:
+        """Put every Parameter back on its rows, after the pages have been replaced."""
+        for name, place in self._places.items():
+            _set_data(self._modules[name], self._view(place))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdapterBank:
+        super()._apply(fn, recurse=False)
+        with torch.no_grad():
+            self._pages = [fn(page) for page in self._pages]
+            for name in self._places:
+                gradient = self.parameter_of(name).grad
+                self.parameter_of(name).grad = None
+                _set_data(self._modules[name], self._view(self._places[name]))
+                if gradient is not None:
+                    self.parameter_of(name).grad = fn(gradient)
+            probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        self.dtype, self.device = probe.dtype, probe.device
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdapterBank:
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        clone._rebind()
+        return clone
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._rebind()
+
+
+def _set_data(slot: nn.Module | None, view: Tensor) -> None:
+    """Point a slot at other memory: the same Parameter where PyTorch allows it, as `nn.Module._apply` does."""
+    assert slot is not None
+    parameter = slot._parameters["weight"]
+    assert parameter is not None
+    if torch._has_compatible_shallow_copy_type(parameter, view):
+        parameter.data = view.data
+    else:
+        slot._parameters["weight"] = nn.Parameter(view.data, requires_grad=parameter.requires_grad)
+
+
+def _adopt_after_load(bank: AdapterBank, _: object) -> None:
+    """`load_state_dict(assign=True)` brings Parameters with memory of their own: move them into the bank."""
+    for name in bank._places:
+        if bank.owns(name):
+            continue
+        data = bank.parameter_of(name).data
+        view = bank._view(bank._places[name])
+        if (data.dtype, data.device) != (view.dtype, view.device):
+            rows = bank._places.pop(name).rows
+            bank._places[name] = bank._find(rows, data.dtype, data.device)
+            view = bank._view(bank._places[name])
+        view.copy_(data)
+        _set_data(bank._modules[name], view)

@@ -1,0 +1,183 @@
+"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .convert import adapter_layers, add_adapter, convert_model, remove_adapter, write_weights
+from .linear import MultiLoRALinear
+from .routing import router_of
+from .targets import portable_targets
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS, _OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+
+def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) -> None:
+    """Write an adapter as a folder that `PeftModel.from_pretrained` loads.
+
+    The folder appears whole or not at all: it is written under a temporary name beside and renamed.
+
+    Args:
+        model: converted by `convert_model`.
+        name: of the adapter.
+        folder: to write; files of an earlier adapter in it are replaced.
+
+    Raises:
+        ValueError: if the model has no adapter of this name, or `folder` is a file.
+        OSError: if the disk is full or the place is not writable; what was there before stays.
+
+    Example:
+        >>> save_adapter(model, "a", "out/a")
+        >>> PeftModel.from_pretrained(base, "out/a")
+    """
+    router_of(model).check_names("name", [name])
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"folder: expected a folder to write, got the file {target}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(model, name, scratch)
+        os.chmod(scratch, 0o777 & ~_umask())
+        _swap(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """An adapter's weights under PEFT's keys, as contiguous copies on the CPU.
+
+    Returns:
+        `{"base_model.model.<layer>.lora_A.weight": [r, d_in], "... .lora_B.weight": [d_out, r]}`
+    """
+    state = {}
+    for key, layer in adapter_layers(model, name).items():
+        for bank in ("lora_A", "lora_B"):
+            parameter = getattr(layer, bank).parameter_of(name).detach()
+            state[f"{_PREFIX}{key}.{bank}.weight"] = parameter.to("cpu", copy=True).contiguous()
+    return state
+
+
+def adapter_config(model: nn.Module, name: str) -> LoraConfig:
+    """An adapter's LoraConfig with targets that PEFT resolves to the same layers of the base model."""
+    config = copy.deepcopy(router_of(model).adapters[name].config)
+    for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():
+        setattr(config, field, value)
+    config.inference_mode = True
+    base = getattr(getattr(model, "config", None), "_name_or_path", None) or getattr(
+        model, "name_or_path", None
+    )
+    config.base_model_name_or_path = base or config.base_model_name_or_path
+    if config.task_type is None:
+        config.auto_mapping = {
+            "base_model_class": type(model).__name__,
+            "parent_library": type(model).__module__,
+        }
+    return config
+
+
+def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
+    """Read an adapter from a PEFT folder.
+
+    An adapter of this name that the model has gets the folder's weights; otherwise the adapter is added, with the
+    folder's config. A model that is not converted yet is converted.
+
+    Args:
+        model: converted, or any module.
+        name: to give the adapter.
+        folder: with adapter_config.json and adapter_model.safetensors (or .bin).
+        seed: of dropout.
+
+    Raises:
+        ValueError: if a file is missing, the config is not supported, or a layer is missing or has another shape,
+            as that of an adapter of another base has; the model is left as it was.
+    """
+    from peft import LoraConfig
+
+    path = Path(folder)
+    if not (path / _CONFIG).is_file():
+        raise ValueError(f"folder: expected {path} to have {_CONFIG}; is it a PEFT folder?")
+    config = LoraConfig.from_pretrained(str(path))
+    weights = _read_weights(path)
+    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
+        if name in router_of(model).adapters:
+            write_weights(model, name, weights)
+            return
+        add_adapter(model, name, config, seed=seed)
+    else:
+        convert_model(model, {name: config}, seed=seed)
+    try:
+        write_weights(model, name, weights)
+    except ValueError:
+        remove_adapter(model, name)
+        raise
+
+
+def _write(model: nn.Module, name: str, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    adapter_config(model, name).save_pretrained(str(folder))
+    save_file(adapter_state(model, name), str(folder / _WEIGHTS), metadata={"format": "pt"})
+    for file in folder.iterdir():
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _swap(scratch: Path, target: Path) -> None:
+    """Rename the finished folder into place. A folder cannot replace a full one: the old one steps aside first."""
+    aside = None
+    if target.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        os.rename(target, aside)
+    try:
+        os.rename(scratch, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    if aside is not None:
+        shutil.rmtree(aside)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _read_weights(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    from safetensors.torch import load_file
+
+    if (path / _WEIGHTS).is_file():
+        state: dict[str, Any] = load_file(str(path / _WEIGHTS))
+    elif (path / _OLD_WEIGHTS).is_file():
+        state = torch.load(path / _OLD_WEIGHTS, map_location="cpu", weights_only=True)
+    else:
+        raise ValueError(f"folder: expected {path} to have {_WEIGHTS} or {_OLD_WEIGHTS}")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        layer, _, bank = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if bank not in ("lora_A", "lora_B") or not key.endswith(".weight"):
+            raise ValueError(f"folder: {path} has the tensor {key}, which plain LoRA adapters do not have")
+        halves.setdefault(layer, {})[bank] = tensor
+    for layer, pair in halves.items():
+        if len(pair) != 2:
+            raise ValueError(f"folder: {path} has only {', '.join(pair)} of layer {layer}")
+    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in halves.items()}

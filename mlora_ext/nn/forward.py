@@ -1,0 +1,97 @@
+"""`adapter_names=` on a converted model's forward and generate.
+
+The hooks and the `generate` method sit on the instance and find the model through their first argument, so a deep
+copy of the model has its own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .routing import router_of
+
+_BATCH_ARGUMENTS = ("input_ids", "inputs_embeds", "inputs", "input_features", "pixel_values")
+
+
+def install(model: nn.Module) -> None:
+    """Teach a freshly converted model the argument `adapter_names`."""
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, always_call=True)
+    if callable(getattr(model, "generate", None)):
+        model.__dict__["generate"] = types.MethodType(generate, model)
+
+
+def generate(model: Any, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
+    """The model's own `generate`, with one adapter per prompt.
+
+    Args:
+        model: converted by `convert_model`.
+        args: as the model's own `generate`.
+        adapter_names: one per prompt, `__base__` = none; beams and several return sequences follow their prompt.
+        kwargs: as the model's own `generate`.
+
+    Returns:
+        What the model's own `generate` returns.
+
+    Raises:
+        ValueError: if a name is unknown, or there is not one name per prompt.
+    """
+    own = type(model).generate
+    if adapter_names is None:
+        return own(model, *args, **kwargs)
+    shape = _batch_shape(args, kwargs)
+    if shape is not None:
+        _check_count(adapter_names, shape[0])
+    router = router_of(model)
+    with router.entered(router.sampled(adapter_names)):
+        return own(model, *args, **kwargs)
+
+
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    router = router_of(model)
+    names = kwargs.pop("adapter_names", None)
+    shape = _batch_shape(args, kwargs)
+    route = None
+    if names is not None:
+        if router.active is not None:
+            raise ValueError(
+                "adapter_names: a route is active already; give the adapters in one of the two ways"
+            )
+        if shape is None:
+            raise ValueError(
+                "adapter_names: expected a batch (input_ids or inputs_embeds) beside them, got none"
+            )
+        _check_count(names, shape[0])
+        route = router.sampled(names)
+    router.begin_call(route, None if shape is None else shape[0] * shape[1])
+    return args, kwargs
+
+
+def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    router_of(model).end_call(output, model.training)
+
+
+def _check_count(names: Sequence[str], batch: int) -> None:
+    if isinstance(names, str) or len(names) != batch:
+        raise ValueError(f"adapter_names: expected one name per sample ({batch}), got {names!r}")
+
+
+def _batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """Samples and rows per sample of the first tensor that is a batch."""
+    candidates = [kwargs.get(name) for name in _BATCH_ARGUMENTS] + list(args[:1])
+    for value in candidates:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0], _rows_per_sample(value)
+    return None
+
+
+def _rows_per_sample(value: Tensor) -> int:
+    if value.dim() == 1:
+        return 1
+    integers = value.dtype in (torch.int64, torch.int32)
+    return value[0].numel() if integers else value[0].numel() // value.shape[-1]

@@ -1,0 +1,99 @@
+"""A frozen linear layer with the low-rank parts of many adapters."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..functional import lora_linear_rows
+from .bank import AdapterBank
+from .routing import LayerGroup, Router
+from .targets import LayerSpec
+
+
+class MultiLoRALinear(nn.Module):
+    """`y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2).
+
+    Takes the place of an `nn.Linear` or of GPT-2's `Conv1D` and keeps its `weight` and `bias` under their own
+    names, so that a base checkpoint still loads. Which rows belong to which adapter is the router's business:
+    see `mlora_ext.route`. Only layers in training mode apply dropout.
+
+    Args:
+        weight: `[d_out, d_in]`, or `[d_in, d_out]` if `fan_in_fan_out`; frozen here.
+        bias: `[d_out]` or None; frozen here.
+        router: shared by all layers of the model.
+        name: of the layer in the model, for messages.
+        index: of the layer in the whole model; dropout masks are a function of it.
+        fan_in_fan_out: whether `weight` is stored transposed, as Conv1D does.
+        adapter_dtype: dtype of the adapters' Parameters.
+    """
+
+    layer: Tensor
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        router: Router,
+        name: str,
+        index: int,
+        fan_in_fan_out: bool = False,
+        adapter_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.weight = weight.requires_grad_(False)
+        self.bias = None if bias is None else bias.requires_grad_(False)
+        self.fan_in_fan_out = fan_in_fan_out
+        self.in_features, self.out_features = weight.shape if fan_in_fan_out else reversed(weight.shape)
+        self.name = name
+        self.router = router
+        self.specs: dict[str, LayerSpec] = {}
+        self.group = LayerGroup((), (), (), weight.device)
+        place = {"device": weight.device, "dtype": adapter_dtype}
+        self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
+        self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
+        self.register_buffer("layer", torch.tensor(index, device=weight.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to packed or batched rows.
+
+        Args:
+            x: `[..., d_in]`; its rows, flattened, are those of the active route.
+
+        Returns:
+            `[..., d_out]`.
+
+        Raises:
+            ValueError: if no route says which adapter the rows belong to, or it describes other rows.
+        """
+        active = self.group.active
+        if not torch.compiler.is_compiling():
+            active = self.router.tensors_for(self, x)
+        elif active is None:
+            raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
+        weight = self.weight.t() if self.fan_in_fan_out else self.weight
+        if not active.names:
+            return F.linear(x, weight, self.bias)
+        return lora_linear_rows(
+            x,
+            weight,
+            self.bias,
+            [self.lora_A.parameter_of(name) for name in active.names],
+            [self.lora_B.parameter_of(name) for name in active.names],
+            active.segments,
+            active.scaling,
+            active.dropout_p if self.training else None,
+            active.dropout_rng,
+            self.layer,
+        )
+
+    def extra_repr(self) -> str:
+        adapters = ", ".join(
+            f"{name}: r={self.lora_A.parameter_of(name).shape[0]}" for name in self.lora_A.names()
+        )
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, adapters=({adapters})"
+        )

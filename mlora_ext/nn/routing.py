@@ -1,0 +1,449 @@
+"""Routes: which rows of the current forward pass belong to which adapter, and how layers learn of it.
+
+A `Route` describes one forward pass. Entering it gives every group of layers (those with the same adapters,
+scalings and dropouts) the operator's tensors, built once per batch. A forward pass that is recomputed inside
+backward, as activation checkpointing does, needs its own route again: see `checkpoint_contexts`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dropout import rng_table
+from ..segments import SegmentLayout
+
+if TYPE_CHECKING:
+    from .linear import MultiLoRALinear
+
+BASE = "__base__"
+_TOKEN = "mlora_ext"
+
+
+@dataclass(eq=False)
+class RouteTensors:
+    """What the operator is called with by the layers of one group. Everything that varies is a tensor."""
+
+    names: tuple[str, ...]
+    rows: int
+    segments: Tensor
+    scaling: Tensor
+    dropout_p: Tensor | None
+    dropout_rng: Tensor | None
+
+
+@dataclass(eq=False)
+class LayerGroup:
+    """Layers that have the same adapters with the same scaling and dropout: they share the tensors of a route."""
+
+    adapters: tuple[str, ...]
+    scaling: tuple[float, ...]
+    dropout: tuple[float, ...]
+    device: torch.device
+    active: RouteTensors | None = None
+    _constants: dict[tuple[str, ...], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+        """`scaling` and `dropout_p` of these adapters; `dropout_p` is None where nobody drops anything."""
+        if names not in self._constants:
+            index = [self.adapters.index(name) for name in names]
+            p = [self.dropout[i] for i in index]
+            self._constants[names] = (
+                torch.tensor([self.scaling[i] for i in index], dtype=torch.float32, device=self.device),
+                torch.tensor(p, dtype=torch.float32, device=self.device) if any(p) else None,
+            )
+        return self._constants[names]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "active": None, "_constants": {}}
+
+
+@dataclass(eq=False)
+class Route:
+    """One forward pass: adapter names, the rows they own, their dropout seeds and steps.
+
+    Attributes:
+        names: adapters, in the order in which `layout` or `samples` count them.
+        seeds: dropout seed of each.
+        steps: dropout step of each.
+        layout: rows of each, or None if they follow from `samples`.
+        samples: adapter of each sample of the batch, -1 = base only; an empty tuple: all rows are names[0]'s.
+        automatic: whether the steps are the router's own counter.
+        recorded: whether a training forward pass has gone along it to the end.
+        rows: rows that layers will see, where that is known when the route is entered.
+    """
+
+    names: tuple[str, ...]
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    layout: SegmentLayout | None = None
+    samples: tuple[int, ...] = ()
+    automatic: bool = False
+    recorded: bool = False
+    rows: int | None = None
+    _built: dict[Any, Any] = field(default_factory=dict)
+
+    def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
+        """The operator's tensors for one group of layers and a number of rows; built once."""
+        key = (group, rows)
+        if key not in self._built:
+            names = tuple(name for name in self.names if name in group.adapters)
+            place = {name: index for index, name in enumerate(names)}
+            mapping = tuple(place.get(name, -1) for name in self.names)
+            self._built[key] = RouteTensors(
+                names,
+                rows,
+                self._table(mapping, rows, group.device),
+                *group.constants(names),
+                self._rng(names, group.device),
+            )
+        return self._built[key]
+
+    def _table(self, mapping: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+        key = ("table", mapping, rows, device)
+        if key not in self._built:
+            self._built[key] = self._layout(rows).remap(mapping).table(device)
+        return self._built[key]
+
+    def _rng(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        key = ("rng", names, device)
+        if key not in self._built:
+            index = [self.names.index(name) for name in names]
+            table = rng_table([self.seeds[i] for i in index], [self.steps[i] for i in index])
+            self._built[key] = table.to(device)
+        return self._built[key]
+
+    def _layout(self, rows: int) -> SegmentLayout:
+        if self.layout is not None:
+            return self.layout
+        if not self.samples:
+            return SegmentLayout.from_lengths([rows], [0])
+        each = rows // len(self.samples)
+        return SegmentLayout.from_lengths([each] * len(self.samples), self.samples)
+
+    def accepts(self, x: Tensor, rows: int) -> bool:
+        """Whether the rows of a layer's input are those that this route describes."""
+        if self.layout is not None:
+            return rows == self.layout.total_rows
+        if not self.samples or rows == self.rows:
+            return True
+        return x.dim() > 2 and x.shape[0] % len(self.samples) == 0
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A training forward pass whose backward pass may still come. `token` dies with its autograd graph."""
+
+    route: Route
+    token: weakref.ref[Any] | None
+    used: bool = False
+
+    def alive(self) -> bool:
+        return self.token is None or self.token() is not None
+
+
+class _Token:
+    """Held by the autograd graph of a forward pass, so that we notice when the graph is gone."""
+
+
+@dataclass(eq=False)
+class AdapterInfo:
+    """What the router knows of an adapter: PEFT's config as given, and the seed of its dropout."""
+
+    config: Any
+    seed: int
+
+
+class Router:
+    """The active route of one converted model; shared by its layers.
+
+    Attributes:
+        adapters: the model's adapters by name, in the order in which they joined.
+        groups: distinct sets of adapters among the layers.
+        step: dropout step of foreign training loops; the top-level training forward advances it.
+    """
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.groups: list[LayerGroup] = []
+        self.step = 0
+        self.active: Route | None = None
+        self._entered_in_backward = False
+        self._flights: list[_Flight] = []
+        self._calls: list[tuple[Route | None, bool]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "active": None,
+            "_entered_in_backward": False,
+            "_flights": [],
+            "_calls": [],
+        }
+
+    def packed(
+        self, layout: SegmentLayout, names: Sequence[str] | None, steps: Sequence[int] | None
+    ) -> Route:
+        """A route over packed rows.
+
+        Raises:
+            ValueError: if a name is unknown or twice, or the layout counts more adapters than there are names.
+        """
+        names = tuple(self.adapters if names is None else names)
+        self.check_names("names", names)
+        if len(set(names)) != len(names):
+            raise ValueError(f"names: expected each adapter once, got {list(names)}")
+        if layout.num_adapters > len(names):
+            raise ValueError(
+                f"layout: expected adapters below {len(names)} (the number of names), got {layout.num_adapters - 1}"
+            )
+        if steps is not None and len(steps) != len(names):
+            raise ValueError(f"steps: expected one per name ({len(names)}), got {len(steps)}")
+        return self._route(names, steps, layout=layout, rows=layout.total_rows)
+
+    def sampled(self, adapter_names: Sequence[str], rows: int | None = None) -> Route:
+        """A route in which each sample of the batch has its adapter; `__base__` = none.
+
+        Raises:
+            ValueError: if a name is unknown.
+        """
+        used = set(adapter_names) - {BASE}
+        self.check_names("adapter_names", sorted(used))
+        names = tuple(name for name in self.adapters if name in used)
+        samples = tuple(-1 if name == BASE else names.index(name) for name in adapter_names)
+        return self._route(names, None, samples=samples, rows=rows)
+
+    def _route(self, names: tuple[str, ...], steps: Sequence[int] | None, **rest: Any) -> Route:
+        seeds = tuple(self.adapters[name].seed for name in names)
+        if steps is None:
+            return Route(names, seeds, (self.step,) * len(names), automatic=True, **rest)
+        return Route(names, seeds, tuple(steps), **rest)
+
+    def check_names(self, argument: str, names: Sequence[str]) -> None:
+        """Refuse names that the model does not have.
+
+        Raises:
+            ValueError: naming the argument, the name, and the adapters that exist.
+        """
+        for name in names:
+            if name not in self.adapters:
+                known = ", ".join(self.adapters) or "none"
+                raise ValueError(f"{argument}: no adapter {name!r} in this model; its adapters: {known}")
+
+    @contextmanager
+    def entered(self, route: Route | None) -> Iterator[None]:
+        """Make a route the active one inside the context."""
+        before, before_backward = self.active, self._entered_in_backward
+        self._set(route, _in_backward())
+        try:
+            yield
+        finally:
+            self._set(before, before_backward)
+
+    def _set(self, route: Route | None, in_backward: bool) -> None:
+        self.active = route
+        self._entered_in_backward = in_backward
+        for group in self.groups:
+            known = route is not None and route.rows is not None
+            group.active = route.tensors(group, route.rows) if known else None  # type: ignore[union-attr, arg-type]
+
+    def regroup(self, groups: list[LayerGroup]) -> None:
+        """Take over new groups after adapters have joined or left."""
+        self.groups = groups
+        self._set(self.active, self._entered_in_backward)
+
+    def tensors_for(self, layer: MultiLoRALinear, x: Tensor) -> RouteTensors:
+        """What a layer in eager mode calls the operator with.
+
+        Raises:
+            ValueError: if no route says which adapter the rows belong to, it describes other rows, or several
+                forward passes are in flight and the one that is being recomputed is unknown.
+        """
+        rows = x.numel() // x.shape[-1]
+        recomputing = _in_backward() and not self._entered_in_backward
+        active = layer.group.active
+        if active is not None and active.rows == rows and not recomputing:
+            return active
+        route = self._recomputed() if recomputing else self.active or self._only_adapter()
+        if not route.accepts(x, rows):
+            expected = route.rows if route.rows is not None else f"a multiple of {len(route.samples)} samples"
+            raise ValueError(
+                f"layer {layer.name}: expected rows of the active route ({expected}), got x of shape {list(x.shape)}; "
+                "a layer that sees a selection of the tokens, as inside a mixture of experts, cannot be routed"
+            )
+        return route.tensors(layer.group, rows)
+
+    def _only_adapter(self) -> Route:
+        if len(self.adapters) != 1:
+            raise ValueError(
+                f"this model has {len(self.adapters)} adapters ({', '.join(self.adapters)}) and no active route: pass "
+                "adapter_names=[...] (one per sample) to the forward call, or call it inside mlora_ext.route(...)"
+            )
+        return self._route(tuple(self.adapters), None)
+
+    def _recomputed(self) -> Route:
+        """The route of the forward pass that backward is recomputing: the only one in flight."""
+        flights = [flight for flight in self._flights if flight.alive()]
+        routes = [flight.route for flight in flights]
+        if self.active is not None and not self.active.recorded:
+            routes.append(self.active)
+        if len(routes) > 1:
+            raise ValueError(
+                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which of them is "
+                "being recomputed: run each backward before the next forward, or checkpoint with "
+                "context_fn=mlora_ext.nn.routing.checkpoint_contexts(model)"
+            )
+        for flight in flights:
+            flight.used = True
+        return routes[0] if routes else self._only_adapter()
+
+    def begin_call(self, route: Route | None, rows: int | None) -> None:
+        """A top-level forward begins: enter its route, or the only adapter's if none is active."""
+        self._calls.append((self.active, self._entered_in_backward))
+        if route is None and self.active is None and len(self.adapters) == 1:
+            route = self._only_adapter()
+        if route is None and self.active is not None and self.active.layout is None:
+            route = self.active
+        if route is not None:
+            route.rows = rows
+            self._set(route, _in_backward())
+
+    def end_call(self, output: object, training: bool) -> None:
+        """A top-level forward has ended, or failed (`output` None): leave its route, advance the dropout step."""
+        route = self.active
+        before, in_backward = self._calls.pop()
+        if output is not None and training and torch.is_grad_enabled() and not _in_backward():
+            self.step += 1
+            token = _attach_token(output)
+            if route is not None and token is not None:
+                self.record(route, token)
+            if before is not None and before.automatic:
+                before = self._advanced(before)
+        self._set(before, in_backward)
+
+    def _advanced(self, route: Route) -> Route:
+        steps = (self.step,) * len(route.names)
+        return Route(
+            route.names,
+            route.seeds,
+            steps,
+            route.layout,
+            route.samples,
+            automatic=True,
+            recorded=True,
+            rows=route.rows,
+        )
+
+    def record(self, route: Route, token: weakref.ref[Any] | None) -> None:
+        """Remember a training forward pass for as long as its autograd graph lives, or until it is recomputed."""
+        kept = [flight for flight in self._flights if flight.alive() and not flight.used]
+        self._flights = [*kept[-1:], _Flight(route, token)]
+        route.recorded = True
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _attach_token(output: object) -> weakref.ref[Any] | None:
+    """Hang a token on the autograd node of the first differentiable tensor of a model's output."""
+    for leaf in torch.utils._pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            token = _Token()
+            leaf.grad_fn.metadata.setdefault(_TOKEN, []).append(token)
+            return weakref.ref(token)
+    return None
+
+
+def router_of(model: nn.Module) -> Router:
+    """The router of a converted model, or of a part of one.
+
+    Raises:
+        ValueError: if the model has not been converted.
+    """
+    router = model.__dict__.get("mlora_router")
+    if router is None:
+        router = next(
+            (m.router for m in model.modules() if isinstance(getattr(m, "router", None), Router)), None
+        )
+    if router is None:
+        raise ValueError(
+            f"model: expected one converted by mlora_ext.convert_model, got {type(model).__name__}"
+        )
+    return router
+
+
+@contextmanager
+def route(
+    model: nn.Module,
+    layout: SegmentLayout,
+    names: Sequence[str] | None = None,
+    *,
+    steps: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """Run a converted model on packed rows: each segment's rows belong to one adapter.
+
+    The route is captured at forward; backward needs no context.
+
+    Args:
+        model: converted by `convert_model`, or a part of such a model.
+        layout: rows of each segment; its adapters count `names`.
+        names: adapters. Default: all of the model's, in the order in which they joined. Every name gets a
+            gradient, zero if it has no rows.
+        steps: dropout step of each adapter. Default: a counter that the top-level training forward advances.
+
+    Raises:
+        ValueError: if a name is unknown or given twice, or the counts disagree.
+
+    Example:
+        >>> with route(model, SegmentLayout.from_lengths([7, 5]), names=["a", "b"]):
+        ...     out = model(input_ids=packed)
+    """
+    router = router_of(model)
+    entered = router.packed(layout, names, steps)
+    with router.entered(entered):
+        yield
+        if torch.is_grad_enabled() and model.training and not _in_backward() and not entered.recorded:
+            router.record(entered, None)
+
+
+class _Reenter(AbstractContextManager[None]):
+    """Enters a captured route, as often as recomputation asks."""
+
+    def __init__(self, router: Router) -> None:
+        self._router, self._route = router, router.active
+        self._contexts: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._contexts.append(self._router.entered(self._route))
+        self._contexts[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
+
+
+def checkpoint_contexts(
+    model: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+    """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
+
+    Recomputation runs inside backward, outside the route's context. This captures the active route at each
+    forward and enters it again for its recomputation, so several forward passes may be in flight.
+
+    Args:
+        model: converted by `convert_model`, or a part of such a model.
+
+    Returns:
+        The function to pass as `context_fn`.
+
+    Example:
+        >>> checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts(model))
+    """
+    router = router_of(model)
+    return lambda: (nullcontext(), _Reenter(router))

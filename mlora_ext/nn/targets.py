@@ -1,0 +1,236 @@
+"""Reading PEFT's LoraConfig: what is supported, which layers it targets, and each layer's rank and scaling."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..dropout import check_probability
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_HONOURED = {
+    "r",
+    "target_modules",
+    "exclude_modules",
+    "lora_alpha",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "use_rslora",
+    "init_lora_weights",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+}
+# Facts about the adapter or its folder that do not change what it computes here.
+_NEUTRAL = {
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "qalora_group_size",
+    "megatron_core",
+}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one adapter is in one layer."""
+
+    rank: int
+    scaling: float
+    dropout: float
+
+
+def check_name(name: str) -> None:
+    """Refuse adapter names that cannot be a file name or part of a state dict key.
+
+    Raises:
+        ValueError: saying what is wrong with the name.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"adapter name: expected a non-empty string, got {name!r}")
+    if name == "__base__":
+        raise ValueError("adapter name: '__base__' is reserved for rows without an adapter")
+    if any(bad in name for bad in ("/", "\\", "\0")):
+        raise ValueError(f"adapter name {name!r}: expected a plain file name, got a path")
+    if "." in name:
+        raise ValueError(
+            f"adapter name {name!r}: a dot separates modules in PyTorch's state dict keys; use '-' or '_' instead"
+        )
+
+
+def check_config(name: str, config: LoraConfig) -> None:
+    """Refuse what is not supported, field by field: nothing in a config is ignored.
+
+    Raises:
+        ValueError: naming the adapter, the field and its value.
+    """
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
+    default = LoraConfig()
+    for item in dataclasses.fields(config):
+        if item.name in _HONOURED | _NEUTRAL:
+            continue
+        value = getattr(config, item.name)
+        # PEFT itself writes None, {} and [] for "not given".
+        if value != getattr(default, item.name, None) and value not in (None, {}, [], False):
+            raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
+    if init_kind(config) not in (True, False, "gaussian"):
+        raise ValueError(
+            f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported; "
+            "expected True, False or 'gaussian'"
+        )
+    for rank in (config.r, *(config.rank_pattern or {}).values()):
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"adapter {name!r}: r: expected an integer >= 1, got {rank!r}")
+    check_probability(f"adapter {name!r}: lora_dropout", config.lora_dropout)
+
+
+def init_kind(config: LoraConfig) -> Any:
+    """`init_lora_weights`, whose words PEFT reads in any case."""
+    how = config.init_lora_weights
+    return how.lower() if isinstance(how, str) else how
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is one that an adapter can be put on."""
+    from transformers.pytorch_utils import Conv1D
+
+    from .linear import MultiLoRALinear
+
+    return isinstance(module, MultiLoRALinear) or type(module) in (nn.Linear, Conv1D)
+
+
+def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
+    """The layers that PEFT would put this adapter on, in the model's order.
+
+    Args:
+        model: the base model, converted or not.
+        name: of the adapter, for messages.
+        config: PEFT's config; not changed.
+
+    Returns:
+        Rank, scaling and dropout by layer name.
+
+    Raises:
+        ValueError: if nothing matches, or a match is not a linear layer.
+    """
+    resolved = _resolve(model, name, config)
+    layers = {}
+    for key, module in model.named_modules():
+        if not key or _inside_layer(model, key) or not matches(resolved, key):
+            continue
+        if not is_linear(module):
+            raise ValueError(
+                f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear and Conv1D are supported"
+            )
+        layers[key] = _layer_spec(resolved, key)
+    if not layers:
+        raise ValueError(
+            f"adapter {name!r}: target_modules={config.target_modules!r} (with exclude_modules, layers_to_transform) "
+            f"match nothing; linear layers of this model: {', '.join(_linear_names(model)) or 'none'}"
+        )
+    return layers
+
+
+def matches(config: LoraConfig, key: str) -> bool:
+    """Whether PEFT would put an adapter with this config on the module of that name."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return bool(check_target_module_exists(config, key))
+
+
+def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
+    """A copy with PEFT's own expansion of `all-linear` and of a model type's default targets."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
+
+    config = copy.deepcopy(config)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        config.target_modules = _all_linear(model, config)
+    if config.target_modules is None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind not in DEFAULT_TARGETS:
+            raise ValueError(
+                f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear'; PEFT knows no "
+                f"default for model type {kind!r}"
+            )
+        config.target_modules = set(DEFAULT_TARGETS[kind])
+    return config
+
+
+def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
+    """PEFT's expansion, which also works on a model whose layers have been converted already."""
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    from .linear import MultiLoRALinear
+
+    names = set(_maybe_include_all_linear_layers(copy.deepcopy(config), model).target_modules)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return names | {
+        key
+        for key, module in model.named_modules()
+        if isinstance(module, MultiLoRALinear) and module is not head
+    }
+
+
+def _layer_spec(config: LoraConfig, key: str) -> LayerSpec:
+    from peft.utils.other import get_pattern_key
+
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank = ranks.get(get_pattern_key(list(ranks), key), config.r)
+    alpha = alphas.get(get_pattern_key(list(alphas), key), config.lora_alpha)
+    scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    return LayerSpec(rank, scaling, config.lora_dropout)
+
+
+def _inside_layer(model: nn.Module, key: str) -> bool:
+    """Whether the module is a part of a converted layer: a bank, or an adapter's slot in it."""
+    return ".lora_A" in key or ".lora_B" in key
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of the model's linear layers, each once."""
+    return list(
+        dict.fromkeys(key.rpartition(".")[2] for key, module in model.named_modules() if is_linear(module))
+    )
+
+
+def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) -> dict[str, Any]:
+    """Fields of a LoraConfig by which PEFT finds exactly these layers in the base model.
+
+    Last parts of names where they suffice, as people write them; otherwise full names.
+    """
+    wanted = set(layers)
+    keys = [key for key, _ in model.named_modules() if key and not _inside_layer(model, key)]
+    short = sorted({key.rpartition(".")[2] for key in layers})
+    trial = copy.deepcopy(config)
+    trial.target_modules = set(short)
+    if {key for key in keys if matches(trial, key)} == wanted:
+        return {"target_modules": short}
+    return {
+        "target_modules": sorted(layers),
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
+    """PEFT's rule: adapters of a half-precision base are kept in fp32, others in the base's dtype."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and autocast_adapter_dtype else weight.dtype
