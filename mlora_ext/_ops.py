@@ -28,9 +28,9 @@ def load_library() -> None:
     """
     if not LIBRARY.exists():
         raise RuntimeError(
-            f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). Build them with "
-            "`pip install --no-build-isolation .` or `make build` in the source folder, or use the slow plain "
-            "PyTorch implementation: mlora_ext.use_backend('reference')"
+            f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). Build them "
+            "with `pip install --no-build-isolation .` or `make build` in the source folder, or use the slow "
+            "plain PyTorch implementation: mlora_ext.use_backend('reference')"
         )
     torch.ops.load_library(str(LIBRARY))
     torch.library.register_fake("mlora_ext::lora_linear", _fake_forward)
@@ -66,7 +66,9 @@ class _LoRALinear(torch.autograd.Function):
     """Eager mode. Tensor lists are spread over the arguments, as `Function` asks."""
 
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, segments, scaling, p, rng, layer, n, *adapters):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, x, weight, bias, segments, scaling, p, rng, layer, n, *adapters
+    ):
         lora_a, lora_b = adapters[:n], adapters[n:]
         with torch._C._AutoDispatchBelowAutograd():
             y, s = torch.ops.mlora_ext.lora_linear.default(
@@ -144,7 +146,9 @@ def _gradients(
     return dx if need_dx else None, da if need_da else none, db if need_db else none
 
 
-def _fake_forward(x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer):  # type: ignore[no-untyped-def]
+def _fake_forward(  # type: ignore[no-untyped-def]
+    x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
+):
     rank = max((a.shape[0] for a in lora_a), default=0)
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], rank)
 

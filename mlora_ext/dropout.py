@@ -1,7 +1,7 @@
 """Counter-based dropout: masks that depend on the adapter's seed, step, layer, row and column only.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The counters are laid out
-in docs/design.md, section "Dropout"; every backend draws the same bits.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The counters are laid
+out in docs/design.md, section "Dropout"; every backend draws the same bits.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def multi_lora_linear(
 ) -> Tensor:
     """A frozen linear layer over the rows of many adapters, plus each adapter's low-rank part.
 
-    `y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2). Gradients flow to
-    `x`, `lora_a` and `lora_b`; each adapter's gradient is a function of its own rows only.
+    `y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2). Gradients
+    flow to `x`, `lora_a` and `lora_b`; each adapter's gradient is a function of its own rows only.
 
     Args:
         x: `[..., d_in]` fp32, bf16 or fp16; leading dimensions are flattened to T rows.
@@ -149,7 +149,8 @@ def _check_layout(rows: int, adapters: int, layout: SegmentLayout) -> None:
         raise ValueError(f"layout: expected {rows} rows (those of x), got {layout.total_rows}")
     if layout.num_adapters > adapters:
         raise ValueError(
-            f"layout: expected adapters below {adapters} (the length of lora_a), got {layout.num_adapters - 1}"
+            f"layout: expected adapters below {adapters} (the length of lora_a), "
+            f"got {layout.num_adapters - 1}"
         )
 
 

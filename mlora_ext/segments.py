@@ -55,8 +55,8 @@ class SegmentLayout:
         Args:
             lengths: rows of each segment, in the order of the rows of `x`.
             adapters: adapter of each segment, -1 = base only. Default 0, 1, 2, ...
-            row0: index of each segment's first row within its adapter's optimizer step. Default: the number of
-                rows that the same adapter has in earlier segments of this layout.
+            row0: index of each segment's first row within its adapter's optimizer step. Default: the number
+                of rows that the same adapter has in earlier segments of this layout.
 
         Returns:
             The layout.

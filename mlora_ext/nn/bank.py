@@ -23,7 +23,7 @@ class _Place:
 
 
 class AdapterSlot(nn.Module):
-    """One adapter's matrix: holds the Parameter `weight`, so that its key is `<bank>.<name>.weight`, as PEFT's."""
+    """One adapter's matrix as the Parameter `weight`: its key is `<bank>.<name>.weight`, as PEFT's."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class AdapterBank(nn.Module):
     """Pages `[rows, width]` in which each adapter is a run of rows. Joining and leaving moves nobody.
 
     Rows run along d_in for A and along d_out for B (`transposed=True`: the Parameter is the transposed view
-    `[d_out, r]`), so that every access is contiguous for any rank. Each adapter's Parameter has its own version
+    `[d_out, r]`), so that every access is contiguous for any rank. Each adapter's Parameter has its own
+    version
     counter: an optimizer step of one leaves the saved tensors of the others valid.
 
     Args:
@@ -91,13 +92,13 @@ class AdapterBank(nn.Module):
         place = self._find(rank, self.dtype, self.device)
         view = self._view(place)
         view.zero_()
-        # Straight into the dictionary: `add_module` refuses names such as "train" that are methods of nn.Module.
+        # Straight into the dictionary: `add_module` refuses names that are methods, such as "train".
         self._modules[name] = AdapterSlot(nn.Parameter(view.data))
         self._places[name] = place
         return self.parameter_of(name)
 
     def remove(self, name: str) -> None:
-        """Free the adapter's rows. Its Parameter, if someone still holds it, goes on with memory of its own."""
+        """Free the adapter's rows. Whoever still holds its Parameter goes on with a copy."""
         parameter = self.parameter_of(name)
         parameter.data = parameter.data.clone()
         del self._modules[name], self._places[name]
@@ -168,7 +169,7 @@ class AdapterBank(nn.Module):
 
 
 def _set_data(slot: nn.Module | None, view: Tensor) -> None:
-    """Point a slot at other memory: the same Parameter where PyTorch allows it, as `nn.Module._apply` does."""
+    """Point a slot at other memory: the same Parameter where PyTorch allows it."""
     assert slot is not None
     parameter = slot._parameters["weight"]
     assert parameter is not None

@@ -30,9 +30,9 @@ def convert_model(
 ) -> nn.Module:
     """Freeze a model and put adapters on it, in place.
 
-    Layers are targeted by PEFT's own functions, so the adapters sit where PEFT would put them. Initial values have
-    PEFT's distributions and depend on the seed, the adapter's name and the layer's name only, never on the other
-    adapters. Dropouts of the base model are set to 0.
+    Layers are targeted by PEFT's own functions, so the adapters sit where PEFT would put them. Initial
+    values have PEFT's distributions and depend on the seed, the adapter's name and the layer's name only,
+    never on the other adapters. Dropouts of the base model are set to 0.
 
     Args:
         model: any module with `nn.Linear` or `Conv1D` layers.
@@ -44,7 +44,8 @@ def convert_model(
         `model` itself. Its forward and `generate` take `adapter_names=`.
 
     Raises:
-        ValueError: if the model is converted already, a name or a config is not supported, or targets match nothing.
+        ValueError: if the model is converted already, a name or a config is not supported, or targets match
+            nothing.
 
     Example:
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})
@@ -150,12 +151,13 @@ def from_peft(peft_model: PeftModel, *, seed: int = 0) -> nn.Module:
     """
     from peft.tuners.lora import LoraLayer
 
-    configs = dict(peft_model.peft_config)
+    configs: dict[str, Any] = dict(peft_model.peft_config)
+    base: Any = peft_model.base_model.model
     for name, config in configs.items():
         check_name(name)
         check_config(name, config)
-    weights: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {name: {} for name in configs}
-    for key, module in peft_model.base_model.model.named_modules():
+    weights: dict[str, dict[str, Any]] = {name: {} for name in configs}
+    for key, module in base.named_modules():
         if isinstance(module, LoraLayer):
             if module.merged:
                 raise ValueError(
@@ -239,12 +241,13 @@ def _replace(
             f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
         )
     weight: Any = module.weight
+    bias: Any = module.bias
     layer = MultiLoRALinear(
         weight,
-        module.bias,
+        bias,
         router=router,
         name=key,
-        index=index,  # type: ignore[arg-type]
+        index=index,
         fan_in_fan_out=type(module) is not nn.Linear,
         adapter_dtype=adapter_dtype(weight, autocast),
     )
@@ -266,7 +269,7 @@ def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, La
 
 
 def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
-    """PEFT's initial values; drawn on the CPU in fp32, so that they are the same on any device and in any dtype."""
+    """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.empty(a.shape, dtype=torch.float32)
     if how == "gaussian":
@@ -302,7 +305,7 @@ def _regroup(model: nn.Module) -> None:
 
 
 def _stop_base_dropout(model: nn.Module) -> None:
-    """Set every dropout of the base to 0: masks drawn for the batch would make adapters depend on each other."""
+    """Set every dropout of the base to 0: a mask drawn for a whole batch ties its adapters together."""
     stopped = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

@@ -91,8 +91,8 @@ def adapter_config(model: nn.Module, name: str) -> LoraConfig:
 def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
     """Read an adapter from a PEFT folder.
 
-    An adapter of this name that the model has gets the folder's weights; otherwise the adapter is added, with the
-    folder's config. A model that is not converted yet is converted.
+    An adapter of this name that the model has gets the folder's weights; otherwise the adapter is added,
+    with the folder's config. A model that is not converted yet is converted.
 
     Args:
         model: converted, or any module.
@@ -101,8 +101,8 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         seed: of dropout.
 
     Raises:
-        ValueError: if a file is missing, the config is not supported, or a layer is missing or has another shape,
-            as that of an adapter of another base has; the model is left as it was.
+        ValueError: if a file is missing, the config is not supported, or a layer is missing or has another
+            shape, as that of an adapter of another base has; the model is left as it was.
     """
     from peft import LoraConfig
 
@@ -136,7 +136,7 @@ def _write(model: nn.Module, name: str, folder: Path) -> None:
 
 
 def _swap(scratch: Path, target: Path) -> None:
-    """Rename the finished folder into place. A folder cannot replace a full one: the old one steps aside first."""
+    """Rename the finished folder into place; an old one, which cannot be replaced, steps aside first."""
     aside = None
     if target.exists():
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -1,7 +1,7 @@
 """`adapter_names=` on a converted model's forward and generate.
 
-The hooks and the `generate` method sit on the instance and find the model through their first argument, so a deep
-copy of the model has its own.
+The hooks and the `generate` method sit on the instance and find the model through their first argument, so
+a deep copy of the model has its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def generate(model: Any, *args: Any, adapter_names: Sequence[str] | None = None,
     Args:
         model: converted by `convert_model`.
         args: as the model's own `generate`.
-        adapter_names: one per prompt, `__base__` = none; beams and several return sequences follow their prompt.
+        adapter_names: one per prompt, `__base__` = none; beams and several return sequences follow their
+            prompt.
         kwargs: as the model's own `generate`.
 
     Returns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +53,7 @@ class MultiLoRALinear(nn.Module):
         self.router = router
         self.specs: dict[str, LayerSpec] = {}
         self.group = LayerGroup((), (), (), weight.device)
-        place = {"device": weight.device, "dtype": adapter_dtype}
+        place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
         self.register_buffer("layer", torch.tensor(index, device=weight.device), persistent=False)

@@ -40,7 +40,7 @@ class RouteTensors:
 
 @dataclass(eq=False)
 class LayerGroup:
-    """Layers that have the same adapters with the same scaling and dropout: they share the tensors of a route."""
+    """Layers that have the same adapters, scalings and dropouts: they share the tensors of a route."""
 
     adapters: tuple[str, ...]
     scaling: tuple[float, ...]
@@ -193,7 +193,8 @@ class Router:
         """A route over packed rows.
 
         Raises:
-            ValueError: if a name is unknown or twice, or the layout counts more adapters than there are names.
+            ValueError: if a name is unknown or twice, or the layout counts more adapters than there are
+                names.
         """
         names = tuple(self.adapters if names is None else names)
         self.check_names("names", names)
@@ -201,7 +202,8 @@ class Router:
             raise ValueError(f"names: expected each adapter once, got {list(names)}")
         if layout.num_adapters > len(names):
             raise ValueError(
-                f"layout: expected adapters below {len(names)} (the number of names), got {layout.num_adapters - 1}"
+                f"layout: expected adapters below {len(names)} (the number of names), got "
+                f"{layout.num_adapters - 1}"
             )
         if steps is not None and len(steps) != len(names):
             raise ValueError(f"steps: expected one per name ({len(names)}), got {len(steps)}")
@@ -250,8 +252,9 @@ class Router:
         self.active = route
         self._entered_in_backward = in_backward
         for group in self.groups:
-            known = route is not None and route.rows is not None
-            group.active = route.tensors(group, route.rows) if known else None  # type: ignore[union-attr, arg-type]
+            group.active = None
+            if route is not None and route.rows is not None:
+                group.active = route.tensors(group, route.rows)
 
     def regroup(self, groups: list[LayerGroup]) -> None:
         """Take over new groups after adapters have joined or left."""
@@ -274,16 +277,18 @@ class Router:
         if not route.accepts(x, rows):
             expected = route.rows if route.rows is not None else f"a multiple of {len(route.samples)} samples"
             raise ValueError(
-                f"layer {layer.name}: expected rows of the active route ({expected}), got x of shape {list(x.shape)}; "
-                "a layer that sees a selection of the tokens, as inside a mixture of experts, cannot be routed"
+                f"layer {layer.name}: expected rows of the active route ({expected}), got x of shape "
+                f"{list(x.shape)}; a layer that sees a selection of the tokens, as inside a mixture of "
+                "experts, cannot be routed"
             )
         return route.tensors(layer.group, rows)
 
     def _only_adapter(self) -> Route:
         if len(self.adapters) != 1:
             raise ValueError(
-                f"this model has {len(self.adapters)} adapters ({', '.join(self.adapters)}) and no active route: pass "
-                "adapter_names=[...] (one per sample) to the forward call, or call it inside mlora_ext.route(...)"
+                f"this model has {len(self.adapters)} adapters ({', '.join(self.adapters)}) and no active "
+                "route: pass adapter_names=[...] (one per sample) to the forward call, or call it inside "
+                "mlora_ext.route(...)"
             )
         return self._route(tuple(self.adapters), None)
 
@@ -295,8 +300,8 @@ class Router:
             routes.append(self.active)
         if len(routes) > 1:
             raise ValueError(
-                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which of them is "
-                "being recomputed: run each backward before the next forward, or checkpoint with "
+                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which of "
+                "them is being recomputed: run each backward before the next forward, or checkpoint with "
                 "context_fn=mlora_ext.nn.routing.checkpoint_contexts(model)"
             )
         for flight in flights:
@@ -315,7 +320,7 @@ class Router:
             self._set(route, _in_backward())
 
     def end_call(self, output: object, training: bool) -> None:
-        """A top-level forward has ended, or failed (`output` None): leave its route, advance the dropout step."""
+        """A top-level forward has ended, or failed (`output` None): leave its route, advance the step."""
         route = self.active
         before, in_backward = self._calls.pop()
         if output is not None and training and torch.is_grad_enabled() and not _in_backward():
@@ -341,7 +346,7 @@ class Router:
         )
 
     def record(self, route: Route, token: weakref.ref[Any] | None) -> None:
-        """Remember a training forward pass for as long as its autograd graph lives, or until it is recomputed."""
+        """Remember a training forward pass while its autograd graph lives, or until it is recomputed."""
         kept = [flight for flight in self._flights if flight.alive() and not flight.used]
         self._flights = [*kept[-1:], _Flight(route, token)]
         route.recorded = True
@@ -356,7 +361,8 @@ def _attach_token(output: object) -> weakref.ref[Any] | None:
     for leaf in torch.utils._pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             token = _Token()
-            leaf.grad_fn.metadata.setdefault(_TOKEN, []).append(token)
+            metadata: Any = leaf.grad_fn.metadata
+            metadata.setdefault(_TOKEN, []).append(token)
             return weakref.ref(token)
     return None
 
@@ -367,16 +373,14 @@ def router_of(model: nn.Module) -> Router:
     Raises:
         ValueError: if the model has not been converted.
     """
-    router = model.__dict__.get("mlora_router")
-    if router is None:
-        router = next(
-            (m.router for m in model.modules() if isinstance(getattr(m, "router", None), Router)), None
-        )
-    if router is None:
-        raise ValueError(
-            f"model: expected one converted by mlora_ext.convert_model, got {type(model).__name__}"
-        )
-    return router
+    own = model.__dict__.get("mlora_router")
+    if isinstance(own, Router):
+        return own
+    for module in model.modules():
+        found: object = getattr(module, "router", None)
+        if isinstance(found, Router):
+            return found
+    raise ValueError(f"model: expected one converted by mlora_ext.convert_model, got {type(model).__name__}")
 
 
 @contextmanager

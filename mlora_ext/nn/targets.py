@@ -1,4 +1,4 @@
-"""Reading PEFT's LoraConfig: what is supported, which layers it targets, and each layer's rank and scaling."""
+"""Reading PEFT's LoraConfig: what is supported, and each target layer's rank, scaling and dropout."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def check_name(name: str) -> None:
         raise ValueError(f"adapter name {name!r}: expected a plain file name, got a path")
     if "." in name:
         raise ValueError(
-            f"adapter name {name!r}: a dot separates modules in PyTorch's state dict keys; use '-' or '_' instead"
+            f"adapter name {name!r}: a dot separates modules in PyTorch's state dict keys; use '-' or '_' "
+            "instead"
         )
 
 
@@ -137,12 +138,14 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
             continue
         if not is_linear(module):
             raise ValueError(
-                f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear and Conv1D are supported"
+                f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear and Conv1D are "
+                "supported"
             )
         layers[key] = _layer_spec(resolved, key)
     if not layers:
         raise ValueError(
-            f"adapter {name!r}: target_modules={config.target_modules!r} (with exclude_modules, layers_to_transform) "
+            f"adapter {name!r}: target_modules={config.target_modules!r} (with exclude_modules, "
+            f"layers_to_transform) "
             f"match nothing; linear layers of this model: {', '.join(_linear_names(model)) or 'none'}"
         )
     return layers
@@ -161,15 +164,16 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
 
     config = copy.deepcopy(config)
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        config.target_modules = _all_linear(model, config)
+        config.target_modules = sorted(_all_linear(model, config))
     if config.target_modules is None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         if kind not in DEFAULT_TARGETS:
             raise ValueError(
-                f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear'; PEFT knows no "
+                f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear'; "
+                f"PEFT knows no "
                 f"default for model type {kind!r}"
             )
-        config.target_modules = set(DEFAULT_TARGETS[kind])
+        config.target_modules = sorted(DEFAULT_TARGETS[kind])
     return config
 
 
@@ -179,9 +183,9 @@ def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
 
     from .linear import MultiLoRALinear
 
-    names = set(_maybe_include_all_linear_layers(copy.deepcopy(config), model).target_modules)
+    expanded: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    return names | {
+    return set(expanded.target_modules) | {
         key
         for key, module in model.named_modules()
         if isinstance(module, MultiLoRALinear) and module is not head
@@ -219,7 +223,7 @@ def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) ->
     keys = [key for key, _ in model.named_modules() if key and not _inside_layer(model, key)]
     short = sorted({key.rpartition(".")[2] for key in layers})
     trial = copy.deepcopy(config)
-    trial.target_modules = set(short)
+    trial.target_modules = short
     if {key for key in keys if matches(trial, key)} == wanted:
         return {"target_modules": short}
     return {
