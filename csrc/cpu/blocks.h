@@ -1,0 +1,278 @@
+// The kernels over one block of rows, or over the columns of one adapter.
+#pragma once
+
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace mlora::cpu::MLORA_ISA {
+
+constexpr int64_t kGradColumns = 256;
+
+template <class Op>
+constexpr int64_t kDotElements = 1024 * Op::kUnits;
+
+inline int64_t units_of(int64_t elements, int64_t per_unit) { return (elements + per_unit - 1) / per_unit; }
+
+inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Hands out pieces of a task's scratch memory.
+class Scratch {
+ public:
+  explicit Scratch(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(memory_);
+    memory_ += aligned(count * static_cast<int64_t>(sizeof(T)));
+    return piece;
+  }
+
+ private:
+  char* memory_;
+};
+
+template <class Op>
+int64_t scratch_bytes(int64_t max_rank) {
+  const int64_t row_blocks = aligned(kBlockRows * max_rank * 4) * 3;
+  const int64_t panel =
+      aligned(Simd::kDotRows * kDotElements<Op> * static_cast<int64_t>(sizeof(typename Op::Element))) +
+      aligned(Simd::kDotRows * words_of(kDotElements<Op>) * 8);
+  const int64_t columns = aligned(kBlockRows * kGradColumns * 4) +
+                          aligned(kBlockRows * words_of(kGradColumns) * 8) +
+                          aligned(max_rank * kGradColumns * 4);
+  return (row_blocks + panel > columns ? row_blocks + panel : columns) + 64;
+}
+
+// sums[i][j] = sum over columns of drop(rows)[i] * a[j].
+template <class Op, typename T>
+void shrink(const T* rows, int64_t stride, int64_t count, int64_t cols, const typename Op::Element* a,
+            int64_t a_stride, int64_t rank, const Dropout& dropout, uint32_t philox_row, Scratch scratch,
+            float* sums) {
+  using Element = typename Op::Element;
+  constexpr int64_t kChunk = kDotElements<Op>;
+  constexpr int64_t kWords = kChunk / kWordColumns;
+  Element* panel = scratch.take<Element>(Simd::kDotRows * kChunk);
+  uint64_t* bits = scratch.take<uint64_t>(Simd::kDotRows * kWords);
+  for (int64_t c = 0; c < cols; c += kChunk) {
+    const int64_t n = cols - c < kChunk ? cols - c : kChunk;
+    for (int64_t i = 0; i < count; i += Simd::kDotRows) {
+      const int64_t m = count - i < Simd::kDotRows ? count - i : Simd::kDotRows;
+      if (dropout.threshold) {
+        keep_bits_block(dropout, philox_row + static_cast<uint32_t>(i), m, c / kWordColumns, words_of(n),
+                        bits, kWords);
+      }
+      int64_t x_stride;
+      const Element* x =
+          stage_rows<Op, T>(rows + i * stride + c, stride, m, n, dropout.threshold ? bits : nullptr, kWords,
+                            panel, kChunk, &x_stride);
+      dot_rows<Op>(x, x_stride, m, a + c, a_stride, rank, n, sums + i * rank, rank, c > 0);
+    }
+  }
+}
+
+// target[j] = sums[j] * scale in any storage type.
+template <typename T>
+void scale_row(const float* sums, int64_t n, float scale, T* target) {
+  const Simd::Vec factor = Simd::set1(scale);
+  int64_t j = 0;
+  for (; j + Simd::kLanes <= n; j += Simd::kLanes) {
+    Simd::store(target + j, Simd::mul(Simd::load(sums + j), factor));
+  }
+  if (j < n) {
+    Simd::store(target + j, Simd::mul(Simd::load(sums + j, n - j), factor), n - j);
+  }
+}
+
+template <class Op, typename T>
+void forward(const ForwardArgs& args) {
+  using Element = typename Op::Element;
+  using Unit = typename Op::Unit;
+  const AdapterView& adapter = *args.adapter;
+  const RowBlock& block = *args.block;
+  const int64_t rank = adapter.rank;
+  const int64_t units = units_of(rank, Op::kUnits);
+  Scratch scratch(args.scratch);
+  float* sums = scratch.take<float>(block.rows * rank);
+  Unit* s_units = scratch.take<Unit>(block.rows * units);
+  shrink<Op, T>(static_cast<const T*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows,
+                args.d_in, static_cast<const Element*>(adapter.a_rows), adapter.a_rows_stride, rank,
+                adapter.dropout, block.philox_row, scratch, sums);
+  const float scale = adapter.scaling * adapter.dropout.keep_scale;
+  for (int64_t i = 0; i < block.rows; ++i) {
+    T* s = static_cast<T*>(args.s) + (block.begin + i) * args.s_stride;
+    scale_row(sums + i * rank, rank, scale, s);
+    std::memset(static_cast<void*>(s + rank), 0, static_cast<size_t>(args.s_stride - rank) * sizeof(T));
+    Element* row = reinterpret_cast<Element*>(s_units + i * units);
+    convert_row(s, 1, rank, row);
+    if (rank % Op::kUnits) {
+      from_float(0.0f, row + rank);
+    }
+  }
+  const BroadcastArgs<Op> expand{
+      s_units, units,     1, block.rows, static_cast<const Unit*>(adapter.b_cols), adapter.b_cols_stride,
+      units,   args.d_out};
+  broadcast_gemm<Op>(expand, AddTo<T>{static_cast<T*>(args.y) + block.begin * args.y_stride, args.y_stride});
+}
+
+// Rows of units along the rank -> units along the rows.
+template <class Op, typename T>
+void transpose_units(const T* rows, int64_t stride, int64_t count, int64_t rank, typename Op::Unit* target,
+                     int64_t target_stride) {
+  int64_t staged_stride;
+  const auto* staged =
+      stage_columns<Op, T>(rows, stride, count, rank, nullptr, 0, target, target_stride, &staged_stride);
+  if (staged != target) {
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(target + i * target_stride, staged + i * staged_stride,
+                  static_cast<size_t>(rank) * sizeof(*target));
+    }
+  }
+}
+
+template <class Op, typename T>
+void grad_rows(const GradRowsArgs& args) {
+  using Element = typename Op::Element;
+  using Unit = typename Op::Unit;
+  const AdapterView& adapter = *args.adapter;
+  const RowBlock& block = *args.block;
+  const int64_t rank = adapter.rank;
+  if (args.s_cols) {
+    transpose_units<Op, T>(
+        static_cast<const T*>(args.s) + block.begin * args.s_stride, args.s_stride, block.rows, rank,
+        static_cast<Unit*>(args.s_cols) + block.pair_begin * args.cols_stride, args.cols_stride);
+  }
+  if (!args.ds_rows) {
+    return;
+  }
+  Scratch scratch(args.scratch);
+  float* sums = scratch.take<float>(block.rows * rank);
+  shrink<Op, T>(static_cast<const T*>(args.dy) + block.begin * args.dy_stride, args.dy_stride, block.rows,
+                args.d_out, static_cast<const Element*>(adapter.b_rows), adapter.b_rows_stride, rank,
+                Dropout{}, 0, scratch, sums);
+  const float scale = adapter.scaling * adapter.dropout.keep_scale;
+  Unit* ds = static_cast<Unit*>(args.ds_rows) + block.begin * args.ds_rows_stride;
+  for (int64_t i = 0; i < block.rows; ++i) {
+    Element* row = reinterpret_cast<Element*>(ds + i * args.ds_rows_stride);
+    scale_row(sums + i * rank, rank, scale, row);
+    if (rank % Op::kUnits) {
+      from_float(0.0f, row + rank);
+    }
+  }
+  if (args.ds_cols && args.ds_cols != args.ds_rows) {
+    transpose_units<Op, Element>(
+        reinterpret_cast<const Element*>(ds), args.ds_rows_stride * Op::kUnits, block.rows, rank,
+        static_cast<Unit*>(args.ds_cols) + block.pair_begin * args.cols_stride, args.cols_stride);
+  }
+}
+
+template <class Op, typename T>
+void grad_block(const GradColumnsArgs& args, const RowBlock& block, Scratch scratch, float* sums) {
+  using Unit = typename Op::Unit;
+  const AdapterView& adapter = *args.adapter;
+  const int64_t rank = adapter.rank;
+  const int64_t cols = args.end - args.begin;
+  const int64_t words = words_of(cols);
+  const bool drop = args.dropout && adapter.dropout.threshold;
+  uint64_t* bits = scratch.take<uint64_t>(block.rows * words);
+  if (drop) {
+    keep_bits_block(adapter.dropout, block.philox_row, block.rows, args.begin / kWordColumns, words, bits,
+                    words);
+  }
+  if (args.p_cols) {
+    const T* rows = static_cast<const T*>(args.rows) + block.begin * args.rows_stride + args.begin;
+    int64_t q_stride;
+    const Unit* q = stage_columns<Op, T>(rows, args.rows_stride, block.rows, cols, drop ? bits : nullptr,
+                                         words, scratch.take<Unit>(block.rows * cols), cols, &q_stride);
+    const Unit* p = static_cast<const Unit*>(args.p_cols) + block.pair_begin * args.p_stride;
+    broadcast_gemm<Op>(
+        BroadcastArgs<Op>{p, 1, args.p_stride, rank, q, q_stride, units_of(block.rows, Op::kUnits), cols},
+        AddTo<float>{sums, cols});
+  }
+  if (args.dx) {
+    const BroadcastArgs<Op> expand{static_cast<const Unit*>(args.ds_rows) + block.begin * args.ds_rows_stride,
+                                   args.ds_rows_stride,
+                                   1,
+                                   block.rows,
+                                   static_cast<const Unit*>(adapter.a_cols) + args.begin,
+                                   adapter.a_cols_stride,
+                                   units_of(rank, Op::kUnits),
+                                   cols};
+    T* dx = static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin;
+    if (drop) {
+      broadcast_gemm<Op>(expand, AddKept<T>{dx, args.dx_stride, bits, words});
+    } else {
+      broadcast_gemm<Op>(expand, AddTo<T>{dx, args.dx_stride});
+    }
+  }
+}
+
+template <class Op, typename T>
+void grad_columns(const GradColumnsArgs& args) {
+  const int64_t rank = args.adapter->rank;
+  const int64_t cols = args.end - args.begin;
+  Scratch scratch(args.scratch);
+  float* sums = scratch.take<float>(rank * cols);
+  if (args.p_cols) {
+    std::memset(sums, 0, static_cast<size_t>(rank * cols) * sizeof(float));
+  }
+  for (int32_t i = args.adapter->first_block; i >= 0; i = args.blocks[i].next) {
+    grad_block<Op, T>(args, args.blocks[i], scratch, sums);
+  }
+  if (args.p_cols) {
+    for (int64_t j = 0; j < rank; ++j) {
+      write_row(sums + j * cols, cols, args.grad, j, args.begin);
+    }
+  }
+}
+
+template <class Op>
+void pack_rows(const PackArgs& args) {
+  using Element = typename Op::Element;
+  for (int64_t j = 0; j < args.rows; ++j) {
+    convert_row(args.source, j, args.col_begin, args.col_end - args.col_begin,
+                static_cast<Element*>(args.target) + j * args.target_stride + args.col_begin);
+  }
+}
+
+template <class Op>
+void pack_cols(const PackArgs& args) {
+  if constexpr (Op::kUnits == 1) {
+    pack_rows<Op>(args);
+  } else {
+    constexpr int64_t kChunk = 512;
+    typename Op::Element pair[2][kChunk];
+    for (int64_t j = 0; j < args.rows; j += 2) {
+      for (int64_t c = args.col_begin; c < args.col_end; c += kChunk) {
+        const int64_t n = args.col_end - c < kChunk ? args.col_end - c : kChunk;
+        const bool paired = j + 1 < args.rows;
+        convert_row(args.source, j, c, n, pair[0]);
+        if (paired) {
+          convert_row(args.source, j + 1, c, n, pair[1]);
+        }
+        interleave(pair[0], paired ? pair[1] : nullptr, n, nullptr, nullptr,
+                   static_cast<typename Op::Unit*>(args.target) + j / 2 * args.target_stride + c);
+      }
+    }
+  }
+}
+
+inline void keep_bits(const Dropout& dropout, uint32_t row, int64_t words, uint64_t* bits) {
+  keep_bits_block(dropout, row, 1, 0, words, bits, words);
+}
+
+template <class Op, typename T>
+constexpr Kernels make_kernels(const char* isa) {
+  return Kernels{.isa = isa,
+                 .units = Op::kUnits,
+                 .compute = Op::kUnits == 1 ? Scalar::kFloat : Scalar::kBFloat16,
+                 .columns = kGradColumns,
+                 .scratch_bytes = scratch_bytes<Op>,
+                 .forward = forward<Op, T>,
+                 .grad_rows = grad_rows<Op, T>,
+                 .grad_columns = grad_columns<Op, T>,
+                 .pack_rows = pack_rows<Op>,
+                 .pack_cols = pack_cols<Op>,
+                 .keep_bits = keep_bits};
+}
+
+}  // namespace mlora::cpu::MLORA_ISA

@@ -1,0 +1,19 @@
+#define MLORA_ISA avx512bf16
+
+// clang-format off: Simd comes first, the kernels are written against it
+#include "cpu/simd_avx512.h"
+#include "cpu/tiles.h"
+#include "cpu/stage.h"
+#include "cpu/blocks.h"
+#include "cpu/tables.h"
+// clang-format on
+
+namespace mlora::cpu {
+
+extern const Kernels kKernels_avx512bf16[3] = {
+    avx512bf16::make_kernels<avx512bf16::F32Fma, float>("avx512bf16"),
+    avx512bf16::make_kernels<avx512bf16::BF16Dot, avx512bf16::BF16>("avx512bf16"),
+    avx512bf16::make_kernels<avx512bf16::F32Fma, avx512bf16::Half>("avx512bf16"),
+};
+
+}  // namespace mlora::cpu

@@ -1,0 +1,88 @@
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/base_gemm.h"
+#include "cpu/lora_linear.h"
+#include "cpu/operands.h"
+#include "cpu/plan.h"
+
+namespace mlora::cpu {
+namespace {
+
+const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
+
+// s is zero on rows that no adapter has.
+void zero_other_rows(const Plan& plan, Tensor& s) {
+  const int64_t row_bytes = s.size(1) * static_cast<int64_t>(s.element_size());
+  char* data = static_cast<char*>(s.mutable_data_ptr());
+  int64_t cursor = 0;
+  const auto zero_until = [&](int64_t row) {
+    if (row > cursor) {
+      std::memset(data + cursor * row_bytes, 0, static_cast<size_t>((row - cursor) * row_bytes));
+    }
+  };
+  for (const RowBlock& block : plan.blocks) {
+    zero_until(block.begin);
+    cursor = block.begin + block.rows;
+  }
+  zero_until(plan.rows);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
+                                       const std::optional<Tensor>& bias, const std::vector<Tensor>& lora_a,
+                                       const std::vector<Tensor>& lora_b, const Tensor& segments,
+                                       const Tensor& scaling, const std::optional<Tensor>& dropout_p,
+                                       const std::optional<Tensor>& dropout_rng,
+                                       const std::optional<Tensor>& layer) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  check_arguments(x_in, weight, pointer(bias), lora_a, lora_b, layout);
+  const Tensor x = dense_rows(x_in);
+  const Kernels& table = kernels(scalar_of(x.scalar_type()));
+  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0), table.units);
+
+  Tensor y = base_linear(x, weight, pointer(bias));
+  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
+  zero_other_rows(plan, s);
+
+  const Team team(plan.rank_rows * (x.size(1) + y.size(1)));
+  Workspace workspace;
+  Operands a_rows(table, lora_a, false, plan);
+  Operands b_cols(table, lora_b, true, plan);
+  a_rows.reserve(false, workspace);
+  b_cols.reserve(true, workspace);
+  const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
+  const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
+  workspace.allocate();
+  a_rows.resolve(workspace, [&](size_t i, const void* data, int64_t stride) {
+    plan.adapters[i].a_rows = data;
+    plan.adapters[i].a_rows_stride = stride;
+  });
+  b_cols.resolve(workspace, [&](size_t i, const void* data, int64_t stride) {
+    plan.adapters[i].b_cols = data;
+    plan.adapters[i].b_cols_stride = stride;
+  });
+  a_rows.pack(team);
+  b_cols.pack(team);
+
+  ForwardArgs args{};
+  args.x = x.const_data_ptr();
+  args.x_stride = x.stride(0);
+  args.y = y.mutable_data_ptr();
+  args.y_stride = y.stride(0);
+  args.s = s.mutable_data_ptr();
+  args.s_stride = plan.max_rank;
+  args.d_in = x.size(1);
+  args.d_out = y.size(1);
+  team.run(static_cast<int64_t>(plan.blocks.size()), [&](int64_t task, int64_t thread) {
+    ForwardArgs mine = args;
+    mine.block = &plan.blocks[static_cast<size_t>(task)];
+    mine.adapter = &plan.adapters[static_cast<size_t>(mine.block->adapter)];
+    mine.scratch = workspace.at(scratch + thread * scratch_bytes);
+    table.forward(mine);
+  });
+  return {y, s};
+}
+
+}  // namespace mlora::cpu

@@ -1,0 +1,177 @@
+#include "cpu/plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace mlora::cpu {
+namespace {
+
+// Below this many multiply-adds, waking the other threads costs more than it saves.
+constexpr int64_t kParallelWork = int64_t{1} << 19;
+
+void check_vector(const Tensor& tensor, const char* name, int64_t size, ScalarType type) {
+  MLORA_CHECK(tensor.is_cpu() && tensor.dim() == 1 && tensor.size(0) == size &&
+                  tensor.scalar_type() == type && tensor.is_contiguous(),
+              name, ": expected a contiguous CPU ", dtype_name(type), " tensor of shape [", size, "], got ",
+              dtype_name(tensor.scalar_type()), " of shape ", shape_of(tensor));
+}
+
+void check_adapter(const Tensor& matrix, const char* name, size_t index, int64_t dimension, int64_t size,
+                   ScalarType x_type) {
+  MLORA_CHECK(matrix.is_cpu() && matrix.dim() == 2 && matrix.size(dimension) == size &&
+                  matrix.size(1 - dimension) >= 1,
+              name, "[", index, "]: expected a CPU matrix with ", size, dimension == 0 ? " rows" : " columns",
+              " and a rank of at least 1, got shape ", shape_of(matrix));
+  MLORA_CHECK(matrix.scalar_type() == x_type || matrix.scalar_type() == ScalarType::Float, name, "[", index,
+              "]: expected dtype ", dtype_name(x_type), " (that of x) or Float, got ",
+              dtype_name(matrix.scalar_type()));
+}
+
+void check_dropout(const Layout& layout, int64_t adapters) {
+  const bool all = layout.dropout_p && layout.dropout_rng && layout.layer;
+  MLORA_CHECK(all, "dropout_p, dropout_rng and layer: give all three or none");
+  check_vector(*layout.dropout_p, "dropout_p", adapters, ScalarType::Float);
+  const Tensor& rng = *layout.dropout_rng;
+  MLORA_CHECK(rng.is_cpu() && rng.dim() == 2 && rng.size(0) == adapters && rng.size(1) == 2 &&
+                  rng.scalar_type() == ScalarType::Long && rng.is_contiguous(),
+              "dropout_rng: expected a contiguous CPU Long tensor of shape [", adapters, ", 2], got ",
+              dtype_name(rng.scalar_type()), " of shape ", shape_of(rng));
+  const Tensor& layer = *layout.layer;
+  MLORA_CHECK(layer.is_cpu() && layer.numel() == 1 && layer.scalar_type() == ScalarType::Long,
+              "layer: expected one CPU Long number, got ", dtype_name(layer.scalar_type()), " of shape ",
+              shape_of(layer));
+}
+
+Dropout dropout_of(const Layout& layout, int64_t adapter) {
+  Dropout dropout;
+  const double p = static_cast<const float*>(layout.dropout_p->const_data_ptr())[adapter];
+  const double threshold = std::nearbyint(p * 65536.0);
+  MLORA_CHECK(threshold >= 0.0 && threshold < 65536.0, "dropout_p[", adapter, "]: expected 0 <= p < 1, got ",
+              p);
+  const int64_t* rng = static_cast<const int64_t*>(layout.dropout_rng->const_data_ptr()) + 2 * adapter;
+  dropout.threshold = static_cast<uint32_t>(threshold);
+  dropout.keep_scale = static_cast<float>(1.0 / (1.0 - threshold / 65536.0));
+  dropout.key0 = static_cast<uint32_t>(rng[0]);
+  dropout.key1 = static_cast<uint32_t>(static_cast<uint64_t>(rng[0]) >> 32);
+  dropout.step = static_cast<uint32_t>(rng[1]);
+  dropout.layer = static_cast<uint32_t>(*static_cast<const int64_t*>(layout.layer->const_data_ptr()));
+  return dropout;
+}
+
+struct Segment {
+  int64_t begin;
+  int64_t end;
+  int64_t adapter;
+  int64_t row0;
+};
+
+void check_segment(const Segment& segment, int64_t index, int64_t cursor, int64_t rows, int64_t adapters) {
+  MLORA_CHECK(segment.begin >= cursor && segment.end <= rows, "segments[", index, "]: expected rows within [",
+              cursor, ", ", rows, ") after those of the segments before, got [", segment.begin, ", ",
+              segment.end, ")");
+  MLORA_CHECK(segment.adapter >= -1 && segment.adapter < adapters, "segments[", index,
+              "]: expected an adapter in [-1, ", adapters, "), got ", segment.adapter);
+}
+
+void add_blocks(const Segment& segment, int64_t units, Plan& plan, std::vector<int32_t>& last) {
+  AdapterView& adapter = plan.adapters[static_cast<size_t>(segment.adapter)];
+  int32_t& tail = last[static_cast<size_t>(segment.adapter)];
+  for (int64_t begin = segment.begin; begin < segment.end; begin += kBlockRows) {
+    const int64_t rows = std::min(kBlockRows, segment.end - begin);
+    const int32_t index = static_cast<int32_t>(plan.blocks.size());
+    const uint32_t philox_row = static_cast<uint32_t>(segment.row0 + begin - segment.begin);
+    const int64_t pair_begin = units == 1 ? begin : plan.pairs;
+    plan.blocks.push_back({begin, rows, pair_begin, philox_row, static_cast<int32_t>(segment.adapter), -1});
+    plan.pairs += (rows + units - 1) / units;
+    (tail < 0 ? adapter.first_block : plan.blocks[static_cast<size_t>(tail)].next) = index;
+    tail = index;
+  }
+  plan.rank_rows += (segment.end - segment.begin) * adapter.rank;
+}
+
+}  // namespace
+
+Team::Team(int64_t work)
+    : threads_(work < kParallelWork ? 1 : static_cast<int64_t>(torch::stable::get_num_threads())) {}
+
+std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a) {
+  std::vector<int64_t> ranks;
+  ranks.reserve(lora_a.size());
+  for (const Tensor& matrix : lora_a) {
+    ranks.push_back(matrix.size(0));
+  }
+  return ranks;
+}
+
+Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows, int64_t units) {
+  Plan plan;
+  plan.rows = rows;
+  plan.adapters.resize(ranks.size());
+  std::vector<int32_t> last(ranks.size(), -1);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    AdapterView& adapter = plan.adapters[i];
+    adapter.rank = ranks[i];
+    adapter.scaling = static_cast<const float*>(layout.scaling.const_data_ptr())[i];
+    if (layout.dropout_p) {
+      adapter.dropout = dropout_of(layout, static_cast<int64_t>(i));
+    }
+    plan.max_rank = std::max(plan.max_rank, adapter.rank);
+  }
+  const auto* table = static_cast<const Segment*>(layout.segments.const_data_ptr());
+  int64_t cursor = 0;
+  for (int64_t i = 0; i < layout.segments.size(0); ++i) {
+    if (table[i].begin >= table[i].end) {
+      continue;
+    }
+    check_segment(table[i], i, cursor, rows, static_cast<int64_t>(ranks.size()));
+    cursor = table[i].end;
+    if (table[i].adapter >= 0) {
+      add_blocks(table[i], units, plan, last);
+    }
+  }
+  if (units == 1) {
+    plan.pairs = rows;
+  }
+  return plan;
+}
+
+void check_arguments(const Tensor& x, const Tensor& weight, const Tensor* bias,
+                     const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b,
+                     const Layout& layout) {
+  MLORA_CHECK(x.is_cpu() && x.dim() == 2, "x: expected a CPU matrix [rows, d_in], got shape ", shape_of(x));
+  const ScalarType type = x.scalar_type();
+  MLORA_CHECK(is_scalar(type), "x: expected dtype Float, BFloat16 or Half, got ", dtype_name(type));
+  MLORA_CHECK(weight.is_cpu() && weight.dim() == 2 && weight.size(1) == x.size(1),
+              "weight: expected a CPU matrix [d_out, ", x.size(1), "], got shape ", shape_of(weight));
+  MLORA_CHECK(weight.scalar_type() == type, "weight: expected dtype ", dtype_name(type), " (that of x), got ",
+              dtype_name(weight.scalar_type()));
+  MLORA_CHECK(x.size(1) >= 1 && weight.size(0) >= 1,
+              "weight: expected d_in and d_out of at least 1, got shape ", shape_of(weight));
+  MLORA_CHECK(!bias || (bias->is_cpu() && bias->dim() == 1 && bias->size(0) == weight.size(0) &&
+                        bias->scalar_type() == type),
+              "bias: expected a CPU ", dtype_name(type), " vector of ", weight.size(0), " numbers, got ",
+              dtype_name(bias->scalar_type()), " of shape ", shape_of(*bias));
+  MLORA_CHECK(lora_a.size() == lora_b.size(), "lora_b: expected as many matrices as lora_a (", lora_a.size(),
+              "), got ", lora_b.size());
+  for (size_t i = 0; i < lora_a.size(); ++i) {
+    check_adapter(lora_a[i], "lora_a", i, 1, x.size(1), type);
+    check_adapter(lora_b[i], "lora_b", i, 0, weight.size(0), type);
+    MLORA_CHECK(lora_b[i].size(1) == lora_a[i].size(0), "lora_b[", i, "]: expected rank ", lora_a[i].size(0),
+                " (that of lora_a[", i, "]), got ", lora_b[i].size(1));
+  }
+  check_layout(layout, static_cast<int64_t>(lora_a.size()));
+}
+
+void check_layout(const Layout& layout, int64_t adapters) {
+  const Tensor& segments = layout.segments;
+  MLORA_CHECK(segments.is_cpu() && segments.dim() == 2 && segments.size(1) == 4 &&
+                  segments.scalar_type() == ScalarType::Long && segments.is_contiguous(),
+              "segments: expected a contiguous CPU Long tensor of shape [segments, 4], got ",
+              dtype_name(segments.scalar_type()), " of shape ", shape_of(segments));
+  check_vector(layout.scaling, "scaling", adapters, ScalarType::Float);
+  if (layout.dropout_p || layout.dropout_rng || layout.layer) {
+    check_dropout(layout, adapters);
+  }
+}
+
+}  // namespace mlora::cpu

@@ -1,0 +1,88 @@
+// One call's plan: adapters and row blocks, their operands, and the memory and threads to work with.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "tensors.h"
+
+namespace mlora::cpu {
+
+// The tensors that say which rows belong to which adapter.
+struct Layout {
+  const Tensor& segments;
+  const Tensor& scaling;
+  const Tensor* dropout_p;
+  const Tensor* dropout_rng;
+  const Tensor* layer;
+};
+
+struct Plan {
+  std::vector<AdapterView> adapters;
+  std::vector<RowBlock> blocks;
+  int64_t max_rank = 0;
+  int64_t rows = 0;       // of x
+  int64_t pairs = 0;      // rows of the operands that run along the rows
+  int64_t rank_rows = 0;  // sum of rows times rank
+};
+
+// Reads the layout; the adapters' operands are not set yet.
+Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows, int64_t units);
+std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a);
+
+// Everything that the arguments must be before a kernel may trust them.
+void check_arguments(const Tensor& x, const Tensor& weight, const Tensor* bias,
+                     const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b,
+                     const Layout& layout);
+void check_layout(const Layout& layout, int64_t adapters);
+
+// One allocation, handed out in aligned pieces: first reserve all, then allocate, then look up.
+class Workspace {
+ public:
+  int64_t reserve(int64_t bytes) {
+    const int64_t offset = size_;
+    size_ += (bytes + 63) / 64 * 64;
+    return offset;
+  }
+  void allocate() {
+    memory_ = empty_cpu({size_}, {1}, ScalarType::Byte);
+    data_ = static_cast<char*>(memory_.mutable_data_ptr());
+  }
+  char* at(int64_t offset) const { return data_ + offset; }
+
+ private:
+  int64_t size_ = 0;
+  Tensor memory_;
+  char* data_ = nullptr;
+};
+
+// Torch's threads for one call. Tasks are taken in order by whichever thread is free; results cannot depend
+// on it.
+class Team {
+ public:
+  // `work` in multiply-adds: little work stays on the calling thread.
+  explicit Team(int64_t work);
+  int64_t threads() const { return threads_; }
+
+  template <typename Task>
+  void run(int64_t tasks, const Task& task) const {
+    if (threads_ == 1 || tasks <= 1) {
+      for (int64_t i = 0; i < tasks; ++i) {
+        task(i, 0);
+      }
+      return;
+    }
+    std::atomic<int64_t> next = 0;
+    torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t) {
+      for (int64_t i = next++; i < tasks; i = next++) {
+        task(i, begin);
+      }
+    });
+  }
+
+ private:
+  int64_t threads_;
+};
+
+}  // namespace mlora::cpu

@@ -1,0 +1,170 @@
+// Sixteen fp32 lanes: AVX-512 F, BW, VL and DQ, with BF16 dot products where compiled for them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu/philox.h"
+#include "cpu/scalars.h"
+#include "params.h"
+
+namespace mlora::cpu::MLORA_ISA {
+
+struct Simd {
+  using Vec = __m512;
+  static constexpr int kLanes = 16;
+  static constexpr int kTileRows = 6;
+  static constexpr int kTileVecs = 4;
+  static constexpr int kDotRows = 4;
+
+  static __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+  static __mmask32 first32(int64_t n) { return static_cast<__mmask32>((uint64_t{1} << n) - 1u); }
+
+  static Vec zero() { return _mm512_setzero_ps(); }
+  static Vec set1(float value) { return _mm512_set1_ps(value); }
+  static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec keep(Vec a, uint64_t bits) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), a); }
+
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static Vec load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+  static Vec load(const BF16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const BF16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+  static Vec load(const Half* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Vec load(const Half* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+
+  static void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+  static void store(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, first(n), v); }
+  static void store(BF16* p, Vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
+  static void store(BF16* p, Vec v, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), narrow(v)); }
+  static void store(Half* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static void store(Half* p, Vec v, int64_t n) {
+    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  // Sums of the lanes of four vectors.
+  static void sum4(const Vec* v, float* out) {
+    const __m256 s01 = _mm256_hadd_ps(fold(v[0]), fold(v[1]));
+    const __m256 s23 = _mm256_hadd_ps(fold(v[2]), fold(v[3]));
+    const __m256 s = _mm256_hadd_ps(s01, s23);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
+
+ private:
+  static __m256 fold(Vec v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
+  static Vec widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+  static __m256i narrow(Vec v) {
+#ifdef __AVX512BF16__
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+#else
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    rounded =
+        _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+  }
+};
+
+// Keep bits of kRows neighbouring rows for one word of 64 columns; the rows hide each other's latency.
+template <int kRows>
+inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter, uint64_t* bits,
+                         int64_t bits_stride) {
+  const __m512i m0 = _mm512_set1_epi64(kPhiloxMultiplier0);
+  const __m512i m1 = _mm512_set1_epi64(kPhiloxMultiplier1);
+  __m512i c0[kRows], c1[kRows], c2[kRows], c3[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    // even lanes hold counters 0..3 and odd lanes 4..7, so that unpacking below yields them in order
+    c0[i] = _mm512_add_epi64(_mm512_set1_epi64(counter), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
+    c1[i] = _mm512_set1_epi64(static_cast<uint32_t>(row + i));
+    c2[i] = _mm512_set1_epi64(dropout.layer);
+    c3[i] = _mm512_set1_epi64(dropout.step);
+  }
+  uint32_t k0 = dropout.key0;
+  uint32_t k1 = dropout.key1;
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const __m512i key0 = _mm512_set1_epi64(k0);
+    const __m512i key1 = _mm512_set1_epi64(k1);
+    for (int i = 0; i < kRows; ++i) {
+      const __m512i p0 = _mm512_mul_epu32(m0, c0[i]);
+      const __m512i p1 = _mm512_mul_epu32(m1, c2[i]);
+      c0[i] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[i], key0, 0x96);
+      c2[i] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[i], key1, 0x96);
+      c1[i] = p1;
+      c3[i] = p0;
+    }
+    k0 += kPhiloxBump0;
+    k1 += kPhiloxBump1;
+  }
+  const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(dropout.threshold));
+  for (int i = 0; i < kRows; ++i) {
+    const __m512i w01 = _mm512_mask_mov_epi32(c0[i], 0xAAAA, _mm512_slli_epi64(c1[i], 32));
+    const __m512i w23 = _mm512_mask_mov_epi32(c2[i], 0xAAAA, _mm512_slli_epi64(c3[i], 32));
+    const uint64_t low = _mm512_cmpge_epu16_mask(_mm512_unpacklo_epi64(w01, w23), threshold);
+    const uint64_t high = _mm512_cmpge_epu16_mask(_mm512_unpackhi_epi64(w01, w23), threshold);
+    bits[i * bits_stride] = low | (high << 32);
+  }
+}
+
+constexpr int kPhiloxRows = 2;
+
+#ifdef __AVX512BF16__
+// Products of bf16 pairs, summed in fp32: one 32-bit lane holds two neighbours along the sum.
+struct BF16Dot {
+  using Element = BF16;
+  using Unit = uint32_t;
+  static constexpr int kUnits = 2;
+  static Simd::Vec fma(Simd::Vec a, Simd::Vec b, Simd::Vec c) {
+    return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+  static Simd::Vec load(const BF16* p) { return _mm512_loadu_ps(p); }
+  static Simd::Vec load(const BF16* p, int64_t n) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(Simd::first32(n), p));
+  }
+  static Simd::Vec broadcast(const uint32_t* p) {
+    return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p)));
+  }
+  static Simd::Vec load_units(const uint32_t* p) { return _mm512_loadu_ps(p); }
+  static Simd::Vec load_units(const uint32_t* p, int64_t n) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(Simd::first(n), p));
+  }
+};
+
+// Interleave columns of two rows: target[c] = (first[c], second[c]); dropped elements become zero.
+inline void interleave(const BF16* first, const BF16* second, int64_t cols, const uint64_t* keep0,
+                       const uint64_t* keep1, uint32_t* target) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                       38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t c = 0; c < cols; c += 32) {
+    const int64_t n = cols - c < 32 ? cols - c : 32;
+    const __mmask32 valid = Simd::first32(n);
+    const __mmask32 m0 = keep0 ? valid & static_cast<__mmask32>(keep0[c >> 6] >> (c & 63)) : valid;
+    const __mmask32 m1 = keep1 ? valid & static_cast<__mmask32>(keep1[c >> 6] >> (c & 63)) : valid;
+    const __m512i a = _mm512_maskz_loadu_epi16(m0, first + c);
+    const __m512i b = second ? _mm512_maskz_loadu_epi16(m1, second + c) : _mm512_setzero_si512();
+    _mm512_mask_storeu_epi32(target + c, Simd::first(n < 16 ? n : 16), _mm512_permutex2var_epi16(a, low, b));
+    if (n > 16) {
+      _mm512_mask_storeu_epi32(target + c + 16, Simd::first(n - 16), _mm512_permutex2var_epi16(a, high, b));
+    }
+  }
+}
+
+// Copy a row; dropped elements become zero.
+inline void copy_kept(const BF16* source, int64_t cols, const uint64_t* keep, BF16* target) {
+  for (int64_t c = 0; c < cols; c += 32) {
+    const int64_t n = cols - c < 32 ? cols - c : 32;
+    const __mmask32 valid = Simd::first32(n);
+    const __mmask32 mask = keep ? valid & static_cast<__mmask32>(keep[c >> 6] >> (c & 63)) : valid;
+    _mm512_mask_storeu_epi16(target + c, valid, _mm512_maskz_loadu_epi16(mask, source + c));
+  }
+}
+#endif
+
+}  // namespace mlora::cpu::MLORA_ISA

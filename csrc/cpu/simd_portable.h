@@ -1,0 +1,62 @@
+// Four fp32 lanes with the compiler's vector type: any processor.
+#pragma once
+
+#include "cpu/philox.h"
+#include "cpu/scalars.h"
+#include "params.h"
+
+namespace mlora::cpu::MLORA_ISA {
+
+struct Simd {
+  typedef float Vec __attribute__((vector_size(16)));
+  static constexpr int kLanes = 4;
+  static constexpr int kTileRows = 4;
+  static constexpr int kTileVecs = 2;
+  static constexpr int kDotRows = 2;
+
+  static Vec zero() { return Vec{0.0f, 0.0f, 0.0f, 0.0f}; }
+  static Vec set1(float value) { return Vec{value, value, value, value}; }
+  static Vec add(Vec a, Vec b) { return a + b; }
+  static Vec mul(Vec a, Vec b) { return a * b; }
+  static Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+  static Vec keep(Vec a, uint64_t bits) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      a[lane] = (bits >> lane) & 1 ? a[lane] : 0.0f;
+    }
+    return a;
+  }
+
+  template <typename T>
+  static Vec load(const T* p, int64_t n = kLanes) {
+    Vec v = zero();
+    for (int64_t lane = 0; lane < n; ++lane) {
+      v[lane] = to_float(p[lane]);
+    }
+    return v;
+  }
+  template <typename T>
+  static void store(T* p, Vec v, int64_t n = kLanes) {
+    for (int64_t lane = 0; lane < n; ++lane) {
+      from_float(v[lane], p + lane);
+    }
+  }
+
+  // Sums of the lanes of four vectors.
+  static void sum4(const Vec* v, float* out) {
+    for (int i = 0; i < 4; ++i) {
+      out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+    }
+  }
+};
+
+constexpr int kPhiloxRows = 1;
+
+template <int kRows>
+inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter, uint64_t* bits, int64_t) {
+  *bits = 0;
+  for (uint32_t i = 0; i < 8; ++i) {
+    *bits |= philox_byte(dropout, row, counter + i) << (8 * i);
+  }
+}
+
+}  // namespace mlora::cpu::MLORA_ISA

@@ -1,0 +1,64 @@
+// The only place where operator schemas are declared.
+#include <string>
+
+#include "cpu/base_gemm.h"
+#include "cpu/kernels.h"
+#include "cpu/lora_linear.h"
+
+namespace mlora {
+namespace {
+
+Tensor base_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  MLORA_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
+              "weight: expected [d_out, d_in] for x ", shape_of(x), ", got ", shape_of(weight));
+  return cpu::base_linear(x, weight, bias ? &*bias : nullptr);
+}
+
+Tensor base_linear_dx(const Tensor& dy, const Tensor& weight) {
+  MLORA_CHECK(dy.dim() == 2 && weight.dim() == 2 && dy.size(1) == weight.size(0),
+              "weight: expected [d_out, d_in] for dy ", shape_of(dy), ", got ", shape_of(weight));
+  return cpu::base_linear_dx(dy, weight);
+}
+
+std::string base_gemm(ScalarType dtype) { return cpu::base_gemm_name(dtype); }
+void set_base_gemm(ScalarType dtype, std::string name) { cpu::set_base_gemm(dtype, name); }
+std::string cpu_isa() { return cpu::isa(); }
+void use_cpu_isa(std::string name) { cpu::use_isa(name); }
+
+}  // namespace
+}  // namespace mlora
+
+STABLE_TORCH_LIBRARY(mlora_ext, library) {
+  library.def(
+      "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_a, Tensor[] lora_b, Tensor segments, "
+      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer) -> (Tensor y, Tensor s)");
+  library.def(
+      "lora_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor[] lora_a, Tensor[] lora_b, Tensor s, "
+      "Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx, "
+      "bool need_da, bool need_db) -> (Tensor dx, Tensor[] da, Tensor[] db)");
+  library.def(
+      "dropout_mask(Tensor segments, Tensor dropout_p, Tensor dropout_rng, Tensor layer, int rows, int "
+      "columns) "
+      "-> Tensor");
+  library.def("base_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("base_linear_dx(Tensor dy, Tensor weight) -> Tensor");
+  library.def("base_gemm(ScalarType dtype) -> str");
+  library.def("set_base_gemm(ScalarType dtype, str name) -> ()");
+  library.def("cpu_isa() -> str");
+  library.def("use_cpu_isa(str name) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
+  library.impl("lora_linear", TORCH_BOX(&mlora::cpu::lora_linear));
+  library.impl("lora_linear_backward", TORCH_BOX(&mlora::cpu::lora_linear_backward));
+  library.impl("dropout_mask", TORCH_BOX(&mlora::cpu::dropout_mask));
+  library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
+  library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CompositeExplicitAutograd, library) {
+  library.impl("base_gemm", TORCH_BOX(&mlora::base_gemm));
+  library.impl("set_base_gemm", TORCH_BOX(&mlora::set_base_gemm));
+  library.impl("cpu_isa", TORCH_BOX(&mlora::cpu_isa));
+  library.impl("use_cpu_isa", TORCH_BOX(&mlora::use_cpu_isa));
+}
