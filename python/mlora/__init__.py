@@ -1,0 +1,21 @@
+"""Train many LoRA adapters together over one frozen base model."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlora.config import RunConfig
+    from mlora.engine import Engine
+    from mlora.result import RunResult
+    from mlora.train import train
+
+__all__ = ["Engine", "RunConfig", "RunResult", "train"]
+
+_HOMES = {"Engine": "engine", "RunConfig": "config", "RunResult": "result", "train": "train"}
+
+
+def __getattr__(name: str) -> Any:
+    # torch and Transformers take seconds to import, which `mlora --help` need not wait for
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mlora' has no attribute {name!r}")
+    return getattr(import_module(f"mlora.{_HOMES[name]}"), name)

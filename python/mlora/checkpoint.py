@@ -1,0 +1,129 @@
+"""Files that are either whole or not there: atomic writing, and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from mlora.errors import RunError, first_line
+
+PATTERN = re.compile(r"step-(\d{8})\.pt")
+FORMAT = 1
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable.
+
+    Args:
+        folder: an existing folder.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Write a file under a temporary name, make it durable, then give it its name.
+
+    Args:
+        path: where it will be; what is there stays until the new file is whole.
+        write: writes the content.
+
+    Raises:
+        OSError: the disk is full or refuses; the temporary file is removed.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep: int) -> Path:
+    """Save a checkpoint and remove the oldest ones.
+
+    Args:
+        folder: the run's ``checkpoints``.
+        iteration: how many iterations the run has made; names the file.
+        payload: tensors and plain values.
+        keep: how many checkpoints stay.
+
+    Returns:
+        The new file.
+
+    Raises:
+        RunError: it cannot be written; those before are untouched.
+    """
+    import torch
+
+    path = folder / f"step-{iteration:08d}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, lambda file: torch.save({"format": FORMAT, **payload}, file))
+    except (OSError, RuntimeError) as error:
+        # torch reports a failed write as a RuntimeError whose context is the system's error
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise RunError(
+            f"{path}: cannot be saved: {cause.strerror}; earlier checkpoints are intact"
+        ) from error
+    for old in list_checkpoints(folder)[:-keep]:
+        old.unlink()
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return a run's checkpoints, the oldest first.
+
+    Args:
+        folder: the run's ``checkpoints``, which may be missing.
+    """
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if PATTERN.fullmatch(path.name))
+
+
+def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """Load the newest checkpoint that can be read.
+
+    Args:
+        folder: the run's ``checkpoints``.
+        warn: told of each checkpoint that cannot be read.
+
+    Returns:
+        What :func:`save_checkpoint` was given, on the CPU, or none where there is no checkpoint.
+
+    Raises:
+        RunError: there are checkpoints, but none can be read.
+    """
+    import pickle
+
+    import torch
+
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
+        try:
+            payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            warn(f"{path}: cannot be read: {first_line(error)}; trying the one before")
+            continue
+        if payload.get("format") != FORMAT:
+            raise RunError(f"{path}: was written by another version of mlora")
+        return payload
+    if paths:
+        raise RunError(f"{folder}: no checkpoint can be read; train anew with --overwrite")
+    return None

@@ -1,0 +1,229 @@
+"""The command ``mlora``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlora.errors import RunError
+
+if TYPE_CHECKING:
+    from mlora.report import Reporter
+    from mlora.result import RunResult
+
+app = typer.Typer(
+    help="Train many LoRA adapters together over one frozen base model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's config")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="override the config: adapters.sums-r8.learning_rate=1e-3"
+    ),
+]
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+@app.command()
+def train(
+    run: RunFile,
+    set_: Overrides = None,
+    overwrite: Annotated[bool, typer.Option(help="replace an earlier run in output_dir")] = False,
+) -> None:
+    """Train every adapter of RUN.yaml together."""
+    with errors_as_lines():
+        from mlora.config_file import load_config
+
+        config = load_config(run, set_ or [])
+        quiet_libraries()
+        from mlora.train import train
+
+        finish(train(config, overwrite=overwrite, reporter=reporter()))
+
+
+@app.command()
+def resume(run_dir: RunDir) -> None:
+    """Continue a run from its last checkpoint."""
+    with errors_as_lines():
+        quiet_libraries()
+        from mlora.train import resume
+
+        finish(resume(run_dir, reporter=reporter()))
+
+
+@app.command()
+def validate(run: RunFile, set_: Overrides = None) -> None:
+    """Check a config, its data, its base model and its adapters; train nothing and write nothing."""
+    with errors_as_lines():
+        from mlora.config_file import load_config
+
+        config = load_config(run, set_ or [])
+        quiet_libraries()
+        from mlora.prepare import validate
+        from mlora.report import PlainLines
+
+        lines = PlainLines()
+        prepared = validate(config, lines)
+        lines.start(prepared.tasks)
+        if prepared.refused:
+            raise RunError(
+                f"{run}: {len(prepared.refused)} of {len(config.adapters)} adapters would be refused"
+            )
+        print(f"{run}: {len(prepared.tasks)} adapters are ready to train")
+
+
+@app.command()
+def status(run_dir: RunDir) -> None:
+    """Show how far a run has come, from its files."""
+    with errors_as_lines():
+        from mlora.status import read_status
+
+        state, rows = read_status(run_dir)
+        print(state)
+        print_rows(rows)
+
+
+@app.command()
+def generate(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="a run's output_dir or a PEFT adapter folder")
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="a prompt; may be repeated")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="a jsonl file of objects with 'prompt', or a text file of one prompt a line"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", "-a", help="an adapter of the run, or __base__; may be repeated; default: all"
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="the base model; default: the one that SOURCE names")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token each time")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 draws from all tokens")] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    bf16: Annotated[bool, typer.Option(help="load the base model in bf16")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
+) -> None:
+    """Complete each prompt with each adapter, all in one batch."""
+    with errors_as_lines():
+        quiet_libraries()
+        from mlora.generate import Sampling
+        from mlora.serve import answer, print_answers, read_prompts
+
+        texts = read_prompts(prompt or [], prompts)
+        try:
+            sampling = Sampling(temperature, top_p, top_k)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        answers = answer(
+            source,
+            texts,
+            adapters=adapter,
+            base_model=base_model,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            bf16=bf16,
+            device=device,
+        )
+        print_answers(answers, as_json=json_lines)
+
+
+@contextmanager
+def errors_as_lines() -> Iterator[None]:
+    """Turn an error that a user can mend into lines on standard error and exit code 1.
+
+    Raises:
+        typer.Exit: after such an error, or with 130 after an interrupt.
+    """
+    try:
+        yield
+    except RunError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars and notices of Transformers out of the output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def reporter() -> Reporter:
+    """Return a live table on a terminal, plain lines elsewhere."""
+    from mlora.report import LiveTable, PlainLines
+
+    return LiveTable() if sys.stdout.isatty() else PlainLines()
+
+
+def finish(result: RunResult) -> None:
+    """Print the table at the end of a run, and leave with its exit code.
+
+    Args:
+        result: what came of it.
+
+    Raises:
+        typer.Exit: with the exit code, always.
+    """
+    from mlora.result_table import result_table
+
+    print_rows(result_table(result.summary()))
+    for name, adapter in result.adapters.items():
+        if adapter.state in ("stopped", "refused"):
+            print(f"error: {name}: {adapter.state}: {adapter.message}", file=sys.stderr)
+    if result.status == "interrupted":
+        print(f"interrupted; continue with: mlora resume {result.output_dir}")
+    else:
+        print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
+    raise typer.Exit(result.exit_code)
+
+
+def print_rows(rows: list[list[str]]) -> None:
+    """Print rows as a table on a terminal, as aligned lines elsewhere.
+
+    Args:
+        rows: the first one holds the titles.
+    """
+    from mlora.result_table import aligned
+
+    if not sys.stdout.isatty():
+        print(aligned(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column, title in enumerate(rows[0]):
+        table.add_column(title, justify="left" if column < 2 else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

@@ -1,0 +1,299 @@
+"""The config of a run: what may be asked for, and what is refused.
+
+Names and defaults are those of Transformers' ``TrainingArguments`` and PEFT's ``LoraConfig``. Every key
+either works or is refused; :mod:`mlora.config_file` reads the YAML and turns faults into lines that name the
+key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from mlora.lora_fields import check_lora
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+NOT_IN_THIS_VERSION = "is not available in this version"
+
+
+def _resolve(value: str, info: ValidationInfo) -> str:
+    folder = (info.context or {}).get("folder", ".")
+    return str((Path(folder) / Path(value).expanduser()).resolve())
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class TrainingFields(_Strict):
+    """What may stand under ``defaults`` and be overridden by an adapter.
+
+    Steps that are given as a fraction below 1 (``warmup_steps``, ``eval_steps``, ``logging_steps``,
+    ``save_steps``) are a ratio of the adapter's total steps, as in Transformers.
+    """
+
+    per_device_train_batch_size: int = Field(8, ge=1)
+    per_device_eval_batch_size: int = Field(8, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    learning_rate: float = Field(5e-5, ge=0, allow_inf_nan=False)
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = "linear"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: float = Field(0, ge=0, allow_inf_nan=False)
+    max_steps: int = -1
+    num_train_epochs: float = Field(3.0, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
+    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    eval_dataset: str | None = None
+    eval_steps: float | None = Field(None, gt=0, allow_inf_nan=False)
+    eval_exact_match: bool = False
+    early_stopping_patience: int | None = Field(None, ge=1)
+    early_stopping_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
+    max_length: int = Field(1024, ge=2)
+    shuffle: bool = True
+    logging_steps: float = Field(500, gt=0, allow_inf_nan=False)
+    save_steps: float | None = Field(500, gt=0, allow_inf_nan=False)
+
+    @field_validator("warmup_steps", "eval_steps", "logging_steps", "save_steps")
+    @classmethod
+    def _whole_or_ratio(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
+            raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
+        return value
+
+    @field_validator("max_steps")
+    @classmethod
+    def _max_steps(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise ValueError(f"must be at least 1, or -1 to train num_train_epochs instead, got {value}")
+        return value
+
+
+class AdapterConfig(TrainingFields):
+    """One task: an adapter, its data and its hyperparameters."""
+
+    name: str
+    dataset: str
+    lora: dict[str, Any] | None = None
+    init_from: str | None = None
+    priority: int = 0
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if name == "__base__":
+            raise ValueError("'__base__' is reserved for the base model without an adapter")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_+-]{0,99}", name):
+            # a dot separates modules in PyTorch's state dict keys
+            raise ValueError(
+                f"{name!r} is not a plain name; use letters, digits, '_', '-' and '+', 100 at most"
+            )
+        return name
+
+    @field_validator("priority")
+    @classmethod
+    def _no_priority(cls, value: int) -> int:
+        if value != 0:
+            raise ValueError(f"{value}: an order of adapters {NOT_IN_THIS_VERSION}; remove the key")
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _lora(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if value is None else check_lora(value)
+
+    @field_validator("init_from")
+    @classmethod
+    def _init_from(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else _resolve(value, info)
+
+    @model_validator(mode="after")
+    def _needs(self) -> AdapterConfig:
+        if self.lora is None and self.init_from is None:
+            raise ValueError("needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)")
+        evaluates = {
+            "eval_steps": self.eval_steps is not None,
+            "eval_exact_match": self.eval_exact_match,
+            "early_stopping_patience": self.early_stopping_patience is not None,
+        }
+        for key, used in evaluates.items():
+            if used and self.eval_dataset is None:
+                raise ValueError(f"{key} needs an eval_dataset")
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            raise ValueError("early_stopping_patience needs eval_steps")
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ValueError("early_stopping_threshold needs early_stopping_patience")
+        return self
+
+
+class DatasetConfig(_Strict):
+    """A named jsonl file and how its lines are read."""
+
+    name: str = Field(min_length=1)
+    path: str = Field(min_length=1)
+    format: Literal["tokens", "text", "prompt_completion"]
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _later(cls, value: Any) -> Any:
+        if value in ("alpaca", "sharegpt", "messages"):
+            raise ValueError(
+                f"the format {value!r} {NOT_IN_THIS_VERSION}; use tokens, text or prompt_completion"
+            )
+        return value
+
+    @field_validator("path")
+    @classmethod
+    def _path(cls, value: str, info: ValidationInfo) -> str:
+        return _resolve(value, info)
+
+
+class SchedulerConfig(_Strict):
+    """How many tasks run at once: all of them."""
+
+    memory_limit: int | str | None = None
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _limit(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_size(value)
+            raise ValueError(f"{value}: a limit on memory {NOT_IN_THIS_VERSION}; remove the key")
+        return value
+
+
+class PipelineConfig(_Strict):
+    """How the model lies on devices: one stage."""
+
+    stages: int = Field(1, ge=1)
+    schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
+    micro_batches: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _one_stage(self) -> PipelineConfig:
+        for key, only in (("stages", 1), ("schedule", "lorapp"), ("micro_batches", 1)):
+            if getattr(self, key) != only:
+                raise ValueError(f"{key}: {getattr(self, key)} {NOT_IN_THIS_VERSION}; set it to {only}")
+        return self
+
+
+class RunConfig(_Strict):
+    """A whole run, resolved: paths are absolute and every adapter holds all of its training fields.
+
+    Example:
+        >>> config = RunConfig.model_validate(data, context={"folder": "examples"})  # relative paths resolve
+        there
+    """
+
+    base_model: str = Field(min_length=1)
+    output_dir: str = Field(min_length=1)
+    seed: int = Field(42, ge=0, lt=2**63)
+    bf16: bool = False
+    fp16: bool = False
+    device: str | None = None
+    gradient_checkpointing: bool = False
+    save_total_limit: int = Field(2, ge=1)
+    defaults: TrainingFields = TrainingFields()
+    datasets: list[DatasetConfig] = Field(min_length=1)
+    adapters: list[AdapterConfig] = Field(min_length=1)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_adapters(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        defaults, adapters = data.get("defaults"), data.get("adapters")
+        if not isinstance(defaults, dict) or not isinstance(adapters, list):
+            return data
+        known = {key: value for key, value in defaults.items() if key in TrainingFields.model_fields}
+        filled = [{**known, **adapter} if isinstance(adapter, dict) else adapter for adapter in adapters]
+        return {**data, "adapters": filled}
+
+    @field_validator("base_model")
+    @classmethod
+    def _base_model(cls, value: str, info: ValidationInfo) -> str:
+        folder = _resolve(value, info)
+        if Path(folder).is_dir():
+            return folder
+        if not HUB_ID.fullmatch(value) or value.startswith("."):
+            raise ValueError(f"no such folder: {folder}")
+        return value
+
+    @field_validator("output_dir")
+    @classmethod
+    def _output_dir(cls, value: str, info: ValidationInfo) -> str:
+        return _resolve(value, info)
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+            raise ValueError(f"must be cpu, cuda or cuda:<index>, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are both true; choose one")
+        for what, names in (
+            ("adapters", [a.name for a in self.adapters]),
+            ("datasets", [d.name for d in self.datasets]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
+        formats = {dataset.name: dataset.format for dataset in self.datasets}
+        for index, adapter in enumerate(self.adapters):
+            for key in ("dataset", "eval_dataset"):
+                name = getattr(adapter, key)
+                if name is not None and name not in formats:
+                    known = ", ".join(formats)
+                    raise ValueError(
+                        f"adapters[{index}].{key}: no dataset is named {name!r}; datasets: {known}"
+                    )
+            if adapter.eval_exact_match and formats[str(adapter.eval_dataset)] != "prompt_completion":
+                raise ValueError(
+                    f"adapters[{index}].eval_exact_match: needs an eval_dataset of format prompt_completion, "
+                    f"got {formats[str(adapter.eval_dataset)]!r}"
+                )
+        return self
+
+
+def parse_size(value: int | str) -> int:
+    """Return a size in bytes.
+
+    Args:
+        value: bytes, or a number with a unit: ``8GiB``, ``500 MB``, ``2G``.
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        ValueError: the text is not a size, or not above zero.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
+    power = " KMGT".index(match[2].upper() or " ")
+    return math.floor(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -1,0 +1,257 @@
+"""A run's YAML: reading, overriding from the command line, explaining faults, writing the resolved copy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mlora.config import (
+    AdapterConfig,
+    DatasetConfig,
+    PipelineConfig,
+    RunConfig,
+    SchedulerConfig,
+    TrainingFields,
+)
+from mlora.errors import RunError, first_line
+from mlora.lora_fields import LoraKeyError, nearest
+
+MODELS: dict[str, type[BaseModel]] = {
+    "defaults": TrainingFields,
+    "adapters": AdapterConfig,
+    "datasets": DatasetConfig,
+    "scheduler": SchedulerConfig,
+    "pipeline": PipelineConfig,
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads ``1e-4`` as a number and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen and key_node.value != "<<":
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        RunError: the file cannot be read, is not YAML, or holds something else; with the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return _parse(text, str(path))
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise RunError(f"{where}{line}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise RunError(f"{where}: {first_line(error)}") from error
+    if not isinstance(data, dict):
+        raise RunError(f"{where}: must hold keys such as base_model and adapters, got {type(data).__name__}")
+    return data
+
+
+def parse_value(text: str) -> Any:
+    """Read the right side of ``--set key=value`` as YAML would.
+
+    Args:
+        text: for example ``1e-3``, ``true``, ``[q_proj, v_proj]``.
+
+    Returns:
+        The value.
+
+    Raises:
+        RunError: the text is not YAML.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RunError(f"--set: cannot read {text!r}: {first_line(error)}") from error
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Apply ``a.b=c`` overrides to a config's raw data, in place.
+
+    A part of the path names a key of a mapping, an index of a list, or the ``name`` of a list's item.
+
+    Args:
+        data: the mapping of a YAML file.
+        overrides: for example ``["defaults.max_steps=20", "adapters.sums-r8.lora.r=4",
+            "datasets.0.path=a.jsonl"]``.
+
+    Returns:
+        The same mapping.
+
+    Raises:
+        RunError: an override without ``=``, or a path that leads nowhere.
+    """
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path.strip():
+            raise RunError(f"--set {override}: must be key=value, for example --set defaults.max_steps=20")
+        _assign(data, path.strip().split("."), parse_value(text), override)
+    return data
+
+
+def _assign(node: Any, parts: Sequence[str], value: Any, override: str) -> None:
+    while True:
+        if isinstance(node, list):
+            index, used = _find(node, parts, override)
+            if used == len(parts):
+                node[index] = value
+                return
+            node, parts = node[index], parts[used:]
+        elif not isinstance(node, dict):
+            raise RunError(
+                f"--set {override}: nothing stands under {parts[0]!r}; the value there is {node!r}"
+            )
+        elif len(parts) == 1:
+            node[parts[0]] = value
+            return
+        else:
+            if node.get(parts[0]) is None:
+                node[parts[0]] = {}
+            node, parts = node[parts[0]], parts[1:]
+
+
+def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, int]:
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    for used in range(len(parts), 0, -1):
+        if ".".join(parts[:used]) in names:
+            return names.index(".".join(parts[:used])), used
+    if parts[0].isdigit() and int(parts[0]) < len(items):
+        return int(parts[0]), 1
+    known = ", ".join(str(name) for name in names)
+    raise RunError(
+        f"--set {override}: no item is named {parts[0]!r}; items: {known}, or 0 to {len(items) - 1}"
+    )
+
+
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read, override and resolve a run's YAML.
+
+    Args:
+        path: the YAML file; relative paths in it resolve against its folder.
+        overrides: ``a.b=c`` texts, see :func:`apply_overrides`.
+
+    Returns:
+        The resolved config.
+
+    Raises:
+        RunError: one line for each fault, with the path of the key (``adapters[1].lora.rr``).
+    """
+    path = Path(path)
+    data = apply_overrides(read_yaml(path), overrides)
+    return resolve_config(data, folder=path.parent, where=str(path))
+
+
+def resolve_config(data: dict[str, Any], *, folder: Path | str = ".", where: str = "config") -> RunConfig:
+    """Resolve a config's raw data.
+
+    Args:
+        data: the mapping of a YAML file.
+        folder: what relative paths resolve against.
+        where: the name of the source in error lines.
+
+    Returns:
+        The resolved config.
+
+    Raises:
+        RunError: one line for each fault.
+    """
+    try:
+        return RunConfig.model_validate(data, context={"folder": str(folder)})
+    except ValidationError as error:
+        raise RunError("\n".join(_explain(error, data, where))) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return the resolved config as YAML that reads back to an equal config."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _explain(error: ValidationError, data: dict[str, Any], where: str) -> list[str]:
+    lines = []
+    for fault in error.errors():
+        location = list(fault["loc"])
+        if _comes_from_defaults(location, data):
+            continue
+        cause = fault.get("ctx", {}).get("error")
+        if isinstance(cause, LoraKeyError):
+            location.append(cause.key)
+        lines.append(": ".join(part for part in (where, _path(location), _message(fault, location)) if part))
+    return lines
+
+
+def _comes_from_defaults(location: list[Any], data: dict[str, Any]) -> bool:
+    if len(location) < 3 or location[0] != "adapters" or not isinstance(location[1], int):
+        return False
+    defaults, adapter = data.get("defaults"), data["adapters"][location[1]]
+    return isinstance(defaults, dict) and location[2] in defaults and location[2] not in adapter
+
+
+def _path(location: Sequence[Any]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _message(fault: Any, location: Sequence[Any]) -> str:
+    kind, value = fault["type"], fault["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(
+            str(location[-1]), MODELS.get(str(location[0]), RunConfig) if location[1:] else RunConfig
+        )
+    if kind == "missing":
+        return "is missing"
+    if kind == "value_error":
+        return str(fault["ctx"]["error"])
+    if kind == "too_short":
+        return "must not be empty"
+    text = fault["msg"].replace("Input should be", "must be")
+    if kind == "literal_error":
+        expected = re.findall(r"'([^']+)'", fault["msg"])
+        return f"must be one of {', '.join(expected)}, got {value!r}"
+    return f"{text}, got {value!r}"
+
+
+def _unknown_key(key: str, model: type[BaseModel]) -> str:
+    if model is not AdapterConfig and key in TrainingFields.model_fields:
+        return "unknown key here; it belongs under defaults or under an adapter"
+    if model is not RunConfig and key in RunConfig.model_fields:
+        return "unknown key here; it belongs at the top level of the config"
+    if model is not AdapterConfig and key in AdapterConfig.model_fields:
+        return "unknown key here; it belongs under an adapter"
+    return f"unknown key; {nearest(key, list(model.model_fields))}"

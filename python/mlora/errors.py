@@ -1,0 +1,23 @@
+"""The one error that a user of a run sees."""
+
+from __future__ import annotations
+
+
+class RunError(ValueError):
+    """Something in a run's config, data or folder is wrong; the message names the thing and what to do.
+
+    The message is one line for each fault, so that a command can print it as it stands.
+    """
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first non-empty line of an error's message, or the error's type when it has none.
+
+    Args:
+        error: any exception, for example one of a library whose messages run over many lines.
+
+    Returns:
+        One line of text.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

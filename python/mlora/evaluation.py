@@ -1,0 +1,95 @@
+"""Held-out loss and exact match of several adapters at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlora.generate import Request, complete
+from mlora.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mlora.engine import Engine
+
+# rows of one generation batch; completions are short, so this bounds the key-value cache, not the time
+GENERATION_ROWS = 64
+
+
+@dataclass(frozen=True)
+class EvalLoss:
+    """Held-out loss.
+
+    Args:
+        loss: mean over the trained tokens of the evaluation set.
+        tokens: their number.
+    """
+
+    loss: float
+    tokens: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss is a number."""
+        return math.isfinite(self.loss)
+
+
+def evaluate_losses(engine: Engine, tasks: Sequence[Task]) -> dict[str, EvalLoss]:
+    """Evaluate tasks on their evaluation sets, one micro-batch of each at a time.
+
+    Args:
+        engine: holds the tasks' adapters.
+        tasks: each with ``eval_data``.
+
+    Returns:
+        By task name.
+    """
+    sums = {task.name: 0.0 for task in tasks}
+    counts = {task.name: 0 for task in tasks}
+    start = dict.fromkeys(sums, 0)
+    while True:
+        batches = {}
+        for task in tasks:
+            assert task.eval_data is not None
+            begin = start[task.name]
+            rows = task.eval_data.samples[begin : begin + task.config.per_device_eval_batch_size]
+            start[task.name] += len(rows)
+            if rows:
+                batches[task.name] = rows
+        if not batches:
+            return {name: EvalLoss(sums[name] / counts[name], counts[name]) for name in sums}
+        for name, result in engine.evaluate(batches).items():
+            sums[name] += result.loss_sum
+            counts[name] += result.tokens
+
+
+def exact_matches(
+    engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase
+) -> Mapping[str, float]:
+    """Return the share of evaluation prompts that greedy generation completes exactly.
+
+    A completion counts when its text equals the expected one and the end token follows, within as many
+    tokens as the expected completion has.
+
+    Args:
+        engine: holds the tasks' adapters.
+        tasks: each with an ``eval_data`` of prompts.
+        tokenizer: the base model's.
+
+    Returns:
+        Shares between 0 and 1, by task name.
+    """
+    wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
+    requests = [Request(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted]
+    end = int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))
+    answers = complete(engine.model, requests, end_token=end, rows=GENERATION_ROWS)
+    hits = {task.name: 0 for task in tasks}
+    totals = dict(hits)
+    for (name, prompt), answer in zip(wanted, answers, strict=True):
+        totals[name] += 1
+        if answer and answer[-1] == end:
+            hits[name] += tokenizer.decode(answer[:-1]) == prompt.completion
+    return {name: hits[name] / totals[name] for name in hits}

@@ -1,0 +1,139 @@
+"""Completing prompts with several adapters in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt for one adapter.
+
+    Args:
+        adapter: its name, or ``__base__``.
+        input_ids: token ids of the prompt.
+        max_new_tokens: the most tokens to add.
+    """
+
+    adapter: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        temperature: 0 = the most likely token each time.
+        top_p: draw from the most likely tokens that together reach this probability.
+        top_k: draw from this many most likely tokens; 0 = all.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: naming the value that is out of range.
+        """
+        if self.temperature < 0:
+            raise ValueError(f"temperature: must be at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: must be at least 0, got {self.top_k}")
+
+
+@torch.no_grad()
+def complete(
+    model: nn.Module,
+    requests: Sequence[Request],
+    *,
+    end_token: int,
+    rows: int = 64,
+    sampling: Sampling | None = None,
+) -> list[tuple[int, ...]]:
+    """Complete prompts, those of equal length together whatever their adapters.
+
+    Nothing is padded, so a prompt meets no other row's padding and its completion is the same alone and in a
+    batch, up to the rounding of a matrix product whose number of rows differs.
+
+    Args:
+        model: converted by ``mlora_ext.convert_model``; put into evaluation mode while it generates.
+        requests: the prompts.
+        end_token: ends a completion.
+        rows: the most prompts of one batch.
+        sampling: how tokens are drawn; by default the most likely one.
+
+    Returns:
+        For each request, its new tokens: up to and with the end token, or ``max_new_tokens`` of them.
+
+    Raises:
+        ValueError: a prompt has no tokens.
+    """
+    results: list[tuple[int, ...]] = [()] * len(requests)
+    training = model.training
+    model.eval()
+    try:
+        for batch in _batches(requests, rows):
+            for index, tokens in zip(
+                batch, _generate(model, [requests[i] for i in batch], end_token, sampling), strict=True
+            ):
+                results[index] = tokens
+    finally:
+        model.train(training)
+    return results
+
+
+def _batches(requests: Sequence[Request], rows: int) -> Iterator[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        if not request.input_ids:
+            raise ValueError("a prompt has no tokens; the base model needs at least one to begin with")
+        groups.setdefault(len(request.input_ids), []).append(index)
+    for length in sorted(groups):
+        # alike budgets stand together, so that a batch ends soon after its shortest completion
+        group = sorted(groups[length], key=lambda index: requests[index].max_new_tokens)
+        yield from (group[start : start + rows] for start in range(0, len(group), rows))
+
+
+def _generate(
+    model: Any, requests: Sequence[Request], end_token: int, sampling: Sampling | None
+) -> list[tuple[int, ...]]:
+    device = next(model.parameters()).device
+    ids = torch.tensor([request.input_ids for request in requests], device=device)
+    draw: dict[str, Any] = {"do_sample": False}
+    if sampling is not None and sampling.temperature > 0:
+        draw = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        adapter_names=[request.adapter for request in requests],
+        max_new_tokens=max(request.max_new_tokens for request in requests),
+        eos_token_id=end_token,
+        pad_token_id=end_token,
+        **draw,
+    )
+    new = output[:, ids.shape[1] :].tolist()
+    return [
+        _cut(row[: request.max_new_tokens], end_token) for row, request in zip(new, requests, strict=True)
+    ]
+
+
+def _cut(tokens: Sequence[int], end_token: int) -> tuple[int, ...]:
+    length = tokens.index(end_token) + 1 if end_token in tokens else len(tokens)
+    return tuple(tokens[:length])

@@ -1,0 +1,285 @@
+"""The iterations of a run."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from mlora.checkpoint import save_checkpoint
+from mlora.engine import BatchResult
+from mlora.errors import RunError, first_line
+from mlora.evaluation import evaluate_losses, exact_matches
+from mlora.plot import plot_losses
+from mlora.prepare import Prepared, fingerprints
+from mlora.report import Reporter
+from mlora.result import AdapterResult, RunResult, Status, adapter_result
+from mlora.run_folder import Metrics, RunFolder, read_metrics
+from mlora.tasks import Task
+
+
+@contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying of them; a second one acts as ever.
+
+    Yields:
+        The signals that came; always empty outside of the main thread, where Python handles none.
+    """
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        for other, handler in before.items():
+            signal.signal(other, handler)
+
+    try:
+        for number in before:
+            signal.signal(number, catch)
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class TrainingLoop:
+    """The iterations of a run.
+
+    Every iteration takes one micro-batch of each running task, passes all of them through the model
+    together, and steps the optimizers of the tasks whose accumulation is complete. What a run does is a
+    function of its config and of the iterations made, never of timing.
+
+    Args:
+        prepared: the run before its next iteration.
+        folder: where its files are.
+        metrics: its open ``metrics.jsonl``.
+        reporter: told of what happens.
+    """
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter) -> None:
+        self._run = prepared
+        self._engine = prepared.engine
+        self._folder = folder
+        self._metrics = metrics
+        self._reporter = reporter
+        self._began = time.monotonic() - prepared.seconds
+        self._last_step: dict[str, float] = {}
+
+    def _running(self) -> list[Task]:
+        return [task for task in self._run.tasks if task.progress.state == "running"]
+
+    def train(self, caught: Sequence[int]) -> None:
+        """Iterate until no task is running or a signal was caught; then leave a checkpoint.
+
+        Args:
+            caught: grows when a signal comes.
+
+        Raises:
+            RunError: a file cannot be written, or memory ran out.
+        """
+        self._write_summary("running")
+        try:
+            self._evaluate([task for task in self._running() if not task.progress.evaluations])
+            self._last_step = dict.fromkeys((task.name for task in self._running()), time.monotonic())
+            while self._running() and not caught:
+                self._iterate()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise RunError(
+                f"out of memory at iteration {self._run.iteration + 1}; lower per_device_train_batch_size or "
+                f"max_length, or set gradient_checkpointing, then `mlora resume {self._folder.path}`"
+            ) from error
+        if self._running():
+            self._checkpoint()
+
+    def finish(self, caught: int | None) -> RunResult:
+        """Write what stands at the end of a run, or of a part of it.
+
+        Args:
+            caught: the signal that ended it.
+
+        Returns:
+            What came of each adapter.
+
+        Raises:
+            RunError: a file cannot be written.
+        """
+        failed = bool(self._run.refused) or any(task.progress.state == "stopped" for task in self._run.tasks)
+        status: Status = "interrupted" if self._running() else "failed" if failed else "finished"
+        result = self._write_summary(status, caught)
+        names = [task.name for task in self._run.tasks]
+        try:
+            plot_losses(self._folder.plot, names, read_metrics(self._folder.metrics))
+        except OSError as error:
+            raise RunError(f"{self._folder.plot}: cannot be saved: {error.strerror}") from error
+        return result
+
+    def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
+        done = {task.name: adapter_result(task) for task in self._run.tasks}
+        done |= {name: AdapterResult("refused", message) for name, message in self._run.refused.items()}
+        adapters = {adapter.name: done[adapter.name] for adapter in self._run.config.adapters}
+        seconds = time.monotonic() - self._began
+        result = RunResult(status, self._folder.path, seconds, adapters, caught)
+        self._folder.write_summary(result.summary())
+        return result
+
+    def _iterate(self) -> None:
+        running = self._running()
+        batches = {
+            task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
+            for task in running
+        }
+        results = self._engine.forward_backward(batches)
+        stepped = [task for task in running if self._take(task, results[task.name])]
+        self._run.iteration += 1
+        due = [task for task in stepped if self._evaluation_due(task)]
+        self._evaluate(due)
+        for task in stepped:
+            if task.progress.state == "running" and task.progress.step >= task.total_steps:
+                self._finish_task(task, "")
+        intervals = [(task, task.every(task.config.save_steps)) for task in stepped]
+        if self._running() and any(steps and task.progress.step % steps == 0 for task, steps in intervals):
+            self._checkpoint()
+
+    def _take(self, task: Task, result: BatchResult) -> bool:
+        """Count a micro-batch; step the optimizer when it is the last of its accumulation."""
+        progress = task.progress
+        if not result.finite:
+            self._stop_task(task, f"the loss of step {progress.step + 1} is not a number")
+            return False
+        progress.open_loss += result.loss_sum
+        progress.open_tokens += result.tokens
+        complete = task.plan.ends_step(progress.batches)
+        progress.batches += 1
+        return complete and self._step(task)
+
+    def _step(self, task: Task) -> bool:
+        progress = task.progress
+        result = self._engine.optim_step(task.name)
+        if not result.finite and not result.skipped:
+            self._stop_task(task, f"the gradient of step {progress.step + 1} is not a number")
+            return False
+        now = time.monotonic()
+        seconds, self._last_step[task.name] = now - self._last_step[task.name], now
+        progress.step += 1
+        progress.loss = progress.open_loss / progress.open_tokens
+        progress.tokens += progress.open_tokens
+        progress.seconds += seconds
+        record: dict[str, Any] = {
+            "adapter": task.name,
+            "step": progress.step,
+            "loss": progress.loss,
+            "tokens": progress.open_tokens,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm if result.finite else None,
+            "seconds": seconds,
+            "peak_memory_bytes": peak_memory(self._run.config.device),
+        }
+        if result.skipped:
+            record["skipped"] = True
+        progress.open_loss, progress.open_tokens = 0.0, 0
+        self._metrics.write(**record)
+        self._reporter.step(task, record)
+        return True
+
+    def _evaluation_due(self, task: Task) -> bool:
+        steps = task.every(task.config.eval_steps)
+        last = task.progress.step >= task.total_steps
+        return task.eval_data is not None and (last or bool(steps and task.progress.step % steps == 0))
+
+    def _evaluate(self, tasks: Sequence[Task]) -> None:
+        """Evaluate tasks; those that end here, by their steps or early, also generate where exact match is
+        asked."""
+        tasks = [task for task in tasks if task.eval_data is not None]
+        if not tasks:
+            return
+        losses = evaluate_losses(self._engine, tasks)
+        early = []
+        for task in tasks:
+            if not losses[task.name].finite:
+                self._stop_task(task, f"the eval_loss after step {task.progress.step} is not a number")
+            elif task.progress.step and self._no_better(task, losses[task.name].loss):
+                early.append(task)
+        tasks = [task for task in tasks if task.progress.state == "running"]
+        ends = [t for t in tasks if t in early or t.progress.step >= t.total_steps or t.progress.step == 0]
+        asked = [task for task in ends if task.config.eval_exact_match]
+        exact = exact_matches(self._engine, asked, self._run.base.tokenizer()) if asked else {}
+        for task in tasks:
+            entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": losses[task.name].loss}
+            if task.name in exact:
+                entry["eval_exact_match"] = exact[task.name]
+            task.progress.evaluations.append(entry)
+            record = {"adapter": task.name, **entry, "eval_tokens": losses[task.name].tokens}
+            self._metrics.write(**record)
+            self._reporter.evaluation(task, record)
+        for task in early:
+            if task.progress.step < task.total_steps:
+                patience = task.config.early_stopping_patience
+                self._finish_task(task, f"stopped early: eval_loss did not improve in {patience} evaluations")
+
+    def _no_better(self, task: Task, loss: float) -> bool:
+        progress, config = task.progress, task.config
+        if config.early_stopping_patience is None:
+            return False
+        improved = progress.best is None or progress.best - loss > config.early_stopping_threshold
+        progress.worse = 0 if improved else progress.worse + 1
+        progress.best = loss if progress.best is None else min(progress.best, loss)
+        return progress.worse >= config.early_stopping_patience
+
+    def _finish_task(self, task: Task, message: str) -> None:
+        folder = self._folder.adapters / task.name
+        try:
+            self._engine.save(task.name, folder)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise RunError(f"{folder}: cannot be saved: {reason}") from error
+        self._engine.remove_adapter(task.name)
+        task.progress.state, task.progress.message = "finished", message
+        self._reporter.changed(task)
+        self._write_summary("running")
+
+    def _stop_task(self, task: Task, message: str) -> None:
+        self._engine.remove_adapter(task.name)
+        task.progress.state, task.progress.message = "stopped", message
+        self._reporter.changed(task)
+        self._write_summary("running")
+
+    def _checkpoint(self) -> None:
+        payload = {
+            "iteration": self._run.iteration,
+            "seconds": time.monotonic() - self._began,
+            "metrics_bytes": self._metrics.sync(),
+            "base_gemm": self._engine.base_gemm,
+            "refused": self._run.refused,
+            "data": {task.name: fingerprints(task) for task in self._run.tasks},
+            "tasks": {task.name: asdict(task.progress) for task in self._run.tasks},
+            "adapters": {task.name: self._engine.state_dict(task.name) for task in self._running()},
+        }
+        save_checkpoint(
+            self._folder.checkpoints, self._run.iteration, payload, self._run.config.save_total_limit
+        )
+
+
+def peak_memory(device: str | None) -> int:
+    """Return the most memory that was in use so far, in bytes.
+
+    Args:
+        device: a CUDA device counts its own allocations; the CPU, or none without CUDA, the process's
+            resident memory.
+    """
+    if torch.cuda.is_available() and device != "cpu":
+        return int(torch.cuda.max_memory_allocated(device or "cuda"))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

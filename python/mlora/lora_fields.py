@@ -1,0 +1,121 @@
+"""The checks of an adapter's ``lora`` block, which holds the fields of PEFT's ``LoraConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """Return the end of an error line: the nearest of the known words, or all of them.
+
+    Args:
+        word: what came.
+        words: what is known.
+
+    Returns:
+        ``did you mean 'r'?`` or ``known keys: ...``.
+    """
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    if not close:
+        close = [known for known in words if word.startswith(known) and len(word) <= len(known) + 2][:1]
+    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(words)}"
+
+
+class LoraKeyError(ValueError):
+    """A fault of one key of a ``lora`` block.
+
+    Attributes:
+        key: the key at fault.
+    """
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def lora_keys() -> list[str]:
+    """Return the names of PEFT's ``LoraConfig`` fields."""
+    from peft import LoraConfig
+
+    return [field.name for field in dataclasses.fields(LoraConfig) if field.init]
+
+
+def check_lora(values: dict[str, Any]) -> dict[str, Any]:
+    """Check a ``lora`` block by itself, without a model.
+
+    Args:
+        values: fields of PEFT's ``LoraConfig``.
+
+    Returns:
+        The same values.
+
+    Raises:
+        LoraKeyError: an unknown key (with the nearest name), a rank below 1, a dropout outside ``[0, 1)`` or
+            a value of the wrong type.
+    """
+    known = lora_keys()
+    for key in values:
+        if key not in known:
+            raise LoraKeyError(str(key), f"unknown key; {nearest(str(key), known)}")
+    _check_rank("r", values.get("r", 8))
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = values.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise LoraKeyError(key, f"must be a mapping from module name to number, got {pattern!r}")
+        for module, value in pattern.items():
+            (_check_rank if key == "rank_pattern" else _check_number)(f"{key}.{module}", value)
+    _check_number("lora_alpha", values.get("lora_alpha", 8))
+    dropout = values.get("lora_dropout", 0.0)
+    _check_number("lora_dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise LoraKeyError("lora_dropout", f"must be at least 0 and below 1, got {dropout}")
+    for key in ("use_rslora", "fan_in_fan_out", "use_dora"):
+        if not isinstance(values.get(key, False), bool):
+            raise LoraKeyError(key, f"must be true or false, got {values[key]!r}")
+    for key in ("target_modules", "exclude_modules"):
+        _check_modules(key, values.get(key))
+    return values
+
+
+def _check_rank(key: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise LoraKeyError(key, f"a rank must be a whole number of at least 1, got {value!r}")
+
+
+def _check_number(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise LoraKeyError(key, f"must be a number, got {value!r}")
+
+
+def _check_modules(key: str, value: Any) -> None:
+    names = value if isinstance(value, list) else [value]
+    if value is not None and not all(isinstance(name, str) and name for name in names):
+        raise LoraKeyError(key, f"must be a name, a pattern or a list of names, got {value!r}")
+    if value == []:
+        raise LoraKeyError(key, "must not be empty")
+
+
+def build_lora(values: dict[str, Any]) -> LoraConfig:
+    """Return PEFT's config of a ``lora`` block, for a causal language model unless it says otherwise.
+
+    Args:
+        values: fields of PEFT's ``LoraConfig``.
+
+    Returns:
+        A ``peft.LoraConfig``.
+
+    Raises:
+        ValueError: PEFT refuses the values.
+    """
+    from peft import LoraConfig
+
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **values})
+    except (TypeError, ValueError, ImportError) as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,83 @@
+"""``loss.png``: the losses of a run, one panel for each adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlora.checkpoint import write_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
+    """Draw the losses of a run's adapters.
+
+    Args:
+        path: the PNG file to write.
+        names: the adapters, in the order of their panels.
+        records: lines of ``metrics.jsonl``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = math.ceil(math.sqrt(len(names)))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(max(3.2 * columns, 6), max(2.4 * rows, 4)), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for name, axes in zip(names, panels, strict=False):
+        _panel(axes, name, [record for record in records if record["adapter"] == name])
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    figure.supxlabel("optimizer step", fontsize=10)
+    figure.supylabel("loss per trained token", fontsize=10)
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside upper right", ncols=3, fontsize=8, frameon=False
+        )
+    write_file(path, lambda file: canvas.print_png(file))
+
+
+def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:
+    trained = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    evaluated = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+    if trained:
+        steps, losses = zip(*trained, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training")
+        axes.plot(steps, smooth(losses), color="tab:blue", linewidth=1.4, label="training, smoothed")
+    if evaluated:
+        steps, losses = zip(*evaluated, strict=True)
+        axes.plot(steps, losses, "o-", color="tab:orange", markersize=3, linewidth=1, label="evaluation")
+    axes.set_title(name if len(name) <= 30 else f"{name[:29]}…", fontsize=9)
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)
+    axes.set_ylim(bottom=0)
+
+
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Return the exponential moving average, corrected for its start.
+
+    Args:
+        values: in order.
+        weight: of what came before.
+
+    Returns:
+        As many values.
+    """
+    average, mass, result = 0.0, 0.0, []
+    for value in values:
+        average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
+        result.append(average / mass)
+    return result

@@ -1,0 +1,197 @@
+"""What comes before a run's next iteration: data read, base model loaded, adapters created or restored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mlora.config import RunConfig
+from mlora.engine import Engine
+from mlora.errors import RunError, first_line
+from mlora.report import Reporter, Silent
+from mlora.run_folder import RunFolder
+from mlora.tasks import BaseModel, Progress, Task, TaskBuilder
+
+
+class Prepared:
+    """A run before its next iteration.
+
+    Args:
+        config: its config.
+        base: its base model, without weights.
+        engine: holds the running adapters.
+        tasks: all tasks but the refused.
+        refused: why adapters were refused, by name.
+        iteration: iterations made.
+        seconds: wall time of earlier parts.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        base: BaseModel,
+        engine: Engine,
+        tasks: list[Task],
+        refused: dict[str, str],
+        iteration: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.base = base
+        self.engine = engine
+        self.tasks = tasks
+        self.refused = refused
+        self.iteration = iteration
+        self.seconds = seconds
+
+
+def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | None = None) -> Prepared:
+    """Read the data, load the base model and create the adapters; write nothing.
+
+    Args:
+        config: a resolved config.
+        reporter: told of warnings and of refused adapters.
+        checkpoint: what the run continues from.
+
+    Returns:
+        The run before its next iteration.
+
+    Raises:
+        RunError: the base model cannot be loaded, every adapter was refused, or data changed since the
+            checkpoint.
+    """
+    base = BaseModel(config.base_model)
+    builder = TaskBuilder(config, base)
+    refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
+    tasks = []
+    for adapter in config.adapters:
+        if adapter.name in refused:
+            continue
+        try:
+            tasks.append(builder.build(adapter))
+        except RunError as error:
+            if checkpoint:
+                raise RunError(f"{adapter.name}: {error}") from error
+            _refuse(refused, adapter.name, str(error), reporter)
+    for line in builder.warnings:
+        reporter.warn(line)
+    if not tasks:
+        raise RunError("every adapter was refused; nothing to train")
+    with warnings_to(reporter):
+        engine = make_engine(config)
+        if checkpoint:
+            _restore(engine, tasks, checkpoint)
+            return Prepared(
+                config, base, engine, tasks, refused, checkpoint["iteration"], checkpoint["seconds"]
+            )
+        for task in list(tasks):
+            try:
+                create_adapter(engine, task)
+            except ValueError as error:
+                tasks.remove(task)
+                _refuse(refused, task.name, str(error), reporter)
+    if not tasks:
+        raise RunError("every adapter was refused; nothing to train")
+    return Prepared(config, base, engine, tasks, refused)
+
+
+@contextmanager
+def warnings_to(reporter: Reporter) -> Iterator[None]:
+    """Tell a reporter of the warnings that libraries give, each once.
+
+    Args:
+        reporter: told of their first lines.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for line in dict.fromkeys(str(warning.message).strip().partition("\n")[0] for warning in caught):
+        reporter.warn(line)
+
+
+def _refuse(refused: dict[str, str], name: str, message: str, reporter: Reporter) -> None:
+    refused[name] = message
+    reporter.fault(f"{name}: refused: {message}")
+
+
+def make_engine(config: RunConfig) -> Engine:
+    """Load a run's base model.
+
+    Args:
+        config: a resolved config.
+
+    Returns:
+        An engine without adapters.
+
+    Raises:
+        RunError: the model cannot be loaded, is not one that can be trained here, or the device is not there.
+    """
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and torch.device(device).index is not None:
+        known = torch.cuda.device_count()
+        if torch.device(device).index >= known:
+            raise RunError(f"device: {device} is not there; this machine has {known} CUDA devices")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RunError("device: cuda is not there; this torch sees no CUDA device")
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+    try:
+        return Engine(
+            config.base_model,
+            device=device,
+            dtype=dtype,
+            fp16=config.fp16,
+            gradient_checkpointing=config.gradient_checkpointing,
+            seed=config.seed,
+        )
+    except (ValueError, OSError) as error:
+        raise RunError(f"base_model: cannot load {config.base_model}: {first_line(error)}") from error
+
+
+def create_adapter(engine: Engine, task: Task) -> None:
+    """Create a task's adapter as it is before its first step.
+
+    Args:
+        engine: where.
+        task: what.
+
+    Raises:
+        ValueError: the engine refuses the adapter.
+    """
+    engine.create_adapter(task.name, task.lora, task.optim, init_from=task.config.init_from, seed=task.seed)
+
+
+def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
+    engine.base_gemm = checkpoint["base_gemm"]
+    for task in tasks:
+        if fingerprints(task) != checkpoint["data"][task.name]:
+            raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
+        task.progress = Progress(**checkpoint["tasks"][task.name])
+        if task.progress.state == "running":
+            create_adapter(engine, task)
+            engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
+
+
+def fingerprints(task: Task) -> list[str]:
+    """Return the SHA-256 of each of a task's files."""
+    return [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
+
+
+def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
+    """Do everything that comes before the first step of a run: read, check and load; write nothing.
+
+    Args:
+        config: a resolved config.
+        reporter: told of warnings and of adapters that would be refused.
+
+    Returns:
+        The run as it would begin.
+
+    Raises:
+        RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
+    """
+    RunFolder(config.output_dir).check_writable()
+    return prepare(config, reporter or Silent())

@@ -1,0 +1,252 @@
+"""What a run says while it goes: a live table on a terminal, plain lines elsewhere, nothing from Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from mlora.tasks import Task
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+
+class Reporter(Protocol):
+    """What the training loop tells of."""
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """The tasks of the run, in the order of its config; also told when a run continues."""
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        """A task made an optimizer step; ``record`` is its line of ``metrics.jsonl``."""
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        """A task was evaluated; ``record`` is its line of ``metrics.jsonl``."""
+
+    def changed(self, task: Task) -> None:
+        """A task was stopped or finished."""
+
+    def note(self, line: str) -> None:
+        """Something worth a line."""
+
+    def warn(self, line: str) -> None:
+        """Something that is probably not as it was meant."""
+
+    def fault(self, line: str) -> None:
+        """Something that makes the run's exit code non-zero."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Silent:
+    """Says nothing."""
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Say nothing."""
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def changed(self, task: Task) -> None:
+        """Say nothing."""
+
+    def note(self, line: str) -> None:
+        """Say nothing."""
+
+    def warn(self, line: str) -> None:
+        """Say nothing."""
+
+    def fault(self, line: str) -> None:
+        """Say nothing."""
+
+    def close(self) -> None:
+        """Say nothing."""
+
+
+class Pace:
+    """Tokens per second and time left of each task, smoothed over its last steps."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._tokens: dict[str, float] = {}
+
+    def add(self, name: str, tokens: int, seconds: float) -> None:
+        """Count a step of a task.
+
+        Args:
+            name: the task.
+            tokens: its trained tokens.
+            seconds: its wall time.
+        """
+        old = self._seconds.get(name)
+        self._seconds[name] = seconds if old is None else 0.9 * old + 0.1 * seconds
+        self._tokens[name] = tokens if old is None else 0.9 * self._tokens[name] + 0.1 * tokens
+
+    def tokens_per_second(self, name: str) -> float | None:
+        """Return a task's trained tokens per second, or none before its first step."""
+        seconds = self._seconds.get(name)
+        return self._tokens[name] / seconds if seconds else None
+
+    def left(self, task: Task) -> str:
+        """Return the time until a task's last step, such as ``1:05``; empty before its first step."""
+        seconds = self._seconds.get(task.name)
+        if seconds is None:
+            return ""
+        return clock(seconds * (task.total_steps - task.progress.step))
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as ``m:ss`` or ``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class PlainLines:
+    """One line for each event; steps every ``logging_steps`` of their task.
+
+    Args:
+        out: where lines go.
+        err: where warnings and faults go.
+    """
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+        self._pace = Pace()
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Say how many tasks train, and for how long."""
+        for task in tasks:
+            if task.progress.state == "running":
+                done = f" from step {task.progress.step}" if task.progress.step else ""
+                self.note(f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}")
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        """Print a step that is due."""
+        self._pace.add(task.name, record["tokens"], record["seconds"])
+        interval = task.every(task.config.logging_steps)
+        if interval and record["step"] % interval == 0:
+            speed = self._pace.tokens_per_second(task.name) or 0.0
+            self.note(
+                f"{task.name}: step {record['step']}/{task.total_steps} loss {record['loss']:.4f} "
+                f"learning_rate {record['learning_rate']:.3g} {speed:.0f} tokens/s "
+                f"left {self._pace.left(task)}"
+            )
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        """Print an evaluation."""
+        exact = record.get("eval_exact_match")
+        more = "" if exact is None else f" exact match {exact:.1%}"
+        self.note(
+            f"{task.name}: step {record['step']}/{task.total_steps} eval_loss {record['eval_loss']:.4f}{more}"
+        )
+
+    def changed(self, task: Task) -> None:
+        """Print that a task ended."""
+        progress = task.progress
+        if progress.state == "stopped":
+            self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
+        else:
+            more = f" ({progress.message})" if progress.message else ""
+            self.note(f"{task.name}: {progress.state} at step {progress.step}{more}")
+
+    def note(self, line: str) -> None:
+        """Print a line."""
+        print(line, file=self._out, flush=True)
+
+    def warn(self, line: str) -> None:
+        """Print a line where faults go."""
+        print(f"warning: {line}", file=self._err, flush=True)
+
+    def fault(self, line: str) -> None:
+        """Print a line where faults go."""
+        print(f"error: {line}", file=self._err, flush=True)
+
+    def close(self) -> None:
+        """Do nothing more."""
+
+
+class LiveTable:
+    """A table with one row for each adapter, redrawn as the run goes."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(highlight=False)
+        self._tasks: Sequence[Task] = ()
+        self._pace = Pace()
+        self._drawn = 0.0
+        self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Begin to draw."""
+        self._tasks = tasks
+        self._live.start()
+        self._draw()
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        """Redraw, at most five times a second."""
+        self._pace.add(task.name, record["tokens"], record["seconds"])
+        if time.monotonic() - self._drawn > 0.2:
+            self._draw()
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        """Redraw."""
+        self._draw()
+
+    def changed(self, task: Task) -> None:
+        """Redraw, and print a fault above the table."""
+        if task.progress.state == "stopped":
+            self.fault(f"{task.name}: stopped at step {task.progress.step}: {task.progress.message}")
+        self._draw()
+
+    def note(self, line: str) -> None:
+        """Print a line above the table."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """Print a warning above the table."""
+        self._console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+
+    def fault(self, line: str) -> None:
+        """Print a fault above the table."""
+        self._console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the table away."""
+        self._live.stop()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table("adapter", "state")
+        for title in ("step", "loss", "eval loss", "tokens/s", "left"):
+            table.add_column(title, justify="right")
+        for task in self._tasks:
+            progress = task.progress
+            running = progress.state == "running"
+            speed = self._pace.tokens_per_second(task.name) if running else None
+            evaluations = progress.evaluations
+            table.add_row(
+                task.name,
+                progress.state,
+                f"{progress.step}/{task.total_steps}",
+                "" if progress.loss is None else f"{progress.loss:.4f}",
+                f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",
+                "" if speed is None else f"{speed:.0f}",
+                self._pace.left(task) if running else "",
+            )
+        return table

@@ -1,0 +1,97 @@
+"""What came of a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mlora.tasks import Progress, Task
+
+Status = Literal["running", "finished", "failed", "interrupted"]
+Pair = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class AdapterResult:
+    """What came of one adapter.
+
+    Args:
+        state: ``running``, ``finished``, ``stopped`` or ``refused``.
+        message: why it was stopped or refused, or that it stopped early; else empty.
+        step: optimizer steps made.
+        max_steps: steps that were to be made; none where it was refused.
+        loss: mean training loss of the last step.
+        tokens: trained tokens.
+        seconds: wall time from its first to its last step.
+        eval_loss: ``before`` the first step and ``after`` the last; none where it was not evaluated.
+        eval_exact_match: the same for the share of prompts completed exactly.
+    """
+
+    state: str
+    message: str = ""
+    step: int = 0
+    max_steps: int | None = None
+    loss: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    eval_loss: Pair = field(default_factory=lambda: {"before": None, "after": None})
+    eval_exact_match: Pair = field(default_factory=lambda: {"before": None, "after": None})
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of a run.
+
+    Args:
+        status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped;
+            ``interrupted`` when a signal ended it after a checkpoint.
+        output_dir: its folder.
+        seconds: wall time, all parts of a resumed run together.
+        adapters: by name, in the order of the config.
+        signal: the signal that interrupted it.
+    """
+
+    status: Status
+    output_dir: Path
+    seconds: float
+    adapters: Mapping[str, AdapterResult]
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every adapter was trained, 128 + the signal after an interruption, else 1."""
+        if self.status == "interrupted":
+            return 128 + (self.signal or signal.SIGINT)
+        return 0 if self.status == "finished" else 1
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of ``summary.json``."""
+        adapters = {name: asdict(adapter) for name, adapter in self.adapters.items()}
+        return {"status": self.status, "seconds": round(self.seconds, 3), "adapters": adapters}
+
+
+def adapter_result(task: Task) -> AdapterResult:
+    """Return what has come of a task so far."""
+    progress = task.progress
+    return AdapterResult(
+        state=progress.state,
+        message=progress.message,
+        step=progress.step,
+        max_steps=task.total_steps,
+        loss=progress.loss,
+        tokens=progress.tokens,
+        seconds=round(progress.seconds, 3),
+        eval_loss=_pair(progress, "eval_loss"),
+        eval_exact_match=_pair(progress, "eval_exact_match"),
+    )
+
+
+def _pair(progress: Progress, key: str) -> Pair:
+    found = [entry for entry in progress.evaluations if key in entry]
+    return {
+        "before": next((entry[key] for entry in found if entry["step"] == 0), None),
+        "after": found[-1][key] if found and found[-1]["step"] == progress.step > 0 else None,
+    }

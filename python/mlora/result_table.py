@@ -1,0 +1,48 @@
+"""The table of a run's adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def result_table(summary: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of a run's table.
+
+    Args:
+        summary: what stands in ``summary.json``.
+
+    Returns:
+        A row of titles, then one row for each adapter; columns that would be empty are left out.
+    """
+    rows = [["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]]
+    for name, entry in summary["adapters"].items():
+        loss, exact = entry["eval_loss"], entry["eval_exact_match"]
+        total = "" if entry["max_steps"] is None else f"/{entry['max_steps']}"
+        rows.append(
+            [
+                name,
+                entry["state"],
+                f"{entry['step']}{total}",
+                _number(entry["loss"], ".4f"),
+                _number(loss["before"], ".4f"),
+                _number(loss["after"], ".4f"),
+                _number(exact["before"], ".1%"),
+                _number(exact["after"], ".1%"),
+            ]
+        )
+    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    return [[row[column] for column in used] for row in rows]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as aligned lines, which nothing wraps."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    return "\n".join(lines)

@@ -1,0 +1,257 @@
+"""The folder of a run: its files, who may write it, and what may be removed from it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mlora.checkpoint import write_file
+from mlora.config import RunConfig
+from mlora.config_file import dump_config
+from mlora.errors import RunError, first_line
+
+OWN_FILES = re.compile(
+    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json)(\.tmp)?"
+    r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
+    r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
+)
+
+
+class RunFolder:
+    """The files of a run.
+
+    Args:
+        path: the run's ``output_dir``.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.adapters = self.path / "adapters"
+        self.checkpoints = self.path / "checkpoints"
+        self.plot = self.path / "loss.png"
+        self.summary = self.path / "summary.json"
+
+    def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
+        """Check that a new run may be written here, changing nothing.
+
+        Args:
+            overwrite: an earlier run may be replaced.
+            inputs: files and folders that the new run reads.
+
+        Raises:
+            RunError: the folder cannot be written, holds something, or holds what no run wrote.
+        """
+        self.check_writable()
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return
+        if is_running(self.metrics):
+            raise RunError(f"output_dir: another process is running the run in {self.path}")
+        if not overwrite:
+            raise RunError(
+                f"output_dir: {self.path} is not empty; continue it with `mlora resume {self.path}`, "
+                "replace it with --overwrite, or choose another folder"
+            )
+        if not self.config.is_file():
+            raise RunError(
+                f"output_dir: {self.path} holds no config.yaml, so it is no run's and is not overwritten"
+            )
+        for root, folders, files in os.walk(self.path):
+            for name in folders + files:
+                relative = (Path(root) / name).relative_to(self.path)
+                if not OWN_FILES.fullmatch(str(relative)) or (Path(root) / name).is_symlink():
+                    raise RunError(
+                        f"output_dir: {self.path / relative} was not written by a run; "
+                        "move it away before --overwrite"
+                    )
+        for used in inputs:
+            if Path(used).is_relative_to(self.path):
+                raise RunError(f"output_dir: --overwrite would remove {used}, which this run reads")
+
+    def check_writable(self) -> None:
+        """Check that the folder is there and writable, or can be made.
+
+        Raises:
+            RunError: naming the folder that is in the way.
+        """
+        parent = self.path
+        while not parent.exists() and not parent.is_symlink():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise RunError(f"output_dir: {self.path} cannot be made: {parent} is not a folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise RunError(f"output_dir: {self.path} cannot be written: no permission for {parent}")
+
+    def clear(self) -> None:
+        """Remove what a run wrote; :meth:`check_free` has seen that nothing else is there.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        for file in (self.metrics, self.plot, self.summary):
+            file.unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.adapters):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write the resolved config, making the folder.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_file(self.config, lambda file: _discard(file.write(dump_config(config).encode())))
+        except OSError as error:
+            raise RunError(f"output_dir: {self.path} cannot be written: {error.strerror}") from error
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json``.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        try:
+            write_file(self.summary, lambda file: _discard(file.write(text.encode())))
+        except OSError as error:
+            raise RunError(f"{self.summary}: cannot be saved: {error.strerror}") from error
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Return ``summary.json``, or none where it is missing.
+
+        Raises:
+            RunError: it cannot be read.
+        """
+        try:
+            data: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.summary}: cannot be read: {first_line(error)}") from error
+        return data
+
+
+def _discard(_: object) -> None:
+    return None
+
+
+class Metrics:
+    """``metrics.jsonl``, open for appending; its lock says that a run is at work here.
+
+    Args:
+        path: the file.
+        keep_all: leave what is there; otherwise it begins empty.
+
+    Raises:
+        RunError: another process has it, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, keep_all: bool = False) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise RunError(f"{path.parent}: another process is running this run") from error
+        if not keep_all:
+            self.cut(0)
+
+    def cut(self, size: int) -> None:
+        """Keep the first bytes only.
+
+        Args:
+            size: how many.
+
+        Raises:
+            RunError: the file is shorter.
+        """
+        if os.fstat(self._file.fileno()).st_size < size:
+            raise RunError(f"{self._path}: is shorter than its checkpoint says; train anew with --overwrite")
+        self._file.truncate(size)
+
+    def write(self, **record: Any) -> None:
+        """Append one object as a line.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            line = (json.dumps(record, allow_nan=False) + "\n").encode()
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def sync(self) -> int:
+        """Make the lines durable.
+
+        Returns:
+            The size in bytes.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """Close the file, which frees the lock."""
+        self._file.close()
+
+
+def is_running(path: Path) -> bool:
+    """Say whether a process is at work on a run.
+
+    Args:
+        path: the run's ``metrics.jsonl``.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl``, leaving out a last line that is not whole.
+
+    Args:
+        path: the file, which may be missing.
+
+    Returns:
+        One mapping for each line.
+
+    Raises:
+        RunError: a line before the last is not JSON.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise RunError(f"{path}:{number}: is not JSON: {error}") from error
+    return records

@@ -1,0 +1,112 @@
+"""Which samples each micro-batch holds: a function of the seed and of how many came before."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The micro-batches of one task and the optimizer steps that they make.
+
+    Shuffled, an epoch ends as it does in Transformers' ``Trainer``: its last micro-batch holds what is left,
+    and its last optimizer step holds the micro-batches that are left. In file order, batches are always full
+    and wrap around the file's end.
+
+    Args:
+        samples: number of samples.
+        batch_size: samples of a micro-batch.
+        accumulation: micro-batches of an optimizer step.
+        shuffle: a new order each epoch, or the file's order.
+        seed: what the orders derive from.
+    """
+
+    samples: int
+    batch_size: int
+    accumulation: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of an epoch, the last one counted whole."""
+        return math.ceil(self.samples / self.batch_size)
+
+    def batch(self, index: int) -> list[int]:
+        """Return the samples of a micro-batch.
+
+        Args:
+            index: how many micro-batches came before.
+
+        Returns:
+            Indices of samples.
+        """
+        if not self.shuffle:
+            start = index * self.batch_size
+            return [position % self.samples for position in range(start, start + self.batch_size)]
+        epoch, place = divmod(index, self.batches_per_epoch)
+        order = epoch_order(self.samples, self.seed, epoch)
+        return list(order[place * self.batch_size : (place + 1) * self.batch_size])
+
+    def ends_step(self, index: int) -> bool:
+        """Say whether an optimizer step follows a micro-batch.
+
+        Args:
+            index: how many micro-batches came before.
+
+        Returns:
+            True when the accumulation is complete after this micro-batch.
+        """
+        if not self.shuffle:
+            return (index + 1) % self.accumulation == 0
+        place = index % self.batches_per_epoch + 1
+        return place % self.accumulation == 0 or place == self.batches_per_epoch
+
+    def steps_of(self, epochs: float) -> int:
+        """Return the number of optimizer steps of some epochs.
+
+        Args:
+            epochs: may be a fraction.
+
+        Returns:
+            ``ceil(epochs x steps per epoch)`` as in ``Trainer`` when shuffled; in file order, as many steps
+            as it takes to see ``epochs x samples`` samples.
+        """
+        if not self.shuffle:
+            return math.ceil(epochs * self.samples / (self.batch_size * self.accumulation))
+        return math.ceil(epochs * math.ceil(self.batches_per_epoch / self.accumulation))
+
+
+@lru_cache(maxsize=64)
+def epoch_order(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """Return the order of samples in one epoch.
+
+    Args:
+        samples: how many there are.
+        seed: the task's seed.
+        epoch: counted from 0.
+
+    Returns:
+        A permutation of ``range(samples)``.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, f"epoch {epoch}"))
+    return tuple(torch.randperm(samples, generator=generator).tolist())
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """Return a seed that depends on a seed and a name only.
+
+    Args:
+        seed: for example the run's.
+        name: for example an adapter's.
+
+    Returns:
+        63 bits of the SHA-256 of both.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

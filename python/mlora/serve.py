@@ -1,0 +1,168 @@
+"""``mlora generate``: prompts in, completions of several adapters out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlora.config_file import read_yaml
+from mlora.data import read_prompt_lines
+from mlora.errors import RunError, first_line
+from mlora.generate import Request, Sampling, complete
+from mlora.tasks import BaseModel
+
+if TYPE_CHECKING:
+    from mlora.engine import Engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion.
+
+    Args:
+        adapter: its adapter, or ``__base__``.
+        prompt: the prompt's text.
+        completion: the text that was added.
+    """
+
+    adapter: str
+    prompt: str
+    completion: str
+
+
+def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
+    """Collect prompts.
+
+    Args:
+        texts: given one by one.
+        file: jsonl with ``prompt``, or text of one prompt a line.
+
+    Returns:
+        All of them, in order.
+
+    Raises:
+        RunError: there are none, or the file cannot be read.
+    """
+    prompts = list(texts) + (read_prompt_lines(file) if file else [])
+    if not prompts:
+        raise RunError("no prompt: give --prompt TEXT or --prompts FILE")
+    return prompts
+
+
+def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
+    """Find the base model and the adapter folders of a run or of one PEFT folder.
+
+    Args:
+        source: a run's ``output_dir`` or a PEFT folder.
+
+    Returns:
+        The base model as it is written there, and the folders by adapter name.
+
+    Raises:
+        RunError: it is neither.
+    """
+    if (source / "config.yaml").is_file():
+        folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
+        found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
+        return str(read_yaml(source / "config.yaml").get("base_model", "")), found
+    if (source / "adapter_config.json").is_file():
+        try:
+            saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
+            ) from error
+        return str(saved.get("base_model_name_or_path") or ""), {source.resolve().name: source}
+    raise RunError(f"{source}: is neither a run's output_dir nor a PEFT adapter folder")
+
+
+def answer(
+    source: Path,
+    prompts: Sequence[str],
+    *,
+    adapters: Sequence[str] | None,
+    base_model: str | None,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    bf16: bool = False,
+    device: str | None = None,
+) -> list[Answer]:
+    """Complete each prompt with each adapter.
+
+    Args:
+        source: a run's ``output_dir`` or a PEFT folder.
+        prompts: their texts.
+        adapters: which of its adapters, ``__base__`` being none; by default all.
+        base_model: instead of the one that ``source`` names.
+        max_new_tokens: the most tokens to add.
+        sampling: how tokens are drawn.
+        seed: of the draws.
+        bf16: load the base model in bf16 instead of fp32.
+        device: instead of CUDA where there is one, else the CPU.
+
+    Returns:
+        Prompt by prompt, adapter by adapter.
+
+    Raises:
+        RunError: an adapter, the base model or a folder is not there or does not fit.
+    """
+    import torch
+
+    named, folders = find_adapters(source)
+    chosen = list(adapters or folders)
+    for name in chosen:
+        if name not in folders and name != "__base__":
+            raise RunError(
+                f"{source}: has no trained adapter {name!r}; it has {', '.join(folders) or 'none'}"
+            )
+    if not chosen:
+        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` tells how far it is")
+    base = BaseModel(base_model or named)
+    tokenizer = base.tokenizer()
+    engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
+    tokens = [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
+    requests = [Request(name, tokens[index], max_new_tokens) for name, index in pairs]
+    end = int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))
+    torch.manual_seed(seed)
+    try:
+        outputs = complete(engine.model, requests, end_token=end, sampling=sampling)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    texts = [tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
+    return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
+
+
+def _load(base: BaseModel, folders: dict[str, Path], bf16: bool, device: str | None) -> Engine:
+    import torch
+
+    from mlora.engine import Engine
+    from mlora.optimizer import OptimConfig
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        engine = Engine(base.name, device=where, dtype=torch.bfloat16 if bf16 else torch.float32)
+        for name, folder in folders.items():
+            engine.load(name, folder, OptimConfig())
+    except (ValueError, OSError, RuntimeError) as error:
+        raise RunError(first_line(error)) from error
+    return engine
+
+
+def print_answers(answers: Sequence[Answer], *, as_json: bool) -> None:
+    """Print completions.
+
+    Args:
+        answers: what to print.
+        as_json: one JSON object a line, instead of text.
+    """
+    for item in answers:
+        print(
+            json.dumps(asdict(item), ensure_ascii=False)
+            if as_json
+            else f"[{item.adapter}] {item.prompt}{item.completion}"
+        )

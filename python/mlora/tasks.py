@@ -1,0 +1,338 @@
+"""Tasks: what each adapter of a run needs before its first step, and how far it has come."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mlora.config import AdapterConfig, DatasetConfig, RunConfig
+from mlora.data import Dataset, load_dataset
+from mlora.errors import RunError, first_line
+from mlora.lora_fields import build_lora
+from mlora.optimizer import OptimConfig
+from mlora.sampler import BatchPlan, derive_seed
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+State = Literal["running", "finished", "stopped"]
+
+
+@dataclass
+class Progress:
+    """How far a task has come; plain values, all of them part of a checkpoint.
+
+    Args:
+        state: ``running``; ``finished`` (all steps or an early stop); ``stopped`` (a fault while training).
+        message: why it was stopped, or that it stopped early.
+        batches: micro-batches taken.
+        step: optimizer steps made.
+        open_loss: sum of losses over the trained tokens of the accumulation under way.
+        open_tokens: their number.
+        tokens: trained tokens so far.
+        loss: mean loss of the last step.
+        seconds: wall time in training so far.
+        evaluations: one entry each: ``step``, ``eval_loss`` and, where asked for, ``eval_exact_match``.
+        best: the lowest ``eval_loss`` of the evaluations while training, for the early stop.
+        worse: evaluations in a row that did not improve on it.
+    """
+
+    state: State = "running"
+    message: str = ""
+    batches: int = 0
+    step: int = 0
+    open_loss: float = 0.0
+    open_tokens: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best: float | None = None
+    worse: int = 0
+
+
+@dataclass
+class Task:
+    """An adapter with its data and hyperparameters, ready to train.
+
+    Args:
+        config: the adapter's resolved config.
+        seed: the seed of its initial weights, dropout and order of data.
+        data: training samples.
+        eval_data: evaluation samples, or none.
+        plan: its micro-batches.
+        total_steps: optimizer steps to make.
+        lora: PEFT's config, or none where ``init_from`` gives it.
+        optim: optimizer and schedule.
+        progress: how far it has come.
+    """
+
+    config: AdapterConfig
+    seed: int
+    data: Dataset
+    eval_data: Dataset | None
+    plan: BatchPlan
+    total_steps: int
+    lora: LoraConfig | None
+    optim: OptimConfig
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def name(self) -> str:
+        """The adapter's name."""
+        return self.config.name
+
+    def every(self, steps: float | None) -> int | None:
+        """Return an interval in steps.
+
+        Args:
+            steps: a number of steps, or a ratio of the task's total below 1, or none.
+
+        Returns:
+            A whole number of at least 1, or none.
+        """
+        if steps is None:
+            return None
+        return int(steps) if steps >= 1 else math.ceil(self.total_steps * steps)
+
+
+class BaseModel:
+    """What is known of a base model without loading its weights.
+
+    Args:
+        name: a folder or a hub id.
+
+    Attributes:
+        name: the same.
+        config: its Transformers config.
+
+    Raises:
+        RunError: nothing is there, or Transformers cannot read it.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoConfig
+
+        self.name = name
+        try:
+            self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+                raise RunError(f"base_model: {name} holds no config.json") from error
+            raise RunError(f"base_model: cannot load {name}: {first_line(error)}") from error
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that it was made for, where its config says so."""
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return its tokenizer, loaded at the first call.
+
+        Raises:
+            RunError: it has none, or Transformers cannot read it.
+        """
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+            except (OSError, ValueError, KeyError) as error:
+                raise RunError(
+                    f"base_model: cannot load the tokenizer of {self.name}: {first_line(error)}; "
+                    "only datasets of format tokens need none"
+                ) from error
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def targets(self, lora: dict[str, Any]) -> set[str]:
+        """Return the modules that a ``lora`` block reaches, by the names of PEFT's files.
+
+        Args:
+            lora: fields of PEFT's ``LoraConfig``.
+
+        Returns:
+            For example ``{"base_model.model.model.layers.0.self_attn.q_proj"}``.
+
+        Raises:
+            RunError: PEFT refuses the block, or it reaches nothing.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from mlora_ext.nn.targets import target_layers
+
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(self.config)
+        try:
+            layers = target_layers(skeleton, "lora", build_lora(lora))
+        except ValueError as error:
+            raise RunError(f"lora: {first_line(error)}") from error
+        return {f"base_model.model.{layer}" for layer in layers}
+
+
+class TaskBuilder:
+    """Builds the tasks of a run, reading each dataset once for each ``max_length``.
+
+    Args:
+        config: the run's config.
+        base: its base model.
+
+    Attributes:
+        warnings: lines about data and adapter folders, each once.
+    """
+
+    def __init__(self, config: RunConfig, base: BaseModel) -> None:
+        self.warnings: list[str] = []
+        self._config = config
+        self._base = base
+        self._datasets = {dataset.name: dataset for dataset in config.datasets}
+        self._loaded: dict[tuple[str, int], Dataset] = {}
+
+    def build(self, adapter: AdapterConfig) -> Task:
+        """Read an adapter's data and check what can be checked without the model's weights.
+
+        Args:
+            adapter: one of the config's adapters.
+
+        Returns:
+            The task.
+
+        Raises:
+            RunError: its data, its ``lora`` block or its ``init_from`` folder is wrong.
+        """
+        seed = derive_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed
+        if adapter.init_from is not None:
+            check_init_from(adapter, self._base)
+        lora = None
+        if adapter.init_from is None:
+            try:
+                lora = build_lora(adapter.lora or {})
+            except ValueError as error:
+                raise RunError(f"lora: {first_line(error)}") from error
+        data = self._load(adapter.dataset, adapter.max_length)
+        eval_data = self._load(adapter.eval_dataset, adapter.max_length) if adapter.eval_dataset else None
+        if adapter.eval_exact_match and eval_data is not None and not eval_data.prompts:
+            raise RunError(
+                f"eval_exact_match: every sample of {adapter.eval_dataset!r} is longer than max_length"
+            )
+        plan = BatchPlan(
+            samples=len(data.samples),
+            batch_size=adapter.per_device_train_batch_size,
+            accumulation=adapter.gradient_accumulation_steps,
+            shuffle=adapter.shuffle,
+            seed=seed,
+        )
+        total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
+        return Task(adapter, seed, data, eval_data, plan, total, lora, optim_config(adapter, total))
+
+    def _load(self, name: str, max_length: int) -> Dataset:
+        key = (name, max_length)
+        if key not in self._loaded:
+            dataset: DatasetConfig = self._datasets[name]
+            self._loaded[key] = load_dataset(
+                name,
+                dataset.path,
+                dataset.format,
+                max_length=max_length,
+                vocab_size=self._base.vocab_size,
+                max_positions=self._base.max_positions,
+                tokenizer=None if dataset.format == "tokens" else self._base.tokenizer(),
+            )
+            self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
+        return self._loaded[key]
+
+
+def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:
+    """Return an adapter's optimizer and schedule.
+
+    Args:
+        adapter: its config; ``warmup_steps`` below 1 is a ratio of the total.
+        total_steps: its optimizer steps.
+
+    Returns:
+        The engine's config.
+    """
+    warmup = adapter.warmup_steps
+    return OptimConfig(
+        learning_rate=adapter.learning_rate,
+        optim=adapter.optim,
+        weight_decay=adapter.weight_decay,
+        adam_beta1=adapter.adam_beta1,
+        adam_beta2=adapter.adam_beta2,
+        adam_epsilon=adapter.adam_epsilon,
+        max_grad_norm=adapter.max_grad_norm,
+        lr_scheduler_type=adapter.lr_scheduler_type,
+        lr_scheduler_kwargs=adapter.lr_scheduler_kwargs,
+        warmup_steps=int(warmup) if warmup >= 1 else math.ceil(total_steps * warmup),
+        total_steps=total_steps,
+    )
+
+
+TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+
+
+def check_init_from(adapter: AdapterConfig, base: BaseModel) -> None:
+    """Check that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it says the same.
+
+    What a block targets is compared as the modules that it reaches in the base model, so ``all-linear``
+    agrees with the list of names that PEFT saves for it.
+
+    Args:
+        adapter: an adapter with ``init_from``.
+        base: the base model.
+
+    Raises:
+        RunError: the folder is not one of PEFT's, or ``lora`` says something else.
+    """
+    folder = Path(str(adapter.init_from))
+    if not (folder / "adapter_config.json").is_file():
+        raise RunError(f"init_from: {folder} is not a PEFT folder: it holds no adapter_config.json")
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"init_from: cannot read {folder / 'adapter_config.json'}: {first_line(error)}"
+        ) from error
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        raise RunError(f"init_from: {folder} is not a LoRA adapter")
+    for key, value in (adapter.lora or {}).items():
+        if key not in TARGETING and value != saved.get(key):
+            _disagree(key, value, saved.get(key))
+    given = {key: value for key, value in (adapter.lora or {}).items() if key in TARGETING}
+    if any(value != saved.get(key) for key, value in given.items()) and base.targets(given) != _tuned(folder):
+        key = "target_modules" if "target_modules" in given else next(iter(given))
+        _disagree(key, given[key], saved.get(key))
+
+
+def _disagree(key: str, value: Any, there: Any) -> None:
+    raise RunError(
+        f"lora.{key}: {value!r} does not agree with init_from, whose {key} is {there!r}; "
+        "make them agree or remove the lora block"
+    )
+
+
+def _tuned(folder: Path) -> set[str]:
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise RunError(
+            f"init_from: {folder} holds no adapter_model.safetensors; remove the lora block to load it"
+        )
+    try:
+        with safe_open(file, "pt") as weights:
+            return {key.rpartition(".lora_")[0] for key in weights.keys() if ".lora_" in key}  # noqa: SIM118
+    except SafetensorError as error:
+        raise RunError(f"init_from: cannot read {file}: {error}") from error

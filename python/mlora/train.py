@@ -1,0 +1,120 @@
+"""A run: all adapters of a config trained together, from its first iteration or from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlora.checkpoint import load_checkpoint
+from mlora.config import RunConfig
+from mlora.config_file import load_config
+from mlora.errors import RunError
+from mlora.loop import TrainingLoop, catch_signals
+from mlora.prepare import Prepared, prepare
+from mlora.report import Reporter, Silent
+from mlora.result import AdapterResult, RunResult
+from mlora.run_folder import Metrics, RunFolder
+
+
+def train(
+    config: RunConfig | Path | str, *, overwrite: bool = False, reporter: Reporter | None = None
+) -> RunResult:
+    """Train every adapter of a config together.
+
+    An adapter whose data or ``lora`` block is wrong is refused and one whose loss is not a number is
+    stopped, alone; the others go on.
+
+    Args:
+        config: a resolved config, or the path of a run's YAML.
+        overwrite: replace an earlier run in ``output_dir``.
+        reporter: told of what happens; by default nobody is.
+
+    Returns:
+        What came of each adapter.
+
+    Raises:
+        RunError: the config, the base model or the output folder is wrong, every adapter was refused, or a
+            file cannot be written.
+
+    Example:
+        >>> result = train("run.yaml")
+        >>> result.adapters["sums-r8"].eval_loss
+        {'before': 3.1, 'after': 0.2}
+    """
+    if not isinstance(config, RunConfig):
+        config = load_config(config)
+    reporter = reporter or Silent()
+    folder = RunFolder(config.output_dir)
+    inputs = [dataset.path for dataset in config.datasets] + [
+        a.init_from for a in config.adapters if a.init_from
+    ]
+    folder.check_free(overwrite=overwrite, inputs=[*inputs, config.base_model])
+    prepared = prepare(config, reporter)
+    try:
+        folder.clear()
+    except OSError as error:
+        raise RunError(f"output_dir: {folder.path} cannot be cleared: {error.strerror}") from error
+    folder.write_config(config)
+    return _run(prepared, folder, Metrics(folder.metrics), reporter)
+
+
+def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResult:
+    """Continue a run from its last checkpoint; a run without one starts anew, a finished one is only
+    reported.
+
+    Args:
+        run_dir: the run's ``output_dir``.
+        reporter: told of what happens; by default nobody is.
+
+    Returns:
+        What came of each adapter.
+
+    Raises:
+        RunError: the folder holds no run, another process is at work on it, its data changed, or as
+            :func:`train`.
+    """
+    reporter = reporter or Silent()
+    folder = RunFolder(Path(run_dir).resolve())
+    if not folder.config.is_file():
+        raise RunError(f"{folder.path}: holds no config.yaml, so there is no run to resume")
+    config = load_config(folder.config).model_copy(update={"output_dir": str(folder.path)})
+    done = finished_result(folder)
+    if done is not None:
+        return done
+    metrics = Metrics(folder.metrics, keep_all=True)
+    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
+    if checkpoint is None:
+        reporter.note(f"{folder.path} has no checkpoint; training starts anew")
+        prepared = prepare(config, reporter)
+    else:
+        reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
+        prepared = prepare(config, reporter, checkpoint)
+    metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+    return _run(prepared, folder, metrics, reporter)
+
+
+def finished_result(folder: RunFolder) -> RunResult | None:
+    """Return the result of a run that has nothing left to do, or none.
+
+    Args:
+        folder: the run's.
+
+    Raises:
+        RunError: its summary cannot be read.
+    """
+    summary = folder.read_summary()
+    if summary is None or summary["status"] not in ("finished", "failed"):
+        return None
+    adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
+    return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
+
+
+def _run(prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter) -> RunResult:
+    loop = TrainingLoop(prepared, folder, metrics, reporter)
+    reporter.start(prepared.tasks)
+    try:
+        with catch_signals() as caught:
+            loop.train(caught)
+            return loop.finish(caught[0] if caught else None)
+    finally:
+        reporter.close()
+        metrics.close()

@@ -1,0 +1,254 @@
+"""The config of a run: defaults, merging, overrides, and one clear line for every fault."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mlora.config import RunConfig, TrainingFields, parse_size
+from mlora.config_file import apply_overrides, dump_config, load_config, read_yaml, resolve_config
+from mlora.errors import RunError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> dict:
+    (tmp_path / "model").mkdir()
+    return {
+        "base_model": "model",
+        "output_dir": "runs/one",
+        "defaults": {"max_steps": 10, "learning_rate": 1e-3},
+        "datasets": [{"name": "d", "path": "d.jsonl", "format": "tokens"}],
+        "adapters": [
+            {"name": "a", "dataset": "d", "lora": {"r": 4}},
+            {
+                "name": "b",
+                "dataset": "d",
+                "learning_rate": 5e-4,
+                "lora": {"r": 7, "target_modules": ["q_proj"]},
+            },
+        ],
+    }
+
+
+def write(folder: Path, data: dict) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def lines_of(folder: Path, data: dict) -> list[str]:
+    with pytest.raises(RunError) as error:
+        resolve_config(data, folder=folder, where="run.yaml")
+    return str(error.value).splitlines()
+
+
+def test_defaults_are_those_of_training_arguments() -> None:
+    from transformers import TrainingArguments
+
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    # ours where Transformers leaves the choice to the run, or has no such setting
+    own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "shuffle"}
+    own |= {"early_stopping_patience", "early_stopping_threshold"}
+    for name, field in TrainingFields.model_fields.items():
+        if name not in own:
+            default = theirs[name]
+            assert field.default == getattr(default, "value", default), name
+
+
+def test_adapters_take_defaults_and_override_them(tmp_path: Path, base: dict) -> None:
+    config = resolve_config(base, folder=tmp_path)
+    assert [adapter.learning_rate for adapter in config.adapters] == [1e-3, 5e-4]
+    assert [adapter.max_steps for adapter in config.adapters] == [10, 10]
+    assert config.adapters[0].weight_decay == 0.0
+
+
+def test_paths_resolve_against_the_folder_of_the_file(tmp_path: Path, base: dict) -> None:
+    config = load_config(write(tmp_path, base))
+    assert config.base_model == str(tmp_path / "model")
+    assert config.output_dir == str(tmp_path / "runs" / "one")
+    assert config.datasets[0].path == str(tmp_path / "d.jsonl")
+
+
+def test_resolved_file_reads_back_to_the_same_config(tmp_path: Path, base: dict) -> None:
+    base["adapters"][1]["lr_scheduler_kwargs"] = {"min_lr": 1e-5}
+    config = load_config(write(tmp_path, base))
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "config.yaml").write_text(dump_config(config))
+    assert load_config(other / "config.yaml") == config
+
+
+def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
+    base["base_model"] = "some-org/some-model"
+    assert resolve_config(base, folder=tmp_path).base_model == "some-org/some-model"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("adapters.1.lora.rr", 3, "adapters[1].lora.rr: unknown key; did you mean 'r'?"),
+        (
+            "adapters.0.learning_rte",
+            3,
+            "adapters[0].learning_rte: unknown key; did you mean 'learning_rate'?",
+        ),
+        ("defaults.warmup_step", 3, "defaults.warmup_step: unknown key; did you mean 'warmup_steps'?"),
+        ("outptu_dir", "x", "outptu_dir: unknown key; did you mean 'output_dir'?"),
+        ("datasets.0.paht", "x", "datasets[0].paht: unknown key; did you mean 'path'?"),
+        (
+            "learning_rate",
+            1.0,
+            "learning_rate: unknown key here; it belongs under defaults or under an adapter",
+        ),
+        (
+            "adapters.0.bf16",
+            True,
+            "adapters[0].bf16: unknown key here; it belongs at the top level of the config",
+        ),
+        ("defaults.lora", {}, "defaults.lora: unknown key here; it belongs under an adapter"),
+        ("adapters", [], "adapters: must not be empty"),
+        ("adapters.0.lora.r", 0, "adapters[0].lora.r: a rank must be a whole number of at least 1, got 0"),
+        (
+            "adapters.0.lora.rank_pattern",
+            {"q_proj": 0},
+            "adapters[0].lora.rank_pattern.q_proj: a rank must be",
+        ),
+        ("adapters.0.lora.lora_dropout", 1, "lora.lora_dropout: must be at least 0 and below 1, got 1"),
+        ("adapters.0.lora.lora_dropout", -0.1, "lora.lora_dropout: must be at least 0 and below 1, got -0.1"),
+        (
+            "adapters.0.lora.target_modules",
+            3,
+            "lora.target_modules: must be a name, a pattern or a list of names",
+        ),
+        ("adapters.0.name", "a/b", "adapters[0].name: 'a/b' is not a plain name"),
+        ("adapters.0.name", "..", "adapters[0].name: '..' is not a plain name"),
+        ("adapters.0.name", "__base__", "adapters[0].name: '__base__' is reserved"),
+        ("adapters.0.name", "b", "adapters: the name 'b' stands twice"),
+        ("adapters.0.lora", None, "adapters[0]: needs lora (PEFT's LoraConfig fields) or init_from"),
+        ("adapters.0.dataset", "x", "adapters[0].dataset: no dataset is named 'x'; datasets: d"),
+        ("adapters.0.eval_steps", 5, "adapters[0]: eval_steps needs an eval_dataset"),
+        ("adapters.0.priority", 1, "adapters[0].priority: 1: an order of adapters is not available"),
+        ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),
+        ("defaults.learning_rate", "fast", "defaults.learning_rate: must be a valid number"),
+        ("defaults.learning_rate", float("nan"), "defaults.learning_rate: must be a finite number, got nan"),
+        (
+            "defaults.optim",
+            "adam",
+            "defaults.optim: must be one of adamw_torch, adamw_torch_fused, sgd, got 'adam'",
+        ),
+        (
+            "defaults.save_steps",
+            2.5,
+            "defaults.save_steps: must be a whole number of steps, or a ratio below 1",
+        ),
+        (
+            "datasets.0.format",
+            "csv",
+            "datasets[0].format: must be one of tokens, text, prompt_completion, got",
+        ),
+        (
+            "datasets.0.format",
+            "alpaca",
+            "datasets[0].format: the format 'alpaca' is not available in this version",
+        ),
+        (
+            "scheduler.memory_limit",
+            "8GiB",
+            "scheduler.memory_limit: 8GiB: a limit on memory is not available",
+        ),
+        (
+            "scheduler.memory_limit",
+            "8 elephants",
+            "scheduler.memory_limit: must be a size such as 8GiB or 500MB",
+        ),
+        ("pipeline.stages", 2, "pipeline: stages: 2 is not available in this version; set it to 1"),
+        ("base_model", "./nowhere", "base_model: no such folder:"),
+        ("device", "tpu", "device: must be cpu, cuda or cuda:<index>, got 'tpu'"),
+    ],
+)
+def test_every_fault_is_one_line_that_names_its_key(
+    tmp_path: Path, base: dict, path: str, value: object, expected: str
+) -> None:
+    *parents, key = path.split(".")
+    node = base
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else node.setdefault(part, {})
+    node[key] = value
+    lines = lines_of(tmp_path, base)
+    assert len(lines) == 1, lines
+    assert expected in lines[0]
+    assert lines[0].startswith("run.yaml: ")
+
+
+def test_two_precisions_are_refused(tmp_path: Path, base: dict) -> None:
+    assert lines_of(tmp_path, {**base, "bf16": True, "fp16": True}) == [
+        "run.yaml: bf16 and fp16 are both true; choose one"
+    ]
+
+
+def test_missing_keys_are_named(tmp_path: Path, base: dict) -> None:
+    del base["output_dir"], base["adapters"][0]["dataset"]
+    assert lines_of(tmp_path, base) == [
+        "run.yaml: output_dir: is missing",
+        "run.yaml: adapters[0].dataset: is missing",
+    ]
+
+
+def test_exact_match_needs_prompts(tmp_path: Path, base: dict) -> None:
+    base["adapters"][0] |= {"eval_dataset": "d", "eval_exact_match": True}
+    assert (
+        "adapters[0].eval_exact_match: needs an eval_dataset of format prompt_completion"
+        in lines_of(tmp_path, base)[0]
+    )
+
+
+def test_yaml_reads_exponents_and_refuses_a_key_twice(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("a: 2e-4\nb: 1.5e3\n")
+    assert read_yaml(path) == {"a": 2e-4, "b": 1500.0}
+    path.write_text("a: 1\nb: 2\na: 3\n")
+    with pytest.raises(RunError, match=r"x\.yaml:3: the key 'a' stands twice"):
+        read_yaml(path)
+    path.write_text("a: [1\n")
+    with pytest.raises(RunError, match=r"x\.yaml:2: "):
+        read_yaml(path)
+    with pytest.raises(RunError, match=r"none\.yaml: cannot be read: No such file"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
+    changed = apply_overrides(
+        base,
+        ["adapters.b.learning_rate=1e-3", "adapters.0.lora.r=9", "scheduler.memory_limit=null", "seed=7"],
+    )
+    assert changed["adapters"][1]["learning_rate"] == 1e-3
+    assert changed["adapters"][0]["lora"] == {"r": 9}
+    assert changed["scheduler"] == {"memory_limit": None}
+    assert changed["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("adapters.c.learning_rate=1", "no item is named 'c'; items: a, b, or 0 to 1"),
+        ("adapters.2.learning_rate=1", "no item is named '2'"),
+        ("seed", "must be key=value"),
+        ("base_model.x=1", "nothing stands under 'x'"),
+        ("seed=[1", "cannot read '\\[1'"),
+    ],
+)
+def test_overrides_that_lead_nowhere_are_refused(base: dict, override: str, expected: str) -> None:
+    with pytest.raises(RunError, match=expected):
+        apply_overrides(base, [override])
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("8GiB", "500 MB", "1.5k", 12)] == [8 * 2**30, 500_000_000, 1500, 12]
+
+
+def test_config_is_frozen(tmp_path: Path, base: dict) -> None:
+    config = resolve_config(base, folder=tmp_path)
+    assert isinstance(config, RunConfig)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3

@@ -1,0 +1,183 @@
+"""Datasets: token ids and labels of each format, truncation, and one line for every malformed line."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tiny_run import random_tokens, save_tokenizer, write_jsonl
+
+from mlora.data import Dataset, Prompt, Sample, load_dataset, read_prompt_lines
+from mlora.errors import RunError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def load(path: Path, format: str = "tokens", **options) -> Dataset:
+    options = {"max_length": 100, "vocab_size": 260} | options
+    return load_dataset("data", path, format, **options)
+
+
+def test_tokens_keep_ids_and_labels(tmp_path: Path) -> None:
+    records = random_tokens(9, seed=random.randrange(2**32))
+    del records[3]["labels"]
+    data = load(write_jsonl(tmp_path / "d.jsonl", records))
+    for record, sample in zip(records, data.samples, strict=True):
+        assert sample.input_ids == tuple(record["input_ids"])
+        assert sample.labels == tuple(record.get("labels", record["input_ids"]))
+    assert data.warnings == []
+    assert data.prompts == []
+
+
+def test_trained_tokens_are_those_after_the_first() -> None:
+    assert Sample((5, 6, 7, 8), (5, -100, 7, 8)).trained_tokens == 2
+
+
+def test_text_ends_with_the_end_token_once(tmp_path: Path, tokenizer) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "ab c"}, {"text": "x<end>"}])
+    data = load(path, "text", tokenizer=tokenizer)
+    ab_c = tuple(tokenizer.convert_tokens_to_ids(list("abĠc"))) + (0,)
+    x = tuple(tokenizer.convert_tokens_to_ids(["x"])) + (0,)
+    assert [sample.input_ids for sample in data.samples] == [ab_c, x]
+    assert [sample.labels for sample in data.samples] == [ab_c, x]
+
+
+def test_prompt_completion_trains_completion_and_end_token(tmp_path: Path, tokenizer) -> None:
+    path = write_jsonl(
+        tmp_path / "d.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "é", "completion": "e"}]
+    )
+    data = load(path, "prompt_completion", tokenizer=tokenizer)
+    first = data.samples[0]
+    assert tokenizer.decode(first.input_ids) == "1+1=2<end>"
+    assert first.labels == (-100,) * 4 + first.input_ids[4:]
+    assert len(data.samples[1].input_ids) == 4  # two bytes, one letter, the end
+    assert data.prompts[0] == Prompt(first.input_ids[:4], "2", 2)
+
+
+class _Joining:
+    """A tokenizer whose pairs of letters are one token, so that a prompt of odd length changes."""
+
+    eos_token = "!"
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(text[start]) for start in range(0, len(text), 2)]}
+
+
+def test_prompt_that_joins_its_completion_is_masked_by_its_length_as_in_trl(tmp_path: Path) -> None:
+    class Growing(_Joining):
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {
+                "input_ids": [
+                    sum(map(ord, text[start : start + 2])) % 250 for start in range(0, len(text), 2)
+                ]
+            }
+
+    path = write_jsonl(
+        tmp_path / "d.jsonl", [{"prompt": "abc", "completion": "def"}, {"prompt": "ab", "completion": "c"}]
+    )
+    data = load(path, "prompt_completion", tokenizer=Growing())
+    ids = data.samples[0].input_ids
+    assert len(ids) == 4
+    assert data.samples[0].labels == (-100, -100, *ids[2:])
+    assert len(data.warnings) == 1
+    assert "in 1 of 2 samples the prompt's last token changes" in data.warnings[0]
+
+
+def test_long_samples_are_cut_and_counted_once(tmp_path: Path) -> None:
+    records = [{"input_ids": list(range(1, 1 + length))} for length in (3, 8, 5, 9)]
+    data = load(write_jsonl(tmp_path / "d.jsonl", records), max_length=5)
+    assert [len(sample.input_ids) for sample in data.samples] == [3, 5, 5, 5]
+    assert data.samples[1] == Sample((1, 2, 3, 4, 5), (1, 2, 3, 4, 5))
+    assert data.warnings == ["dataset 'data': 2 of 4 samples are longer than max_length 5 and were cut"]
+
+
+def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path) -> None:
+    records = [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [1, -100]}, {"input_ids": [4]}]
+    data = load(write_jsonl(tmp_path / "d.jsonl", records))
+    assert [sample.input_ids for sample in data.samples] == [(1, 2)]
+    assert data.warnings == ["dataset 'data': 2 of 3 samples have no trained token and are left out"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"input_ids": [1, 2', "is not JSON"),
+        ("[1, 2]", "must be a JSON object, got list"),
+        ('{"ids": [1]}', "'input_ids' is missing; the line has 'ids'"),
+        ('{"input_ids": 3}', "'input_ids' must be a list of whole numbers, got int"),
+        ('{"input_ids": [1, NaN]}', "'input_ids' must hold whole numbers, got nan"),
+        ('{"input_ids": [1, true]}', "'input_ids' must hold whole numbers, got True"),
+        ('{"input_ids": [1, 260]}', "token id 260 is outside the base model's vocabulary of 260"),
+        ('{"input_ids": [-1, 2]}', "token id -1 is outside"),
+        ('{"input_ids": [1, 2], "labels": [1]}', "'labels' has 1 entries, but 'input_ids' has 2"),
+        ('{"input_ids": [1, 2], "labels": [1, -5]}', "label -5 is outside"),
+    ],
+)
+def test_malformed_lines_give_file_and_number(tmp_path: Path, line: str, expected: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"input_ids": [1, 2]}\n\n' + line + "\n")
+    with pytest.raises(RunError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "a"}, "'completion' is missing; the line has 'prompt'"),
+        ({"prompt": "a", "completion": None}, "'completion' must be text, got NoneType"),
+    ],
+)
+def test_malformed_prompts_are_named(tmp_path: Path, tokenizer, record: dict, expected: str) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [record])
+    with pytest.raises(RunError, match=expected):
+        load(path, "prompt_completion", tokenizer=tokenizer)
+
+
+def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    with pytest.raises(RunError, match=r"d\.jsonl: cannot be read: No such file"):
+        load(path)
+    path.write_text("\n")
+    with pytest.raises(RunError, match=r"d\.jsonl: the dataset 'data' is empty"):
+        load(path)
+    path.write_text(json.dumps({"input_ids": [3], "labels": [3]}) + "\n")
+    with pytest.raises(RunError, match="no sample of the dataset 'data' has a trained token"):
+        load(path)
+    path.write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(RunError, match=r"d\.jsonl:1: is not UTF-8"):
+        load(path)
+
+
+def test_text_needs_a_tokenizer_with_an_end_token(tmp_path: Path, tokenizer) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
+    with pytest.raises(RunError, match="has no tokenizer; use a dataset of format tokens"):
+        load(path, "text")
+
+    class Endless(_Joining):
+        eos_token = None
+
+    with pytest.raises(RunError, match="has no end token"):
+        load(path, "text", tokenizer=Endless())
+
+
+def test_samples_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1] * 20}])
+    with pytest.raises(
+        RunError, match=r"d\.jsonl:2: the sample has 20 tokens, but the base model takes at most 16"
+    ):
+        load(path, max_positions=16)
+    assert len(load(path, max_positions=16, max_length=16).samples[1].input_ids) == 16
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    text = tmp_path / "p.txt"
+    text.write_text("one\n\ntwo\n")
+    assert read_prompt_lines(text) == ["one", "two"]
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x", "completion": "y"}])
+    assert read_prompt_lines(path) == ["x"]

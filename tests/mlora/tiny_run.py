@@ -1,0 +1,105 @@
+"""A base model of a few thousand weights with a byte-level tokenizer, and runs over it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Save a tokenizer of one token a byte, and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0} | {letter: index for index, letter in enumerate(alphabet, 1)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def save_base(folder: Path, *, seed: int = 0, hidden: int = 32) -> Path:
+    """Save a random Llama of two layers with its tokenizer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Write one object a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def random_tokens(count: int, seed: int, longest: int = 12) -> list[dict[str, Any]]:
+    """Samples of the format `tokens` with some labels that are not trained."""
+    draw = random.Random(seed)
+    records = []
+    for _ in range(count):
+        ids = [draw.randrange(1, 260) for _ in range(draw.randrange(3, longest))]
+        labels = [-100 if draw.random() < 0.2 else token for token in ids[:-1]] + ids[-1:]
+        records.append({"input_ids": ids, "labels": labels})
+    return records
+
+
+def run_data(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Two adapters of different ranks, targets, batch sizes and accumulation, on token data with evaluation."""
+    write_jsonl(folder / "one.jsonl", random_tokens(11, 1))
+    write_jsonl(folder / "two.jsonl", random_tokens(7, 2, longest=20))
+    data: dict[str, Any] = {
+        "base_model": str(base),
+        "output_dir": str(folder / "run"),
+        "seed": 3,
+        "device": "cpu",
+        "defaults": {"max_steps": 6, "learning_rate": 5e-3, "logging_steps": 2, "save_steps": 2},
+        "datasets": [
+            {"name": "one", "path": "one.jsonl", "format": "tokens"},
+            {"name": "two", "path": "two.jsonl", "format": "tokens"},
+        ],
+        "adapters": [
+            {
+                "name": "first",
+                "dataset": "one",
+                "eval_dataset": "two",
+                "eval_steps": 3,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 3,
+                "lora": {"r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"},
+            },
+            {
+                "name": "second",
+                "dataset": "two",
+                "max_steps": 9,
+                "per_device_train_batch_size": 3,
+                "shuffle": False,
+                "weight_decay": 0.1,
+                "lora": {"r": 7, "lora_alpha": 14, "target_modules": ["q_proj", "v_proj"]},
+            },
+        ],
+    }
+    return data | changes
+
+
+def write_run(folder: Path, data: dict[str, Any]) -> Path:
+    """Write a run's YAML."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
