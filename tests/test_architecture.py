@@ -12,7 +12,16 @@ PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlor
 LAYERS = [
     ["mlora_ext"],
     ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],
-    ["mlora.engine", "mlora.model", "mlora.packing", "mlora.optimizer", "mlora.attention", "mlora.loss"],
+    [
+        "mlora.engine",
+        "mlora.model",
+        "mlora.packing",
+        "mlora.optimizer",
+        "mlora.attention",
+        "mlora.loss",
+        "mlora.probe",
+        "mlora.scaler",
+    ],
     ["mlora.train", "mlora.config", "mlora.data", "mlora.tasks", "mlora.checkpoint", "mlora.report"],
     ["mlora.cli", "mlora.__main__"],
 ]

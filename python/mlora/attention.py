@@ -1,0 +1,225 @@
+"""Causal attention over packed rows: sequences lie one after the other and never see each other.
+
+Registered with `transformers.AttentionInterface` by `register_packed_attention`, when a model is loaded.
+
+Shapes: T packed rows, H query heads, K key and value heads, N sequences of equal length L, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PACKED_ATTENTION = "mlora_packed"
+
+# Handed along by models for other attention functions; they say nothing that the packed rows do not.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+
+
+@dataclass(eq=False)
+class PackedSequences:
+    """Where the sequences of packed rows begin and end; made once per micro-batch, on the host.
+
+    Attributes:
+        lengths: rows of each sequence, in order.
+        cu_seq_lens: `[N + 1]` int32 on the rows' device, running sums of `lengths`.
+        runs: neighbouring sequences of one length as `(sequences, length)`: one attention call each.
+        windows: the sliding window that each layer asked for, by layer index.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seq_lens: Tensor
+    runs: list[tuple[int, int]] = field(init=False)
+    windows: dict[int | None, int | None] = field(default_factory=dict, init=False)
+    _bands: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.runs = [(len(list(group)), length) for length, group in groupby(self.lengths)]
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> PackedSequences:
+        """Describe sequences of these lengths on a device."""
+        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lengths, ends.to(device))
+
+    def band(self, length: int, window: int | None) -> Tensor:
+        """Which keys a query sees: `[L, L]` bool, `0 <= query - key < window`; made once."""
+        if (length, window) not in self._bands:
+            ones = torch.ones(length, length, dtype=torch.bool, device=self.cu_seq_lens.device)
+            band = ones.tril()
+            self._bands[length, window] = band if window is None else band.triu(1 - window)
+        return self._bands[length, window]
+
+
+def register_packed_attention() -> None:
+    """Make `mlora_packed` known to Transformers' models."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_sequences: PackedSequences | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal self-attention within each packed sequence.
+
+    `softmax(softcap · tanh(scaling · Q Kᵀ / softcap)) V` per sequence, masked to the last `sliding_window`
+    keys; a sink adds one column without a value to the softmax.
+
+    Args:
+        module: the model's attention layer.
+        query: `[1, H, T, E]`.
+        key: `[1, K, T, E]`, H a multiple of K.
+        value: `[1, K, T, E']`.
+        attention_mask: None; the sequences say what is seen.
+        packed_sequences: where sequences begin and end.
+        scaling: of the scores; default `1 / sqrt(E)`.
+        dropout: 0; the base model's dropouts are off.
+        sliding_window: keys that a query sees, itself included; None = all before it.
+        softcap: bound of the scores, or None.
+        s_aux: `[H]`, the score of each head's sink, or None.
+        is_causal: False is refused.
+        others: what models hand along for other attention functions.
+
+    Returns:
+        `[1, T, H, E']` and None (no attention weights).
+
+    Raises:
+        ValueError: if the layer asks for something else than packed causal self-attention.
+    """
+    if packed_sequences is None:
+        raise ValueError(
+            f"{type(module).__name__}: the model does not hand packed_sequences on to its attention layers"
+        )
+    _refuse(module, query, key, attention_mask, dropout, is_causal, others)
+    packed_sequences.windows[getattr(module, "layer_idx", None)] = sliding_window
+    if softcap is None and s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, packed_sequences, scaling, sliding_window), None
+    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    runs = packed_sequences.runs
+    sizes = [count * length for count, length in runs]
+    pieces = [rows] if len(runs) == 1 else zip(*(x.split(sizes, dim=1) for x in rows), strict=True)
+    outputs = []
+    for (count, length), piece in zip(runs, pieces, strict=True):
+        q, k, v = (x.reshape(count, length, *x.shape[2:]).transpose(1, 2) for x in piece)
+        window = None if sliding_window is None or sliding_window >= length else sliding_window
+        if softcap is None and s_aux is None:
+            band = None if window is None else packed_sequences.band(length, window)
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=band,
+                is_causal=band is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        else:
+            out = _explicit(q, k, v, packed_sequences.band(length, window), scaling, softcap, s_aux)
+        outputs.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _refuse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ValueError(f"{name}: attends to later tokens; only causal attention can be packed")
+    if attention_mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ValueError(f"{name}: brings a mask, a batch or cached keys of its own to packed attention")
+    if dropout:
+        raise ValueError(f"{name}: expected attention dropout 0, got {dropout}")
+    for key_, value in others.items():
+        if key_ not in _WITHOUT_EFFECT and value is not None and value is not False:
+            raise ValueError(f"{name}: asks attention for {key_!r}, which packed attention does not know")
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """PyTorch's variable-length flash attention; its window counts the keys before the query."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    longest, ends = max(sequences.lengths), sequences.cu_seq_lens
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with scores in memory, for what SDPA cannot do; softmax in fp32. `[N, H, L, E']`."""
+    groups = (q.shape[1] // k.shape[1], q.shape[2])
+    q = q.unflatten(1, (k.shape[1], groups[0]))
+    scores = (q @ k.unsqueeze(2).transpose(-1, -2)).float() * (scaling or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~band, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(k.shape[1], groups[0], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1).to(v.dtype)[..., : groups[1]]
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)

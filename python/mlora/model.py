@@ -1,0 +1,185 @@
+"""Base models: loading, freezing, checking, and the stage that runs packed rows through one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import mlora_ext
+from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
+from mlora.loss import Head, LogitRule
+from mlora.packing import PackedBatch
+from mlora.probe import check_packing
+from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class BaseModel:
+    """A frozen, converted causal language model that trains packed rows.
+
+    Attributes:
+        model: the Transformers model, with its usual attention; `generate(..., adapter_names=)` works.
+        body: the part before the head.
+        head: the layer that makes logits.
+        rule: what the model does to the head's output.
+        vocab_size: ids lie below it.
+    """
+
+    model: PreTrainedModel
+    body: nn.Module
+    head: nn.Module
+    rule: LogitRule
+    vocab_size: int
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Inside, the model's attention is the packed one. Recomputation in backward needs it, too."""
+        configs = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        for config in configs.values():
+            config._attn_implementation = PACKED_ATTENTION
+        try:
+            yield
+        finally:
+            for key, config in configs.items():
+                config._attn_implementation = before[key]
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, sequences: PackedSequences) -> Tensor:
+        """The head's input for packed rows; call it inside `packed`.
+
+        Args:
+            input_ids: `[1, T]`.
+            position_ids: `[1, T]`.
+            sequences: where sequences begin and end.
+
+        Returns:
+            `[T, D]`.
+        """
+        output = self.body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            packed_sequences=sequences,
+            cu_seq_lens_q=sequences.cu_seq_lens,
+            cu_seq_lens_k=sequences.cu_seq_lens,
+        )
+        hidden: Tensor = output[0]
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def frozen_head(self) -> Head | None:
+        """The head for the chunked loss, or None if an adapter targets it or it is no linear layer."""
+        if isinstance(self.head, MultiLoRALinear) or type(self.head) is not nn.Linear:
+            return None
+        return Head(self.head.weight, self.head.bias, self.rule, F.linear, torch.matmul)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's logits `[..., V]` of the head's input `[..., D]`."""
+        return self.rule.apply(self.head(hidden))
+
+    def checkpoint_activations(self) -> None:
+        """Recompute each block in backward instead of keeping its activations.
+
+        Raises:
+            ValueError: if the model does not support it.
+        """
+        if not self.model.supports_gradient_checkpointing:
+            raise ValueError(f"gradient_checkpointing: {type(self.model).__name__} does not support it")
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts(self.model)}
+        if hasattr(self.model, "activation_checkpointing_enable"):
+            self.model.activation_checkpointing_enable(options)
+        else:
+            self.model.gradient_checkpointing_enable(options)
+
+
+class PackedStage(nn.Module):
+    """The whole body as one stage: packed rows of several adapters in, the head's input out.
+
+    A head that an adapter targets belongs to the stage, and whole logits come out.
+
+    Args:
+        base: the model.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        super().__init__()
+        self.body = base.body
+        self._base = base
+
+    def forward(self, batch: PackedBatch, steps: tuple[int, ...]) -> Tensor:
+        """Run a micro-batch.
+
+        Args:
+            batch: the packed rows.
+            steps: dropout step of each adapter of the batch.
+
+        Returns:
+            `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
+        """
+        with mlora_ext.route(self._base.model, batch.layout, batch.adapters, steps=steps):
+            hidden = self._base.hidden(batch.input_ids, batch.position_ids, batch.sequences)
+            return hidden if self._base.frozen_head() is not None else self._base.logits(hidden)
+
+
+def load_base(source: str | Path | PreTrainedModel, device: torch.device, dtype: torch.dtype) -> BaseModel:
+    """Load a causal language model, check that packed rows give its logits, freeze and convert it.
+
+    Args:
+        source: a folder, a hub id, or a model, which is converted in place.
+        device: where it shall lie.
+        dtype: of its weights; a model that is given must have it already.
+
+    Returns:
+        The model, without adapters.
+
+    Raises:
+        ValueError: if it cannot be loaded, or its logits on packed rows are not its own; in one line.
+    """
+    model = source if isinstance(source, PreTrainedModel) else _from_pretrained(source, dtype)
+    given = next(model.parameters()).dtype
+    if given != dtype:
+        raise ValueError(f"base_model: expected weights of dtype {dtype}, got {given}; pass dtype={given}")
+    model.to(device)  # type: ignore[arg-type]
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        # SDPA cannot soft-cap: generation and the check below need the model's own attention.
+        model.set_attn_implementation("eager")
+    base = _take_apart(model, config)
+    register_packed_attention()
+    check_packing(base)
+    mlora_ext.convert_model(model, {})
+    return base
+
+
+def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    folder = Path(source)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"base_model: {source} has no config.json; is it a model's folder?")
+    if not folder.exists() and (folder.is_absolute() or str(source).count("/") != 1):
+        raise ValueError(f"base_model: there is no folder {source}, and it is not a hub id like owner/name")
+    try:
+        AutoConfig.from_pretrained(str(source))
+        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"base_model: cannot load {source}: {reason}") from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _take_apart(model: PreTrainedModel, config: Any) -> BaseModel:
+    name = type(model).__name__
+    body, head = model.base_model, model.get_output_embeddings()
+    if body is model or head is None:
+        raise ValueError(f"base_model: {name} is no causal language model with a body and a head")
+    return BaseModel(model, body, head, LogitRule.of(config), config.vocab_size)
