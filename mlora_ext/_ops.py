@@ -8,7 +8,6 @@ Schemas stand in csrc/ops.cpp, argument by argument in docs/design.md. The formu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,18 @@ from torch.autograd.function import once_differentiable
 LIBRARY = Path(__file__).parent / "libmlora_ops.so"
 
 
-@cache
-def load_library() -> None:
-    """Load the compiled operators and register what Python adds to them. Later calls do nothing.
+def check_library() -> None:
+    """Refuse to go on without the compiled operators.
 
     Raises:
         RuntimeError: if the library has not been built; says how to build it.
     """
-    if not LIBRARY.exists():
+    if not LOADED:
         raise RuntimeError(
             f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). Build them "
             "with `pip install --no-build-isolation .` or `make build` in the source folder, or use the slow "
             "plain PyTorch implementation: mlora_ext.use_backend('reference')"
         )
-    torch.ops.load_library(str(LIBRARY))
-    torch.library.register_fake("mlora_ext::lora_linear", _fake_forward)
-    torch.library.register_fake("mlora_ext::lora_linear_backward", _fake_backward)
-    torch.library.register_autograd("mlora_ext::lora_linear", _library_backward, setup_context=_library_setup)
 
 
 def lora_linear(
@@ -51,12 +45,12 @@ def lora_linear(
     layer: Tensor | None,
 ) -> Tensor:
     """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`."""
+    check_library()
     if torch.compiler.is_compiling():
         y, _ = torch.ops.mlora_ext.lora_linear(
             x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
         )
         return y
-    load_library()
     return _LoRALinear.apply(
         x, weight, bias, segments, scaling, dropout_p, dropout_rng, layer, len(lora_a), *lora_a, *lora_b
     )
@@ -173,3 +167,17 @@ def _fake_backward(  # type: ignore[no-untyped-def]
     da = [torch.empty_like(a) for a in lora_a] if need_da else []
     db = [torch.empty_like(b) for b in lora_b] if need_db else []
     return dx, da, db
+
+
+def _load_library() -> bool:
+    """Load the compiled operators and register what Python adds to them; False if there are none."""
+    if not LIBRARY.exists():
+        return False
+    torch.ops.load_library(str(LIBRARY))
+    torch.library.register_fake("mlora_ext::lora_linear", _fake_forward)
+    torch.library.register_fake("mlora_ext::lora_linear_backward", _fake_backward)
+    torch.library.register_autograd("mlora_ext::lora_linear", _library_backward, setup_context=_library_setup)
+    return True
+
+
+LOADED = _load_library()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -12,12 +12,21 @@ import torch
 Backend = Literal["reference", "cpu", "triton", "cuda"]
 _DEFAULTS: dict[str, Backend] = {"cpu": "cpu", "cuda": "triton"}
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_chosen: ContextVar[Backend | None] = ContextVar("mlora_ext_backend", default=None)
+
+
+@dataclass
+class _Choice:
+    """What `use_backend` has chosen; a plain object, since torch.compile cannot trace a ContextVar."""
+
+    name: Backend | None = None
+
+
+_choice = _Choice()
 
 
 @contextmanager
 def use_backend(name: Backend) -> Iterator[None]:
-    """Serve the operators with one backend inside the context, whatever the device.
+    """Serve the operators with one backend inside the context, whatever the device; for all threads.
 
     Args:
         name: `reference` (plain PyTorch, any device and dtype), `cpu` (the compiled kernels), `triton` or
@@ -34,11 +43,11 @@ def use_backend(name: Backend) -> Iterator[None]:
         raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {name!r}")
     if name in ("triton", "cuda"):
         raise ValueError(f"backend {name!r} is not available in this build; use 'cpu' or 'reference'")
-    token = _chosen.set(name)
+    before, _choice.name = _choice.name, name
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _choice.name = before
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -47,7 +56,7 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
     Raises:
         ValueError: if the backend cannot serve them; says why and what to do.
     """
-    name = _chosen.get() or _DEFAULTS.get(device.type)
+    name = _choice.name or _DEFAULTS.get(device.type)
     if name == "reference":
         return name
     if name != "cpu" or device.type != "cpu":

@@ -1,0 +1,84 @@
+"""Small random models and the PEFT models they are compared with."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import mlora_ext as mx
+
+VOCABULARY = 61
+
+
+def llama(layers: int = 2) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            initializer_range=0.2,
+        )
+    )
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            initializer_range=0.2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+def peft_model(base: nn.Module, configs: Mapping[str, LoraConfig]) -> nn.Module:
+    """PEFT's model over a copy of the base, every adapter trainable, with random A and B."""
+    model = None
+    for name, config in configs.items():
+        config = copy.deepcopy(config)
+        if model is None:
+            model = get_peft_model(copy.deepcopy(base), config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    assert model is not None
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            parameter.data.normal_(std=0.2)
+            parameter.requires_grad_(True)
+    return model
+
+
+def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object]) -> None:
+    """Give a converted model the adapters of a PEFT model; fails unless they sit on the same layers."""
+    state = {
+        key.removeprefix("base_model.model."): value
+        for key, value in source.named_parameters()
+        if "lora_" in key
+    }
+    mine = {key: p for name in names for key, p in mx.adapter_parameters(model, name).items()}
+    assert set(mine) == set(state)
+    with torch.no_grad():
+        for key, parameter in mine.items():
+            assert parameter.shape == state[key].shape, key
+            parameter.copy_(state[key])
+
+
+def token_ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (batch, length))

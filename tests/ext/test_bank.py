@@ -1,0 +1,137 @@
+"""Storage: adapters stay in their bank, and keep their values, through everything a module goes through."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import mlora_ext as mx
+from mlora_ext.nn import AdapterBank
+
+
+def bank(transposed: bool = False, **ranks: int) -> AdapterBank:
+    made = AdapterBank(12, transposed=transposed)
+    made.reserve(sum(ranks.values()))
+    for name, rank in ranks.items():
+        made.add(name, rank).data.normal_()
+    return made
+
+
+def values(made: AdapterBank) -> dict[str, torch.Tensor]:
+    return {name: made.parameter_of(name).detach().clone() for name in made.names()}
+
+
+def assert_whole(made: AdapterBank, expected: dict[str, torch.Tensor]) -> None:
+    """Every Parameter is where the bank put it, nobody overlaps, and values are as expected."""
+    assert list(made.names()) == list(expected)
+    for name, value in expected.items():
+        assert made.owns(name), name
+        torch.testing.assert_close(made.parameter_of(name).detach(), value)
+    for name in expected:
+        with torch.no_grad():
+            made.parameter_of(name).fill_(hash(name) % 97)
+    for name in expected:
+        assert (made.parameter_of(name) == hash(name) % 97).all(), f"{name} shares memory with another adapter"
+
+
+@pytest.fixture(params=[False, True], ids=["A", "B"])
+def full(request: pytest.FixtureRequest) -> AdapterBank:
+    return bank(request.param, a=4, b=7, train=1)
+
+
+def test_shapes_and_keys(full: AdapterBank) -> None:
+    shape = (12, 7) if full.transposed else (7, 12)
+    assert full.parameter_of("b").shape == shape
+    assert list(full.state_dict()) == ["a.weight", "b.weight", "train.weight"]
+    assert_whole(full, values(full))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.float()],
+    ids=["half", "double", "bfloat16", "float"],
+)
+def test_conversion(full: AdapterBank, convert) -> None:
+    same = full.parameter_of("a")
+    full.parameter_of("a").grad = torch.ones_like(same)
+    expected = {name: convert(nn.ParameterList([v]))[0].detach() for name, v in values(full).items()}
+    convert(full)
+    assert full.parameter_of("a") is same
+    assert same.grad.dtype == same.dtype
+    assert full.add("new", 3).dtype == same.dtype
+    full.remove("new")
+    assert_whole(full, expected)
+
+
+def test_deepcopy(full: AdapterBank) -> None:
+    expected = values(full)
+    clone = copy.deepcopy(full)
+    assert_whole(clone, expected)
+    assert_whole(full, expected)
+
+
+def test_pickle(full: AdapterBank) -> None:
+    expected, file = values(full), io.BytesIO()
+    torch.save(full, file)
+    file.seek(0)
+    assert_whole(torch.load(file, weights_only=False), expected)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_load_state_dict(full: AdapterBank, assign: bool, dtype: torch.dtype) -> None:
+    other = {key: torch.randn_like(value).to(dtype) for key, value in full.state_dict().items()}
+    full.load_state_dict(other, assign=assign)
+    stored = dtype if assign else torch.float32
+    assert_whole(full, {key.removesuffix(".weight"): value.to(stored) for key, value in other.items()})
+
+
+def test_meta_and_back(full: AdapterBank) -> None:
+    state = {key: value.clone() for key, value in full.state_dict().items()}
+    full.to("meta").to_empty(device="cpu").load_state_dict(state)
+    assert_whole(full, {key.removesuffix(".weight"): value for key, value in state.items()})
+
+
+def test_joining_and_leaving_move_nobody() -> None:
+    made = bank(a=4, b=7, c=3)
+    where = {name: made.parameter_of(name).data_ptr() for name in "abc"}
+    kept = values(made)
+    left = made.parameter_of("b")
+    made.remove("b")
+    made.add("d", 5).data.normal_()
+    made.add("e", 2).data.normal_()
+    made.add("f", 40).data.normal_()
+    for name in "ac":
+        assert made.parameter_of(name).data_ptr() == where[name]
+        assert torch.equal(made.parameter_of(name), kept[name])
+    assert made.parameter_of("d").data_ptr() == where["b"], "first fit: d takes b's place"
+    torch.testing.assert_close(left.detach(), kept["b"])
+    with torch.no_grad():
+        left.zero_()
+    assert_whole(made, values(made))
+
+
+def test_new_adapter_starts_from_zero() -> None:
+    made = bank(a=4)
+    made.remove("a")
+    assert (made.add("b", 4) == 0).all()
+
+
+def test_step_of_one_leaves_backward_of_another_alone() -> None:
+    """Adapters share memory pages, not version counters."""
+    a, b = bank(a=4, b=7), bank(True, a=4, b=7)
+    x, weight = torch.randn(9, 12), torch.randn(12, 12)
+    layout = mx.SegmentLayout.from_lengths([4, 5])
+    with mx.use_backend("reference"):
+        y = mx.multi_lora_linear(
+            x, weight, None, [a.parameter_of("a"), a.parameter_of("b")],
+            [b.parameter_of("a"), b.parameter_of("b")], [1.0, 1.0], layout,
+        )  # fmt: skip
+    with torch.no_grad():
+        a.parameter_of("a").add_(1)
+    parameter = a.parameter_of("b")
+    (gradient,) = torch.autograd.grad(y[4:].sum(), parameter, retain_graph=False, allow_unused=False)
+    expected = (torch.ones(5, 12) @ b.parameter_of("b")).t() @ x[4:]
+    torch.testing.assert_close(gradient, expected.detach())

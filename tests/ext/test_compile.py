@@ -1,0 +1,50 @@
+"""A converted decoder layer, compiled whole: new layouts, steps and layers recompile nothing."""
+
+import pytest
+import torch
+from models import llama
+from peft import LoraConfig
+
+import mlora_ext as mx
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch._dynamo.reset()
+    configs = {
+        "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False),
+        "b": LoraConfig(r=7, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        "c": LoraConfig(r=8, target_modules=["up_proj", "q_proj"], lora_dropout=0.3, init_lora_weights=False),
+    }
+    return mx.convert_model(llama(), configs).train()
+
+
+def random_layout(rows: int) -> mx.SegmentLayout:
+    cuts = sorted(torch.randint(0, rows + 1, (int(torch.randint(1, 9, ())),)).tolist())
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+    return mx.SegmentLayout.from_lengths(lengths, torch.randint(-1, 3, (len(lengths),)).tolist())
+
+
+def run(block: torch.nn.Module, model: torch.nn.Module, x: torch.Tensor, rotary: tuple) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = block(x, position_embeddings=rotary)
+    wanted = [x, *(p for p in model.model.layers.parameters() if p.requires_grad)]
+    return [y.detach(), *(g for g in torch.autograd.grad(y.sum(), wanted, allow_unused=True) if g is not None)]
+
+
+def test_layouts_steps_and_layers_recompile_nothing(model: torch.nn.Module) -> None:
+    rows = 24
+    position = torch.arange(rows).unsqueeze(0)
+    blocks = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in model.model.layers]
+    for step in range(20):
+        x = torch.randn(1, rows, 32)
+        rotary = model.model.rotary_emb(x, position)
+        with (
+            mx.route(model, random_layout(rows), steps=[step, 2 * step, 7]),
+            torch._dynamo.config.patch(error_on_recompile=step > 0),
+        ):
+            for layer, block in zip(model.model.layers, blocks, strict=True):
+                expected = run(layer, model, x, rotary)
+                got = run(block, model, x, rotary)
+                for one, other in zip(got, expected, strict=True):
+                    torch.testing.assert_close(one, other)

@@ -1,0 +1,32 @@
+"""The one tolerance policy: as exact as plain PyTorch in the same dtype, against an fp64 oracle.
+
+`err(result, oracle) <= 2 * err(plain, oracle) + tiny`, for the root mean square over all elements (rounding)
+and for the largest element (a single wrong one). `tiny` is a quarter of the dtype's epsilon, for results that
+plain PyTorch happens to get exactly.
+"""
+
+import torch
+
+
+def errors(result: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+    """Root mean square and largest absolute difference."""
+    difference = (result.double() - oracle.double()).flatten()
+    if difference.numel() == 0:
+        return torch.zeros(2, dtype=torch.float64)
+    return torch.stack([difference.square().mean().sqrt(), difference.abs().max()])
+
+
+def assert_as_exact(result: torch.Tensor, plain: torch.Tensor, oracle: torch.Tensor, what: str) -> None:
+    """Fail unless `result` is within the policy.
+
+    Args:
+        result: what is tested.
+        plain: the same, computed by plain PyTorch in the dtype whose precision is expected.
+        oracle: the same in fp64.
+        what: for the message.
+    """
+    assert result.shape == oracle.shape, f"{what}: shape {list(result.shape)}, expected {list(oracle.shape)}"
+    assert result.isfinite().all(), f"{what}: not finite"
+    tiny = torch.finfo(plain.dtype).eps / 4 * errors(oracle, torch.zeros_like(oracle))
+    got, allowed = errors(result, oracle), 2 * errors(plain, oracle) + tiny
+    assert (got <= allowed).all(), f"{what}: rms and max error {got.tolist()}, allowed {allowed.tolist()}"
