@@ -78,6 +78,7 @@ class MultiLoRALinear(nn.Module):
         weight = self.weight.t() if self.fan_in_fan_out else self.weight
         if not active.names:
             return F.linear(x, weight, self.bias)
+        drops = self.training and active.dropout_p is not None
         return lora_linear_rows(
             x,
             weight,
@@ -86,9 +87,9 @@ class MultiLoRALinear(nn.Module):
             [self.lora_B.parameter_of(name) for name in active.names],
             active.segments,
             active.scaling,
-            active.dropout_p if self.training else None,
-            active.dropout_rng,
-            self.layer,
+            active.dropout_p if drops else None,
+            active.dropout_rng if drops else None,
+            self.layer if drops else None,
         )
 
     def extra_repr(self) -> str:

@@ -95,6 +95,6 @@ def _check_windows(name: str, config: Any, sequences: PackedSequences) -> None:
         expected = window if not kinds or layer is None or kinds[layer] == "sliding_attention" else None
         if asked != expected:
             raise ValueError(
-                f"base_model: {name}, layer {layer}: the config says sliding window {expected}, the layer asked "
-                f"attention for {asked}"
+                f"base_model: {name}, layer {layer}: the config says sliding window {expected}, the layer "
+                f"asked attention for {asked}"
             )
