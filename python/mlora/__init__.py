@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from mlora.config import RunConfig
     from mlora.engine import Engine
     from mlora.result import RunResult
-    from mlora.train import train
+    from mlora.run import train
 
 __all__ = ["Engine", "RunConfig", "RunResult", "train"]
 
-_HOMES = {"Engine": "engine", "RunConfig": "config", "RunResult": "result", "train": "train"}
+_HOMES = {"Engine": "engine", "RunConfig": "config", "RunResult": "result", "train": "run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -50,7 +50,7 @@ def train(
 
         config = load_config(run, set_ or [])
         quiet_libraries()
-        from mlora.train import train
+        from mlora.run import train
 
         finish(train(config, overwrite=overwrite, reporter=reporter()))
 
@@ -60,7 +60,7 @@ def resume(run_dir: RunDir) -> None:
     """Continue a run from its last checkpoint."""
     with errors_as_lines():
         quiet_libraries()
-        from mlora.train import resume
+        from mlora.run import resume
 
         finish(resume(run_dir, reporter=reporter()))
 

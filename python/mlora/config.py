@@ -36,10 +36,10 @@ class TrainingFields(_Strict):
     ``save_steps``) are a ratio of the adapter's total steps, as in Transformers.
     """
 
-    per_device_train_batch_size: int = Field(8, ge=1)
-    per_device_eval_batch_size: int = Field(8, ge=1)
-    gradient_accumulation_steps: int = Field(1, ge=1)
-    learning_rate: float = Field(5e-5, ge=0, allow_inf_nan=False)
+    per_device_train_batch_size: int = Field(default=8, ge=1)
+    per_device_eval_batch_size: int = Field(default=8, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    learning_rate: float = Field(default=5e-5, ge=0, allow_inf_nan=False)
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -53,25 +53,25 @@ class TrainingFields(_Strict):
         "warmup_stable_decay",
     ] = "linear"
     lr_scheduler_kwargs: dict[str, Any] | None = None
-    warmup_steps: float = Field(0, ge=0, allow_inf_nan=False)
+    warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)
     max_steps: int = -1
-    num_train_epochs: float = Field(3.0, gt=0, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False)
-    max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
+    num_train_epochs: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     eval_dataset: str | None = None
-    eval_steps: float | None = Field(None, gt=0, allow_inf_nan=False)
+    eval_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     eval_exact_match: bool = False
-    early_stopping_patience: int | None = Field(None, ge=1)
-    early_stopping_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
-    max_length: int = Field(1024, ge=2)
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    early_stopping_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_length: int = Field(default=1024, ge=2)
     shuffle: bool = True
-    logging_steps: float = Field(500, gt=0, allow_inf_nan=False)
-    save_steps: float | None = Field(500, gt=0, allow_inf_nan=False)
+    logging_steps: float = Field(default=500, gt=0, allow_inf_nan=False)
+    save_steps: float | None = Field(default=500, gt=0, allow_inf_nan=False)
 
     @field_validator("warmup_steps", "eval_steps", "logging_steps", "save_steps")
     @classmethod
@@ -184,9 +184,9 @@ class SchedulerConfig(_Strict):
 class PipelineConfig(_Strict):
     """How the model lies on devices: one stage."""
 
-    stages: int = Field(1, ge=1)
+    stages: int = Field(default=1, ge=1)
     schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
-    micro_batches: int = Field(1, ge=1)
+    micro_batches: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _one_stage(self) -> PipelineConfig:
@@ -206,12 +206,12 @@ class RunConfig(_Strict):
 
     base_model: str = Field(min_length=1)
     output_dir: str = Field(min_length=1)
-    seed: int = Field(42, ge=0, lt=2**63)
+    seed: int = Field(default=42, ge=0, lt=2**63)
     bf16: bool = False
     fp16: bool = False
     device: str | None = None
     gradient_checkpointing: bool = False
-    save_total_limit: int = Field(2, ge=1)
+    save_total_limit: int = Field(default=2, ge=1)
     defaults: TrainingFields = TrainingFields()
     datasets: list[DatasetConfig] = Field(min_length=1)
     adapters: list[AdapterConfig] = Field(min_length=1)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlora.generate import Request, complete
+from mlora.data import Sample
+from mlora.generate import Request, complete, end_token, text_of
 from mlora.tasks import Task
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def evaluate_losses(engine: Engine, tasks: Sequence[Task]) -> dict[str, EvalLoss
     counts = {task.name: 0 for task in tasks}
     start = dict.fromkeys(sums, 0)
     while True:
-        batches = {}
+        batches: dict[str | None, Sequence[Sample]] = {}
         for task in tasks:
             assert task.eval_data is not None
             begin = start[task.name]
@@ -84,12 +85,12 @@ def exact_matches(
     """
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [Request(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted]
-    end = int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))
+    end = end_token(tokenizer)
     answers = complete(engine.model, requests, end_token=end, rows=GENERATION_ROWS)
     hits = {task.name: 0 for task in tasks}
     totals = dict(hits)
     for (name, prompt), answer in zip(wanted, answers, strict=True):
         totals[name] += 1
         if answer and answer[-1] == end:
-            hits[name] += tokenizer.decode(answer[:-1]) == prompt.completion
+            hits[name] += text_of(tokenizer, answer[:-1], special=True) == prompt.completion
     return {name: hits[name] / totals[name] for name in hits}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,31 @@ class Sampling:
             raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k: must be at least 0, got {self.top_k}")
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of a tokenizer's end token.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = tokenizer.eos_token_id
+    if not isinstance(found, int):
+        raise ValueError("the base model's tokenizer has no end token (eos_token)")
+    return found
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
+    """Return the text of tokens, with spaces as they are.
+
+    Args:
+        tokenizer: the base model's.
+        tokens: token ids.
+        special: keep special tokens, such as the end token.
+    """
+    text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 @torch.no_grad()

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from mlora.config import RunConfig
 from mlora.engine import Engine
 from mlora.errors import RunError, first_line
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
-from mlora.tasks import BaseModel, Progress, Task, TaskBuilder
+from mlora.tasks import BaseInfo, Progress, Task, TaskBuilder
 
 
 class Prepared:
@@ -33,7 +34,7 @@ class Prepared:
     def __init__(
         self,
         config: RunConfig,
-        base: BaseModel,
+        base: BaseInfo,
         engine: Engine,
         tasks: list[Task],
         refused: dict[str, str],
@@ -64,7 +65,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
         RunError: the base model cannot be loaded, every adapter was refused, or data changed since the
             checkpoint.
     """
-    base = BaseModel(config.base_model)
+    base = BaseInfo(config.base_model)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     tasks = []
@@ -147,8 +148,10 @@ def make_engine(config: RunConfig) -> Engine:
             gradient_checkpointing=config.gradient_checkpointing,
             seed=config.seed,
         )
-    except (ValueError, OSError) as error:
-        raise RunError(f"base_model: cannot load {config.base_model}: {first_line(error)}") from error
+    except (ValueError, OSError, SafetensorError) as error:
+        line = first_line(error)
+        prefix = "" if line.startswith("base_model") else f"base_model: cannot load {config.base_model}: "
+        raise RunError(prefix + line) from error
 
 
 def create_adapter(engine: Engine, task: Task) -> None:
@@ -165,7 +168,6 @@ def create_adapter(engine: Engine, task: Task) -> None:
 
 
 def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
-    engine.base_gemm = checkpoint["base_gemm"]
     for task in tasks:
         if fingerprints(task) != checkpoint["data"][task.name]:
             raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mlora.config_file import read_yaml
 from mlora.data import read_prompt_lines
 from mlora.errors import RunError, first_line
-from mlora.generate import Request, Sampling, complete
-from mlora.tasks import BaseModel
+from mlora.generate import Request, Sampling, complete, end_token, text_of
+from mlora.tasks import BaseInfo
 
 if TYPE_CHECKING:
     from mlora.engine import Engine
@@ -121,24 +121,24 @@ def answer(
             )
     if not chosen:
         raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` tells how far it is")
-    base = BaseModel(base_model or named)
+    base = BaseInfo(base_model or named)
     tokenizer = base.tokenizer()
     engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
     tokens = [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
     requests = [Request(name, tokens[index], max_new_tokens) for name, index in pairs]
-    end = int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))
     torch.manual_seed(seed)
     try:
-        outputs = complete(engine.model, requests, end_token=end, sampling=sampling)
+        outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
     except ValueError as error:
         raise RunError(str(error)) from error
-    texts = [tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
+    texts = [text_of(tokenizer, output) for output in outputs]
     return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
 
 
-def _load(base: BaseModel, folders: dict[str, Path], bf16: bool, device: str | None) -> Engine:
+def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | None) -> Engine:
     import torch
+    from safetensors import SafetensorError
 
     from mlora.engine import Engine
     from mlora.optimizer import OptimConfig
@@ -147,8 +147,8 @@ def _load(base: BaseModel, folders: dict[str, Path], bf16: bool, device: str | N
     try:
         engine = Engine(base.name, device=where, dtype=torch.bfloat16 if bf16 else torch.float32)
         for name, folder in folders.items():
-            engine.load(name, folder, OptimConfig())
-    except (ValueError, OSError, RuntimeError) as error:
+            engine.load(name, folder, OptimConfig(lr_scheduler_type="constant"))
+    except (ValueError, OSError, SafetensorError) as error:
         raise RunError(first_line(error)) from error
     return engine
 

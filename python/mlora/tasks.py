@@ -100,7 +100,7 @@ class Task:
         return int(steps) if steps >= 1 else math.ceil(self.total_steps * steps)
 
 
-class BaseModel:
+class BaseInfo:
     """What is known of a base model without loading its weights.
 
     Args:
@@ -123,7 +123,8 @@ class BaseModel:
         except (OSError, ValueError) as error:
             if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
                 raise RunError(f"base_model: {name} holds no config.json") from error
-            raise RunError(f"base_model: cannot load {name}: {first_line(error)}") from error
+            nor = "" if Path(name).is_dir() else "; nor is there such a folder"
+            raise RunError(f"base_model: cannot load {name}: {first_line(error)}{nor}") from error
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -193,7 +194,7 @@ class TaskBuilder:
         warnings: lines about data and adapter folders, each once.
     """
 
-    def __init__(self, config: RunConfig, base: BaseModel) -> None:
+    def __init__(self, config: RunConfig, base: BaseInfo) -> None:
         self.warnings: list[str] = []
         self._config = config
         self._base = base
@@ -283,7 +284,7 @@ def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
-def check_init_from(adapter: AdapterConfig, base: BaseModel) -> None:
+def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> None:
     """Check that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it says the same.
 
     What a block targets is compared as the modules that it reaches in the base model, so ``all-linear``

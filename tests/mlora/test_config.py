@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from mlora.config import RunConfig, TrainingFields, parse_size
 from mlora.config_file import apply_overrides, dump_config, load_config, read_yaml, resolve_config
 from mlora.errors import RunError

@@ -5,10 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_run import random_tokens, save_tokenizer, write_jsonl
-
 from mlora.data import Dataset, Prompt, Sample, load_dataset, read_prompt_lines
 from mlora.errors import RunError
+from tiny_run import random_tokens, save_tokenizer, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,8 @@ def test_trained_tokens_are_those_after_the_first() -> None:
 def test_text_ends_with_the_end_token_once(tmp_path: Path, tokenizer) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "ab c"}, {"text": "x<end>"}])
     data = load(path, "text", tokenizer=tokenizer)
-    ab_c = tuple(tokenizer.convert_tokens_to_ids(list("abĠc"))) + (0,)
-    x = tuple(tokenizer.convert_tokens_to_ids(["x"])) + (0,)
+    ab_c = (*tuple(tokenizer.convert_tokens_to_ids(list("abĠc"))), 0)
+    x = (*tuple(tokenizer.convert_tokens_to_ids(["x"])), 0)
     assert [sample.input_ids for sample in data.samples] == [ab_c, x]
     assert [sample.labels for sample in data.samples] == [ab_c, x]
 

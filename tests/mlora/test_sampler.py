@@ -1,10 +1,10 @@
-"""Micro-batches: every sample once an epoch, steps as Transformers' Trainer counts them, wrapping in file order."""
+"""Micro-batches: every sample once an epoch, steps as Transformers' Trainer counts them, wrapping in file
+order."""
 
 import math
 import random
 
 import pytest
-
 from mlora.sampler import BatchPlan, derive_seed, epoch_order
 
 

@@ -61,7 +61,8 @@ def random_tokens(count: int, seed: int, longest: int = 12) -> list[dict[str, An
 
 
 def run_data(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Two adapters of different ranks, targets, batch sizes and accumulation, on token data with evaluation."""
+    """Two adapters of different ranks, targets, batch sizes and accumulation, on token data with
+    evaluation."""
     write_jsonl(folder / "one.jsonl", random_tokens(11, 1))
     write_jsonl(folder / "two.jsonl", random_tokens(7, 2, longest=20))
     data: dict[str, Any] = {

@@ -1,0 +1,230 @@
+"""Resuming: bit for bit the run that was not interrupted, and files that are whole or not there."""
+
+import fcntl
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlora.checkpoint import list_checkpoints, save_checkpoint
+from mlora.config_file import resolve_config
+from mlora.errors import RunError
+from mlora.report import Silent
+from mlora.run import resume, train
+from mlora.run_folder import read_metrics
+from tiny_run import random_tokens, run_data, write_jsonl
+
+
+class Interrupting(Silent):
+    """Sends a signal to this process after a number of optimizer steps of all adapters together."""
+
+    def __init__(self, after: int, number: int = signal.SIGINT) -> None:
+        self.left, self.number = after, number
+
+    def step(self, task: Any, record: dict[str, Any]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+
+
+class Crashing(Silent):
+    """Raises, as if the process died, after a number of optimizer steps."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def step(self, task: Any, record: dict[str, Any]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise ConnectionAbortedError("died")
+
+
+class Collector(Silent):
+    """Keeps notes and warnings."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+    def warn(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without what a clock or the machine says."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k not in ("seconds", "peak_memory_bytes")} for r in records]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {
+        path.parent.name: path.read_bytes() for path in folder.glob("adapters/*/adapter_model.safetensors")
+    }
+
+
+@pytest.fixture
+def whole(tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run that was not interrupted, in the folder `whole`; returns its config's data."""
+    data = run_data(tiny_base, tmp_path)
+    train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
+    return data
+
+
+@pytest.mark.parametrize("after", [1, 4, 8, 13])
+def test_an_interrupted_run_resumes_bit_for_bit(whole: dict[str, Any], tmp_path: Path, after: int) -> None:
+    result = train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(after))
+    assert (result.status, result.exit_code) == ("interrupted", 130)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(lines(tmp_path / "run")) < len(lines(tmp_path / "whole"))
+    second = resume(tmp_path / "run", reporter=Interrupting(1, signal.SIGTERM))
+    assert second.exit_code == 128 + signal.SIGTERM
+    assert resume(tmp_path / "run").exit_code == 0
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert len(weights(tmp_path / "run")) == 2
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(whole: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConnectionAbortedError):
+        train(resolve_config(whole, folder=tmp_path), reporter=Crashing(9))
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"adapter": "first", "st')  # half a line, as a kill leaves it
+    (tmp_path / "run" / "checkpoints" / ".step-00000099.pt.tmp").write_bytes(b"half")
+    assert resume(tmp_path / "run").exit_code == 0
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_checkpoints_are_few_and_follow_save_steps(whole: dict[str, Any], tmp_path: Path) -> None:
+    # `second` steps at each of its 9 iterations, `first` at every third one and ends at 18
+    names = [path.name for path in list_checkpoints(tmp_path / "whole" / "checkpoints")]
+    assert names == ["step-00000008.pt", "step-00000012.pt"]
+
+
+def test_resume_without_a_checkpoint_starts_anew(whole: dict[str, Any], tmp_path: Path) -> None:
+    whole["defaults"]["save_steps"] = None
+    with pytest.raises(ConnectionAbortedError):
+        train(resolve_config(whole, folder=tmp_path), reporter=Crashing(3))
+    said = Collector()
+    assert resume(tmp_path / "run", reporter=said).exit_code == 0
+    assert said.lines[0].endswith("has no checkpoint; training starts anew")
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+
+
+def test_resume_of_a_finished_run_changes_nothing(whole: dict[str, Any], tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "whole").rglob("*")}
+    result = resume(tmp_path / "whole")
+    assert (result.exit_code, result.status) == (0, "finished")
+    assert result.adapters["first"].step == 6
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "whole").rglob("*")} == before
+
+
+def test_a_moved_run_resumes_where_it_is(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert resume(tmp_path / "moved").exit_code == 0
+    assert weights(tmp_path / "moved") == weights(tmp_path / "whole")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(8))
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    said = Collector()
+    assert resume(tmp_path / "run", reporter=said).exit_code == 0
+    assert said.lines[0].startswith(f"{newest}: cannot be read: ")
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        path.write_bytes(b"no")
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(RunError, match="no checkpoint can be read; train anew with --overwrite"):
+        resume(tmp_path / "run")
+
+
+def test_changed_data_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
+    write_jsonl(tmp_path / "one.jsonl", random_tokens(11, seed=77))
+    with pytest.raises(RunError, match="first: its data changed since the checkpoint"):
+        resume(tmp_path / "run")
+
+
+def test_a_run_at_work_is_left_alone(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="another process is running this run"):
+            resume(tmp_path / "run")
+        with pytest.raises(RunError, match="another process is running the run in"):
+            train(resolve_config(whole, folder=tmp_path), overwrite=True)
+
+
+def test_training_outside_of_the_main_thread(whole: dict[str, Any], tmp_path: Path) -> None:
+    results = []
+    config = resolve_config(whole, folder=tmp_path)
+    thread = threading.Thread(target=lambda: results.append(train(config)))
+    thread.start()
+    thread.join()
+    assert results[0].exit_code == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """No file may grow beyond a size: what a full disk looks like to a writer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(whole: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(4))
+    before = {path: path.read_bytes() for path in list_checkpoints(folder / "checkpoints")}
+    size = max(path.stat().st_size for path in folder.rglob("*.pt"))
+    with small_files(size // 2), pytest.raises(RunError) as error:
+        resume(folder)
+    assert "cannot be saved: File too large" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert {path: path.read_bytes() for path in list_checkpoints(folder / "checkpoints")} == before
+    assert not list(folder.rglob("*.tmp"))
+    assert resume(folder).exit_code == 0
+    assert lines(folder) == lines(tmp_path / "whole")
+
+
+def test_a_full_disk_while_an_adapter_is_saved(whole: dict[str, Any], tmp_path: Path) -> None:
+    whole["defaults"]["save_steps"] = None
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(4))
+    size = (tmp_path / "whole" / "metrics.jsonl").stat().st_size + 500
+    assert size < min(len(content) for content in weights(tmp_path / "whole").values())
+    with small_files(size), pytest.raises(RunError) as error:
+        resume(tmp_path / "run")
+    assert str(tmp_path / "run" / "adapters") in str(error.value)
+    assert "cannot be saved: " in str(error.value)
+    assert resume(tmp_path / "run").exit_code == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_a_full_disk_while_metrics_are_written(whole: dict[str, Any], tmp_path: Path) -> None:
+    whole["defaults"] = {"max_steps": 50, "save_steps": None}
+    whole["adapters"][1]["max_steps"] = 50
+    with small_files(6000), pytest.raises(RunError) as error:
+        train(resolve_config(whole, folder=tmp_path))
+    assert str(error.value).startswith(f"{tmp_path}/run/metrics.jsonl: cannot be written: ")
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 20
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
+    for iteration in (3, 20, 100):
+        save_checkpoint(tmp_path, iteration, {"value": iteration}, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020.pt", "step-00000100.pt"]
