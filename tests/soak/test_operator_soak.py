@@ -3,6 +3,7 @@
 Run by `make soak`; `MINUTES` of work, the seeds printed so that a failure can be repeated.
 """
 
+import math
 import random
 import time
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import mlora_ext as mx
-from tests.tolerances import assert_as_good_as_torch
+from tests.tolerances import assert_as_exact
 
 MINUTES = 5.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,6 +76,21 @@ def gradients(backend: str, inputs: tuple, dtype: torch.dtype | None) -> list[to
     return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in (x, *a, *b))]
 
 
+def together(*results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Each list as one vector, every tensor scaled near 1 by a power of two, which rounds nothing.
+
+    The policy compares root mean squares, which mean little for the two or three elements of an odd shape.
+    """
+    rms = [t.double().square().mean().sqrt().item() if t.numel() else 1.0 for t in results[-1]]
+    units = [2.0 ** round(math.log2(value)) if value else 1.0 for value in rms]
+    scaled = [
+        torch.cat([(t.double() / unit).flatten() for t, unit in zip(tensors, units, strict=True)])
+        for tensors in results
+    ]
+    ours, plain, oracle = scaled
+    return ours, plain.to(results[1][0].dtype), oracle
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(int(MINUTES * 60) + 120)
 def test_random_calls_against_the_oracle() -> None:
@@ -86,8 +102,7 @@ def test_random_calls_against_the_oracle() -> None:
         ours = gradients("cpu", inputs, None)
         plain = gradients("reference", inputs, case["dtype"])
         oracle = gradients("reference", inputs, torch.float64)
-        for got, yardstick, exact in zip(ours, plain, oracle, strict=True):
-            assert_as_good_as_torch(got, yardstick, exact, what=str(case))
+        assert_as_exact(*together(ours, plain, oracle), what=str(case))
         again = gradients("cpu", inputs, None)
         assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True)), case
         cases += 1
