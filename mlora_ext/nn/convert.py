@@ -325,7 +325,10 @@ def _zero_dropout_fields(owner: object) -> int:
     found = [
         key
         for key, value in getattr(owner, "__dict__", {}).items()
-        if ("dropout" in key or key.endswith("pdrop")) and type(value) in (int, float) and value > 0
+        if ("dropout" in key or key.endswith("pdrop"))
+        and not key.startswith("summary_")
+        and type(value) in (int, float)
+        and value > 0
     ]
     for key in found:
         setattr(owner, key, 0.0)

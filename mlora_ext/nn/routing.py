@@ -321,6 +321,8 @@ class Router:
 
     def end_call(self, output: object, training: bool) -> None:
         """A top-level forward has ended, or failed (`output` None): leave its route, advance the step."""
+        if not self._calls:
+            return  # the call was refused before it began
         route = self.active
         before, in_backward = self._calls.pop()
         if output is not None and training and torch.is_grad_enabled() and not _in_backward():

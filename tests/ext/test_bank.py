@@ -33,7 +33,9 @@ def assert_whole(made: AdapterBank, expected: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
             made.parameter_of(name).fill_(hash(name) % 97)
     for name in expected:
-        assert (made.parameter_of(name) == hash(name) % 97).all(), f"{name} shares memory with another adapter"
+        assert (made.parameter_of(name) == hash(name) % 97).all(), (
+            f"{name} shares memory with another adapter"
+        )
 
 
 @pytest.fixture(params=[False, True], ids=["A", "B"])

@@ -29,7 +29,10 @@ def run(block: torch.nn.Module, model: torch.nn.Module, x: torch.Tensor, rotary:
     x = x.clone().requires_grad_()
     y = block(x, position_embeddings=rotary)
     wanted = [x, *(p for p in model.model.layers.parameters() if p.requires_grad)]
-    return [y.detach(), *(g for g in torch.autograd.grad(y.sum(), wanted, allow_unused=True) if g is not None)]
+    return [
+        y.detach(),
+        *(g for g in torch.autograd.grad(y.sum(), wanted, allow_unused=True) if g is not None),
+    ]
 
 
 def test_layouts_steps_and_layers_recompile_nothing(model: torch.nn.Module) -> None:

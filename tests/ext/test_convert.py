@@ -1,0 +1,249 @@
+"""Converted models against PEFT's: the same layers, logits, gradients and initial values; refusals."""
+
+import copy
+import re
+
+import pytest
+import torch
+from models import copy_weights, gpt2, llama, peft_model, token_ids
+from peft import LoraConfig
+from torch import nn
+
+import mlora_ext as mx
+
+LLAMA = {
+    "names": {"target_modules": ["q_proj", "v_proj"]},
+    "all-linear": {"target_modules": "all-linear"},
+    "regex": {"target_modules": r".*\.mlp\.(up|down)_proj", "r": 5},
+    "default targets": {},
+    "full name": {"target_modules": ["model.layers.1.mlp.up_proj", "o_proj"]},
+    "head": {"target_modules": ["lm_head", "k_proj"]},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+    "excluded regex": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": r".*\.0\..*"},
+    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    "layers pattern": {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+    "rank pattern": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 3, r".*\.0\.mlp\.up_proj": 17},
+    },
+    "alpha pattern": {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 32}},
+    "rslora": {"target_modules": ["q_proj"], "r": 7, "lora_alpha": 3, "use_rslora": True},
+}
+GPT2 = {
+    "default targets": {"fan_in_fan_out": True},
+    "all-linear": {"target_modules": "all-linear", "fan_in_fan_out": True},
+    "names": {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "r": 3},
+}
+
+
+def config(**fields: object) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, **fields})
+
+
+@pytest.mark.parametrize(
+    ("build", "fields"),
+    [(llama, f) for f in LLAMA.values()] + [(gpt2, f) for f in GPT2.values()],
+    ids=[f"llama, {name}" for name in LLAMA] + [f"gpt2, {name}" for name in GPT2],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_same_as_peft(build, fields: dict) -> None:
+    """Beside a second adapter with other targets: logits and every gradient."""
+    base = build().eval()
+    configs = {"one": config(**fields), "two": config(r=6, target_modules="all-linear")}
+    peft = peft_model(base, configs).eval()
+    ours = mx.convert_model(copy.deepcopy(base), configs)
+    copy_weights(peft, ours, configs)
+    ids, names = token_ids(4, 7), ["one", "two", "__base__", "one"]
+    theirs, mine = peft(input_ids=ids, adapter_names=names), ours(input_ids=ids, adapter_names=names)
+    torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(mine.logits)
+    (theirs.logits * weights).sum().backward()
+    (mine.logits * weights).sum().backward()
+    state = dict(peft.named_parameters())
+    for name in configs:
+        for key, parameter in mx.adapter_parameters(ours, name).items():
+            expected = state[f"base_model.model.{key}"].grad
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
+
+
+@pytest.mark.parametrize("how", [True, False, "gaussian"])
+def test_initial_values_have_pefts_distribution(how: bool | str) -> None:
+    base = nn.Sequential(nn.Linear(400, 300))
+    fields = {"target_modules": ["0"], "init_lora_weights": how, "r": 8}
+    model = mx.convert_model(copy.deepcopy(base), {"a": config(**fields)})
+    from peft import get_peft_model
+
+    theirs = dict(get_peft_model(copy.deepcopy(base), config(**fields)).named_parameters())
+    for key, ours in mx.adapter_parameters(model, "a").items():
+        peft = theirs[f"base_model.model.{key.replace('.a.', '.default.')}"].detach()
+        assert torch.allclose(ours.std(), peft.std(), rtol=0.1), key
+        assert torch.allclose(ours.abs().max(), peft.abs().max(), rtol=0.02 if how != "gaussian" else 0.4), (
+            key
+        )
+
+
+def test_initial_values_depend_on_seed_and_names_only() -> None:
+    def adapters(*names: str, seed: int = 3) -> nn.Module:
+        return mx.convert_model(llama(), {n: config(target_modules="all-linear") for n in names}, seed=seed)
+
+    alone, beside, other = adapters("x"), adapters("y", "x"), adapters("x", seed=4)
+    late = adapters("y")
+    mx.add_adapter(late, "x", config(target_modules="all-linear"), seed=3)
+    same = [mx.adapter_parameters(model, "x") for model in (alone, beside, late)]
+    for key, value in same[0].items():
+        assert torch.equal(value, same[1][key])
+        assert torch.equal(value, same[2][key])
+        if "lora_A" in key:
+            assert not torch.equal(value, mx.adapter_parameters(other, "x")[key])
+            assert not torch.equal(value, mx.adapter_parameters(beside, "y")[key.replace(".x.", ".y.")])
+
+
+def test_same_dropout_alone_and_beside_others() -> None:
+    """Masks follow the adapter: same loss and gradients for its rows alone, though layers and batch differ."""
+    base, ids = llama(), token_ids(2, 6)
+    fields = config(target_modules=["v_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False)
+    other = config(target_modules="all-linear", lora_dropout=0.2, init_lora_weights=False)
+    alone = mx.convert_model(copy.deepcopy(base), {"x": fields}).train()
+    beside = mx.convert_model(copy.deepcopy(base), {"y": other, "x": fields}).train()
+    one = alone(input_ids=ids).logits
+    two = beside(input_ids=torch.cat([token_ids(1, 6), ids]), adapter_names=["y", "x", "x"]).logits[1:]
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(one, alone.eval()(input_ids=ids).logits, atol=1e-2), "dropout did nothing"
+
+
+def test_base_keys_and_checkpoints_stay() -> None:
+    base = llama()
+    state = {key: value.clone() for key, value in base.state_dict().items()}
+    model = mx.convert_model(base, {"a": config(target_modules="all-linear")})
+    assert set(state) <= set(model.state_dict())
+    other = {key: torch.randn_like(value) for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(other, strict=False)
+    assert not unexpected
+    assert all(".lora_" in key for key in missing)
+    torch.testing.assert_close(
+        model.model.layers[0].mlp.up_proj.weight, other["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+def test_only_adapters_are_trained() -> None:
+    model = mx.convert_model(llama(), {"a": config(target_modules="all-linear"), "b": config()})
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == set(mx.adapter_parameters(model, "a")) | set(mx.adapter_parameters(model, "b"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adapters_of_a_half_base_are_fp32(dtype: torch.dtype) -> None:
+    model = mx.convert_model(llama().to(dtype), {"a": config(target_modules="all-linear")})
+    assert {p.dtype for p in mx.adapter_parameters(model, "a").values()} == {torch.float32}
+    logits = model(input_ids=token_ids(1, 5)).logits
+    assert logits.dtype == dtype
+    logits.float().sum().backward()
+    assert all(p.grad is not None for p in mx.adapter_parameters(model, "a").values())
+
+
+def test_model_survives_conversions() -> None:
+    configs = {"a": config(target_modules="all-linear", init_lora_weights=False), "b": config(r=3)}
+    model = mx.convert_model(llama(), configs).eval()
+    ids, names = token_ids(2, 5), ["a", "b"]
+    expected = model(input_ids=ids, adapter_names=names).logits
+    for changed in (
+        copy.deepcopy(model),
+        copy.deepcopy(model).double().float(),
+        copy.deepcopy(model).to("cpu", torch.float64).to(torch.float32),
+    ):
+        torch.testing.assert_close(changed(input_ids=ids, adapter_names=names).logits, expected)
+        for parameter in mx.adapter_parameters(changed, "a").values():
+            parameter.data.zero_()
+        torch.testing.assert_close(model(input_ids=ids, adapter_names=names).logits, expected)
+        assert not torch.allclose(changed(input_ids=ids, adapter_names=names).logits, expected)
+    with torch.no_grad():
+        half = copy.deepcopy(model).half()(input_ids=ids, adapter_names=names).logits
+    torch.testing.assert_close(half.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_add_and_remove_change_no_one_else() -> None:
+    model = mx.convert_model(llama(), {"a": config(init_lora_weights=False), "b": config()}).eval()
+    ids = token_ids(1, 5)
+    before = model(input_ids=ids, adapter_names=["a"]).logits
+    mx.add_adapter(model, "c", config(r=9, target_modules="all-linear", init_lora_weights=False))
+    mx.remove_adapter(model, "b")
+    assert torch.equal(model(input_ids=ids, adapter_names=["a"]).logits, before)
+    assert not torch.allclose(model(input_ids=ids, adapter_names=["c"]).logits, before)
+    with pytest.raises(ValueError, match=r"no adapter 'b' in this model; its adapters: a, c"):
+        model(input_ids=ids, adapter_names=["b"])
+    mx.add_adapter(model, "b", config(r=2, target_modules=["k_proj"]))
+    model(input_ids=ids, adapter_names=["b"])
+
+
+def test_base_dropout_is_stopped_with_one_warning() -> None:
+    base = gpt2()
+    for module in base.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    with pytest.warns(UserWarning, match="dropouts of the base model were set to 0") as caught:
+        model = mx.convert_model(base, {"a": config(fan_in_fan_out=True)}).train()
+    assert len(caught) == 1
+    ids = token_ids(1, 9)
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+REFUSED = [
+    ({"use_dora": True}, "use_dora=True is not supported"),
+    ({"lora_bias": True}, "lora_bias=True is not supported"),
+    ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
+    ({"layer_replication": [(0, 1)]}, "layer_replication"),
+    ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    ({"target_parameters": ["x.weight"]}, "target_parameters"),
+    ({"use_qalora": True}, "use_qalora=True is not supported"),
+    ({"ensure_weight_tying": True}, "ensure_weight_tying"),
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights='olora' is not supported"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+    ({"r": 0}, "r: expected an integer >= 1, got 0"),
+    ({"rank_pattern": {"q_proj": 0}}, "r: expected an integer >= 1, got 0"),
+    ({"lora_dropout": 1.0}, r"lora_dropout: expected .* 0 <= p < 1, got 1\.0"),
+    ({"target_modules": ["nothing"]}, "match nothing; linear layers of this model: q_proj, k_proj"),
+    ({"target_modules": ["embed_tokens"]}, "target model.embed_tokens is a Embedding; only nn.Linear"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(fields) for fields, _ in REFUSED])
+@pytest.mark.filterwarnings("ignore")
+def test_refused_configs(fields: dict, message: str) -> None:
+    model = llama()
+    before = {key: type(module) for key, module in model.named_modules()}
+    with pytest.raises(ValueError, match=f"adapter 'bad'.*{message}"):
+        mx.convert_model(model, {"good": config(target_modules=["q_proj"]), "bad": config(**fields)})
+    assert {key: type(module) for key, module in model.named_modules()} == before, "a refusal changes nothing"
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", "a\\b", "__base__"])
+def test_refused_names(name: str) -> None:
+    with pytest.raises(ValueError, match=f"adapter name.*{re.escape(name.replace(chr(92), chr(92) * 2))}"):
+        mx.convert_model(llama(), {name: config()})
+
+
+def test_refuses_second_conversion_and_unconverted_models() -> None:
+    model = mx.convert_model(llama(), {"a": config()})
+    with pytest.raises(ValueError, match="is converted already; use mlora_ext.add_adapter"):
+        mx.convert_model(model, {"b": config()})
+    with pytest.raises(ValueError, match="adapter 'a': the model has an adapter of this name"):
+        mx.add_adapter(model, "a", config())
+    with pytest.raises(ValueError, match="expected one converted by mlora_ext.convert_model, got Llama"):
+        mx.adapter_parameters(llama(), "a")
+
+
+def test_every_field_of_loraconfig_is_judged() -> None:
+    """A field that a newer PEFT adds is refused when it is set, not ignored."""
+    from dataclasses import dataclass
+
+    @dataclass
+    class Newer(LoraConfig):
+        shiny: bool = False
+
+    from mlora_ext.nn.targets import check_config
+
+    with pytest.raises(ValueError, match="expected a peft.LoraConfig, got Newer"):
+        check_config("a", Newer(shiny=True))
