@@ -15,7 +15,16 @@ from torch import nn
 from . import forward
 from .linear import MultiLoRALinear
 from .routing import AdapterInfo, LayerGroup, Router, router_of
-from .targets import LayerSpec, adapter_dtype, check_config, check_name, init_kind, is_linear, target_layers
+from .targets import (
+    LayerSpec,
+    adapter_dtype,
+    check_config,
+    check_name,
+    features,
+    init_kind,
+    is_linear,
+    target_layers,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -53,7 +62,7 @@ def convert_model(
     """
     if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
-    plans = {name: _plan(model, name, config) for name, config in adapters.items()}
+    plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
     _stop_base_dropout(model)
@@ -83,7 +92,7 @@ def add_adapter(
     router = router_of(model)
     if name in router.adapters:
         raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
-    plan = _plan(model, name, config)
+    plan = plan_adapter(model, name, config)
     _convert_layers(model, {name: plan}, autocast_adapter_dtype)
     _join(model, name, config, plan, seed)
     _regroup(model)
@@ -186,26 +195,43 @@ def write_weights(
         ValueError: naming the first layer that is missing, unknown or of another shape.
     """
     mine = adapter_layers(model, name)
-    for key in [*mine, *layers]:
-        if key not in layers or key not in mine:
-            side = "the weights to load" if key not in layers else "the model's adapter"
-            raise ValueError(
-                f"adapter {name!r}: layer {key} is missing in {side}; is it an adapter of another base?"
-            )
-        for bank, tensor in zip(("lora_A", "lora_B"), layers[key], strict=True):
-            parameter = getattr(mine[key], bank).parameter_of(name)
-            if parameter.shape != tensor.shape:
-                raise ValueError(
-                    f"adapter {name!r}: layer {key}.{bank}: expected shape {list(parameter.shape)}, got "
-                    f"{list(tensor.shape)}; is it an adapter of another base or rank?"
-                )
+    ranks = {key: layer.lora_A.parameter_of(name).shape[0] for key, layer in mine.items()}
+    check_weights(model, name, ranks, layers)
     with torch.no_grad():
         for key, (a, b) in layers.items():
             mine[key].lora_A.parameter_of(name).copy_(a)
             mine[key].lora_B.parameter_of(name).copy_(b)
 
 
-def _plan(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
+def check_weights(
+    model: nn.Module,
+    name: str,
+    ranks: Mapping[str, int],
+    layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Compare weights `(A, B)` by layer name with an adapter of these ranks, before anything is changed.
+
+    Raises:
+        ValueError: naming the first layer that is missing, unknown or of another shape.
+    """
+    for key in [*ranks, *layers]:
+        if key not in layers or key not in ranks:
+            side = "the weights to load" if key not in layers else "the model's adapter"
+            raise ValueError(
+                f"adapter {name!r}: layer {key} is missing in {side}; is it an adapter of another base?"
+            )
+        d_in, d_out = features(model.get_submodule(key))
+        expected = {"lora_A": [ranks[key], d_in], "lora_B": [d_out, ranks[key]]}
+        for (bank, shape), tensor in zip(expected.items(), layers[key], strict=True):
+            if list(tensor.shape) != shape:
+                raise ValueError(
+                    f"adapter {name!r}: layer {key}.{bank}: expected shape {shape}, "
+                    f"got {list(tensor.shape)}; is it an adapter of another base or rank?"
+                )
+
+
+def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
+    """The layers of an adapter-to-be, after all that can be refused has been."""
     check_name(name)
     check_config(name, config)
     return target_layers(model, name, config)

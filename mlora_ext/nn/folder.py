@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .convert import adapter_layers, add_adapter, convert_model, remove_adapter, write_weights
+from .convert import (
+    adapter_layers,
+    add_adapter,
+    check_weights,
+    convert_model,
+    plan_adapter,
+    write_weights,
+)
 from .linear import MultiLoRALinear
 from .routing import router_of
 from .targets import portable_targets
@@ -111,18 +118,17 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         raise ValueError(f"folder: expected {path} to have {_CONFIG}; is it a PEFT folder?")
     config = LoraConfig.from_pretrained(str(path))
     weights = _read_weights(path)
-    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
-        if name in router_of(model).adapters:
-            write_weights(model, name, weights)
-            return
+    converted = any(isinstance(module, MultiLoRALinear) for module in model.modules())
+    if converted and name in router_of(model).adapters:
+        write_weights(model, name, weights)
+        return
+    plan = plan_adapter(model, name, config)
+    check_weights(model, name, {key: spec.rank for key, spec in plan.items()}, weights)
+    if converted:
         add_adapter(model, name, config, seed=seed)
     else:
         convert_model(model, {name: config}, seed=seed)
-    try:
-        write_weights(model, name, weights)
-    except ValueError:
-        remove_adapter(model, name)
-        raise
+    write_weights(model, name, weights)
 
 
 def _write(model: nn.Module, name: str, folder: Path) -> None:

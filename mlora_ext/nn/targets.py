@@ -117,6 +117,14 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, MultiLoRALinear) or type(module) in (nn.Linear, Conv1D)
 
 
+def features(module: nn.Module) -> tuple[int, int]:
+    """d_in and d_out of a linear layer, converted or not."""
+    weight: Any = module.weight
+    transposed = getattr(module, "fan_in_fan_out", type(module) is not nn.Linear)
+    rows, columns = weight.shape
+    return (rows, columns) if transposed else (columns, rows)
+
+
 def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
     """The layers that PEFT would put this adapter on, in the model's order.
 

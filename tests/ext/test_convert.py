@@ -99,7 +99,7 @@ def test_initial_values_depend_on_seed_and_names_only() -> None:
 
 
 def test_same_dropout_alone_and_beside_others() -> None:
-    """Masks follow the adapter: same loss and gradients for its rows alone, though layers and batch differ."""
+    """Masks follow the adapter: the same logits for its rows alone, though layers and batch differ."""
     base, ids = llama(), token_ids(2, 6)
     fields = config(target_modules=["v_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False)
     other = config(target_modules="all-linear", lora_dropout=0.2, init_lora_weights=False)
@@ -227,11 +227,11 @@ def test_refused_names(name: str) -> None:
 
 def test_refuses_second_conversion_and_unconverted_models() -> None:
     model = mx.convert_model(llama(), {"a": config()})
-    with pytest.raises(ValueError, match="is converted already; use mlora_ext.add_adapter"):
+    with pytest.raises(ValueError, match=r"is converted already; use mlora_ext.add_adapter"):
         mx.convert_model(model, {"b": config()})
     with pytest.raises(ValueError, match="adapter 'a': the model has an adapter of this name"):
         mx.add_adapter(model, "a", config())
-    with pytest.raises(ValueError, match="expected one converted by mlora_ext.convert_model, got Llama"):
+    with pytest.raises(ValueError, match=r"expected one converted by mlora_ext.convert_model, got Llama"):
         mx.adapter_parameters(llama(), "a")
 
 
@@ -245,5 +245,5 @@ def test_every_field_of_loraconfig_is_judged() -> None:
 
     from mlora_ext.nn.targets import check_config
 
-    with pytest.raises(ValueError, match="expected a peft.LoraConfig, got Newer"):
+    with pytest.raises(ValueError, match=r"expected a peft.LoraConfig, got Newer"):
         check_config("a", Newer(shiny=True))

@@ -26,11 +26,11 @@ def arguments(**changes: object) -> dict:
         ({"bias": torch.randn(25)}, r"bias: expected \[24\], got \[25\]"),
         ({"lora_a": [torch.randn(4, 40)]}, r"lora_b: expected one per adapter \(1\), got 2"),
         ({"lora_a": [torch.randn(4, 40), torch.randn(0, 40)]}, r"lora_a\[1\]: expected \[rank >= 1, 40\]"),
-        ({"lora_b": [torch.randn(24, 4), torch.randn(24, 6)]}, r"lora_b\[1\]: expected \[24, 7\], got \[24, 6\]"),
+        ({"lora_b": [torch.randn(24, 4), torch.randn(24, 6)]}, r"lora_b\[1\]: expected \[24, 7\], got"),
         ({"lora_b": [torch.randn(24, 4), torch.ones(24, 7).int()]}, r"lora_b\[1\]: expected floating point"),
         ({"scaling": [1.0]}, r"scaling: expected one value per adapter \(2\), got shape \[1\]"),
         ({"layout": mx.SegmentLayout.from_lengths([6, 4])}, r"layout: expected 11 rows .*, got 10"),
-        ({"layout": mx.SegmentLayout.from_lengths([6, 5], [0, 2])}, r"layout: expected adapters below 2 .*, got 2"),
+        ({"layout": mx.SegmentLayout.from_lengths([6, 5], [0, 2])}, r"layout: expected adapters below 2"),
         ({"dropout": mx.LoRADropout([0.1], [1])}, r"dropout: expected p for 2 adapters, got 1"),
     ],
 )  # fmt: skip

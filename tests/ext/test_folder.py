@@ -1,0 +1,169 @@
+"""PEFT's folders: out, in, the same logits; refusals; nothing half-written."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from models import gpt2, llama, peft_model, token_ids
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+
+import mlora_ext as mx
+from mlora_ext.nn import folder
+
+FIELDS = {
+    "names": {"target_modules": ["q_proj", "v_proj"]},
+    "all-linear": {"target_modules": "all-linear", "use_rslora": True},
+    "regex": {"target_modules": r".*\.1\.mlp\.(up|down)_proj"},
+    "default targets": {},
+    "layers": {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1]},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": r".*\.0\..*"},
+    "patterns": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 3},
+        "alpha_pattern": {r".*1\.mlp\.up_proj": 7},
+    },
+}
+
+
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_round_trip_through_peft(name: str, tmp_path: Path) -> None:
+    base, ids = llama().eval(), token_ids(2, 6)
+    base.config._name_or_path = "some/base"
+    config = LoraConfig(r=5, lora_alpha=11, init_lora_weights=False, **FIELDS[name])
+    model = mx.convert_model(copy.deepcopy(base), {"one": config})
+    expected = logits(model, ids)
+    mx.save_adapter(model, "one", tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == ["one"], "no temporary file is left"
+    theirs = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "one").eval()
+    torch.testing.assert_close(logits(theirs, ids), expected, rtol=1e-5, atol=1e-5)
+    again = copy.deepcopy(base)
+    mx.load_adapter(again, "two", tmp_path / "one")
+    torch.testing.assert_close(logits(again, ids), expected, rtol=1e-5, atol=1e-5)
+    stored = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == "some/base"
+    assert isinstance(stored["target_modules"], list)
+
+
+def test_keys_are_pefts(tmp_path: Path) -> None:
+    base = gpt2()
+    configs = {"a": LoraConfig(r=3, target_modules=["c_attn", "mlp.c_fc"], fan_in_fan_out=True)}
+    peft_model(base, configs).save_pretrained(tmp_path / "theirs")
+    mx.save_adapter(mx.convert_model(base, configs), "a", tmp_path / "ours")
+    theirs = load_file(tmp_path / "theirs" / "a" / "adapter_model.safetensors")
+    ours = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_from_peft() -> None:
+    configs = {
+        "a": LoraConfig(r=3, target_modules=["q_proj"], use_rslora=True),
+        "b": LoraConfig(r=6, target_modules="all-linear", lora_dropout=0.1),
+    }
+    peft = peft_model(llama(), configs).eval()
+    ids, names = token_ids(3, 6), ["b", "__base__", "a"]
+    with torch.no_grad():
+        expected = peft(input_ids=ids, adapter_names=names).logits
+        model = mx.from_peft(peft).eval()
+        torch.testing.assert_close(model(input_ids=ids, adapter_names=names).logits, expected)
+    assert not any("base_layer" in key for key in model.state_dict())
+
+
+def test_load_peft_folder_into_existing_adapter(tmp_path: Path) -> None:
+    base, ids = llama().eval(), token_ids(1, 6)
+    config = LoraConfig(r=3, target_modules=["q_proj"])
+    peft = peft_model(base, {"a": config}).eval()
+    peft.save_pretrained(tmp_path)
+    model = mx.convert_model(copy.deepcopy(base), {"x": config})
+    parameter = next(iter(mx.adapter_parameters(model, "x").values()))
+    mx.load_adapter(model, "x", tmp_path / "a")
+    torch.testing.assert_close(logits(model, ids), logits(peft, ids))
+    assert next(iter(mx.adapter_parameters(model, "x").values())) is parameter, (
+        "optimizers keep their Parameters"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_base_stores_fp32(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = mx.convert_model(llama().to(dtype), {"a": LoraConfig(r=3)})
+    mx.save_adapter(model, "a", tmp_path / "a")
+    assert {t.dtype for t in load_file(tmp_path / "a" / "adapter_model.safetensors").values()} == {
+        torch.float32
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    config = LoraConfig(r=3, target_modules=["q_proj"])
+    mx.save_adapter(mx.convert_model(llama(), {"a": config}), "a", tmp_path / "a")
+    return tmp_path / "a"
+
+
+def test_adapter_of_another_base_is_refused_by_layer(saved: Path) -> None:
+    layers = mx.convert_model(llama(layers=3), {"b": LoraConfig(r=2)})
+    before = set(layers.state_dict())
+    with pytest.raises(
+        ValueError, match=r"layer model\.layers\.2\.self_attn\.q_proj is missing in the weights"
+    ):
+        mx.load_adapter(layers, "a", saved)
+    assert set(layers.state_dict()) == before
+    assert list(layers.mlora_router.adapters) == ["b"]
+    weights = load_file(saved / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    save_file({**weights, key: torch.randn(3, 31)}, saved / "adapter_model.safetensors")
+    base = llama()
+    before = set(base.state_dict())
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.q_proj\.lora_A: expected shape \[3, 32\], got \[3, 31\]"
+    ):
+        mx.load_adapter(base, "a", saved)
+    assert set(base.state_dict()) == before
+    assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_incomplete_folders_are_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere to have adapter_config\.json"):
+        mx.load_adapter(llama(), "a", tmp_path / "nowhere")
+    weights = load_file(saved / "adapter_model.safetensors")
+    save_file(
+        {**weights, "base_model.model.lm_head.weight": torch.ones(1)}, saved / "adapter_model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"has the tensor base_model\.model\.lm_head\.weight"):
+        mx.load_adapter(llama(), "a", saved)
+    (saved / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"to have adapter_model\.safetensors or adapter_model\.bin"):
+        mx.load_adapter(llama(), "a", saved)
+
+
+def test_failed_save_leaves_the_old_folder(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (saved / "adapter_model.safetensors").read_bytes()
+    model = mx.convert_model(llama(), {"a": LoraConfig(r=3)})
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "adapter_state", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        mx.save_adapter(model, "a", saved)
+    assert (saved / "adapter_model.safetensors").read_bytes() == before
+    assert os.listdir(saved.parent) == ["a"]
+    monkeypatch.undo()
+    mx.save_adapter(model, "a", saved)
+    assert (saved / "adapter_model.safetensors").read_bytes() != before
+    assert os.listdir(saved.parent) == ["a"]
+
+
+def test_save_refusals(saved: Path) -> None:
+    model = mx.convert_model(llama(), {"a": LoraConfig(r=3)})
+    with pytest.raises(ValueError, match="no adapter 'z'"):
+        mx.save_adapter(model, "z", saved)
+    with pytest.raises(ValueError, match="expected a folder to write, got the file"):
+        mx.save_adapter(model, "a", saved / "adapter_config.json")

@@ -1,0 +1,278 @@
+"""`adapter_names` in training and generation, routes, and recomputation by activation checkpointing."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from models import copy_weights, gpt2, llama, peft_model, token_ids
+from peft import LoraConfig
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mlora_ext as mx
+from mlora_ext.nn import checkpoint_contexts
+
+NAMES = ["a", "b", "__base__", "a"]
+CONFIGS = {
+    "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.4, init_lora_weights=False),
+    "b": LoraConfig(r=7, target_modules=["q_proj", "down_proj"], lora_dropout=0.2, init_lora_weights=False),
+}
+
+
+def converted(**configs: LoraConfig) -> nn.Module:
+    return mx.convert_model(llama(), configs or CONFIGS, seed=int(torch.randint(2**31, ())))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert one
+    for key, value in one.items():
+        torch.testing.assert_close(value, other[key], msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_padded_batches_and_embeddings(build) -> None:
+    model = mx.convert_model(build(), {"a": LoraConfig(r=4, init_lora_weights=False)}).eval()
+    mx.add_adapter(model, "b", LoraConfig(r=3, init_lora_weights=False))
+    ids = token_ids(2, 6)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    together = model(input_ids=ids, attention_mask=mask, adapter_names=["a", "b"]).logits
+    alone = model(input_ids=ids[1:, :4], adapter_names=["b"]).logits
+    torch.testing.assert_close(together[1:, :4], alone, rtol=1e-4, atol=1e-5)
+    embeddings = model.get_input_embeddings()(ids)
+    again = model(inputs_embeds=embeddings, attention_mask=mask, adapter_names=["a", "b"]).logits
+    torch.testing.assert_close(again, together)
+
+
+def test_training_equals_training_alone() -> None:
+    model, ids = converted().train(), token_ids(4, 7)
+    model(input_ids=ids, adapter_names=NAMES).logits.square().sum().backward()
+    together = gradients(model)
+    model.mlora_router.step = 0
+    alone = {}
+    for name, rows in {"a": [0, 3], "b": [1]}.items():
+        model(input_ids=ids[rows], adapter_names=[name] * len(rows)).logits.square().sum().backward()
+        alone |= gradients(model)
+        model.mlora_router.step = 0
+    assert_same(together, alone)
+
+
+def test_absent_adapters_get_no_gradient() -> None:
+    model = converted().train()
+    model(input_ids=token_ids(1, 5), adapter_names=["a"]).logits.sum().backward()
+    assert all(p.grad is not None for p in mx.adapter_parameters(model, "a").values())
+    assert all(p.grad is None for p in mx.adapter_parameters(model, "b").values())
+
+
+def test_each_training_forward_is_a_step() -> None:
+    model, ids = converted().train(), token_ids(1, 5)
+    one, two = (model(input_ids=ids, adapter_names=["a"]).logits for _ in range(2))
+    assert not torch.allclose(one, two, atol=1e-3)
+    with torch.no_grad():
+        model(input_ids=ids, adapter_names=["a"])
+    model.eval()(input_ids=ids, adapter_names=["a"])
+    assert model.mlora_router.step == 2
+
+
+def test_route_is_adapter_names_and_steps_can_be_given() -> None:
+    model, ids = converted().train(), token_ids(3, 5)
+    expected = model(input_ids=ids, adapter_names=["b", "__base__", "a"]).logits
+    layout = mx.SegmentLayout.from_lengths([5, 5, 5], adapters=[0, -1, 1])
+    with mx.route(model, layout, names=["b", "a"], steps=[0, 0]):
+        torch.testing.assert_close(model(input_ids=ids).logits, expected)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    with mx.route(model, layout, names=["b", "a"], steps=[0, 5]):
+        changed = model(input_ids=ids).logits
+    torch.testing.assert_close(changed[:2], expected[:2])
+    assert not torch.allclose(changed[2], expected[2], atol=1e-3)
+
+
+def test_route_advances_automatic_steps_between_forwards() -> None:
+    model, ids = converted().train(), token_ids(1, 5)
+    with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
+        one, two = (model(input_ids=ids).logits for _ in range(2))
+    assert not torch.allclose(one, two, atol=1e-3)
+
+
+def test_only_adapter_needs_no_names() -> None:
+    model = converted(a=CONFIGS["a"]).eval()
+    ids = token_ids(2, 5)
+    expected = model(input_ids=ids, adapter_names=["a", "a"]).logits
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert torch.equal(model.model(input_ids=ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, ids: m(input_ids=ids), r"2 adapters \(a, b\) and no active route: pass adapter_names"),
+        (lambda m, ids: m(ids, adapter_names=["a"]), r"one name per sample \(2\), got \['a'\]"),
+        (lambda m, ids: m(ids, adapter_names="ab"), r"one name per sample \(2\), got 'ab'"),
+        (lambda m, ids: m(ids, adapter_names=["a", "z"]), "no adapter 'z' in this model; its adapters: a, b"),
+        (lambda m, ids: m.generate(ids, adapter_names=["a"]), r"one name per sample \(2\)"),
+    ],
+)
+def test_refusals(call, message: str) -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+    with pytest.raises(ValueError, match=message):
+        call(model, ids)
+    model(input_ids=ids, adapter_names=["a", "b"])
+
+
+def test_route_refusals() -> None:
+    model, ids = converted(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([2, 2])
+    with mx.route(model, layout), pytest.raises(ValueError, match=r"expected rows of the active route \(4\)"):
+        model(input_ids=ids)
+    with mx.route(model, layout), pytest.raises(ValueError, match="a route is active already"):
+        model(input_ids=ids, adapter_names=["a"])
+    for names, steps, message in [
+        (["a"], None, r"layout: expected adapters below 1 .* got 1"),
+        (["a", "a"], None, "names: expected each adapter once"),
+        (["a", "z"], None, "names: no adapter 'z'"),
+        (["a", "b"], [1], r"steps: expected one per name \(2\), got 1"),
+    ]:
+        with pytest.raises(ValueError, match=message), mx.route(model, layout, names, steps=steps):
+            pass
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
+def test_generate(how: dict) -> None:
+    """Each prompt continues as PEFT continues it alone; with the KV cache and padding on the left."""
+    base = llama().eval()
+    peft = peft_model(base, CONFIGS).eval()
+    model = mx.convert_model(copy.deepcopy(base), CONFIGS).eval()
+    copy_weights(peft, model, CONFIGS)
+    ids = token_ids(3, 5)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **how}
+    names = ["b", "a", "__base__"]
+    ours = model.generate(ids, attention_mask=mask, adapter_names=names, **options)
+    clone = copy.deepcopy(model)
+    assert torch.equal(
+        clone.generate(input_ids=ids, attention_mask=mask, adapter_names=names, **options), ours
+    )
+    each = len(ours) // 3
+    for index, name in enumerate(names):
+        start = 2 if index == 1 else 0
+        prompt = ids[index : index + 1, start:]
+        if name == "__base__":
+            theirs = base.generate(prompt, **options)
+        else:
+            peft.set_adapter(name)
+            theirs = peft.generate(prompt, **options)
+        assert torch.equal(ours[index * each : (index + 1) * each, start:], theirs)
+
+
+def test_generate_samples_several_sequences() -> None:
+    model = converted().eval()
+    out = model.generate(
+        token_ids(2, 4), adapter_names=["a", "b"], do_sample=True, num_return_sequences=3, max_new_tokens=4,
+        min_new_tokens=4,
+    )  # fmt: skip
+    assert out.shape == (6, 8)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_transformers_checkpointing(reentrant: bool) -> None:
+    """Recomputation draws the masks of the forward pass it repeats, and advances nothing."""
+    model, ids = converted().train(), token_ids(4, 7)
+    layout = mx.SegmentLayout.from_lengths([7, 14, 7], adapters=[1, 0, -1])
+
+    def two_steps() -> list[dict[str, torch.Tensor]]:
+        model.mlora_router.step = 0
+        found = []
+        for _ in range(2):
+            model(input_ids=ids, adapter_names=NAMES).logits.square().sum().backward()
+            found.append(gradients(model))
+        with mx.route(model, layout, names=["a", "b"]):
+            loss = model(input_ids=ids).logits.square().sum()
+        loss.backward()
+        found.append(gradients(model))
+        with mx.route(model, layout, names=["a", "b"]):
+            model(input_ids=ids).logits.square().sum().backward()
+        return [*found, gradients(model)]
+
+    expected = two_steps()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for one, other in zip(two_steps(), expected, strict=True):
+        assert_same(one, other)
+    assert model.mlora_router.step == 4
+
+
+def test_checkpointing_several_forwards_in_flight() -> None:
+    """Ambiguous without `context_fn`: an error that names it. With it: exact."""
+    model, ids = converted().train(), token_ids(4, 7)
+
+    def forward_twice_backward_reversed() -> dict[str, torch.Tensor]:
+        model.mlora_router.step = 0
+        losses = [
+            model(input_ids=ids, adapter_names=names).logits.square().sum() for names in (NAMES, NAMES[::-1])
+        ]
+        for loss in reversed(losses):
+            loss.backward()
+        return gradients(model)
+
+    expected = forward_twice_backward_reversed()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with pytest.raises(ValueError, match=r"2 forward passes are in flight.*checkpoint_contexts\(model\)"):
+        forward_twice_backward_reversed()
+    model.zero_grad()
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = functools.partial(
+                checkpoint, use_reentrant=False, context_fn=checkpoint_contexts(model)
+            )
+    assert_same(forward_twice_backward_reversed(), expected)
+
+
+def test_checkpointing_after_an_abandoned_forward() -> None:
+    """A forward pass whose graph is gone is no longer in flight."""
+    model, ids = converted().train(), token_ids(4, 7)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loss = model(input_ids=ids, adapter_names=NAMES).logits.sum()
+    del loss
+    model(input_ids=ids, adapter_names=NAMES[::-1]).logits.sum().backward()
+    assert gradients(model)
+
+
+def test_two_copies_do_not_meet() -> None:
+    model = converted().eval()
+    clone = copy.deepcopy(model)
+    ids = token_ids(1, 5)
+    with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
+        with pytest.raises(ValueError, match="no active route"):
+            clone(input_ids=ids)
+        one = model(input_ids=ids).logits
+    torch.testing.assert_close(clone(input_ids=ids, adapter_names=["a"]).logits, one)
+
+
+def test_any_module_can_be_converted() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    configs = {n: LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False) for n in "ab"}
+    mx.convert_model(model, configs)
+    x = torch.randn(3, 6)
+    together = model(x, adapter_names=["b", "a", "b"])
+    torch.testing.assert_close(model(x[1:2], adapter_names=["a"]), together[1:2])
+    assert not torch.allclose(model(x[1:2], adapter_names=["b"]), together[1:2])
+
+
+def test_autocast_trains() -> None:
+    model = converted().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=token_ids(2, 5), adapter_names=["a", "b"]).logits.float().square().mean()
+    loss.backward()
+    found = gradients(model)
+    assert found
+    assert {g.dtype for g in found.values()} == {torch.float32}
+    assert all(g.isfinite().all() and g.any() for g in found.values())
