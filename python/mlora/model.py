@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ class BaseModel:
         head: the layer that makes logits.
         rule: what the model does to the head's output.
         vocab_size: ids lie below it.
+        configs: every config that names an attention function for a part of the model.
     """
 
     model: PreTrainedModel
@@ -41,19 +42,19 @@ class BaseModel:
     head: nn.Module
     rule: LogitRule
     vocab_size: int
+    configs: Sequence[Any]
 
     @contextmanager
     def packed(self) -> Iterator[None]:
         """Inside, the model's attention is the packed one. Recomputation in backward needs it, too."""
-        configs = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}
-        before = {key: config._attn_implementation for key, config in configs.items()}
-        for config in configs.values():
+        before = [config._attn_implementation for config in self.configs]
+        for config in self.configs:
             config._attn_implementation = PACKED_ATTENTION
         try:
             yield
         finally:
-            for key, config in configs.items():
-                config._attn_implementation = before[key]
+            for config, attention in zip(self.configs, before, strict=True):
+                config._attn_implementation = attention
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, sequences: PackedSequences) -> Tensor:
         """The head's input for packed rows; call it inside `packed`.
@@ -182,4 +183,5 @@ def _take_apart(model: PreTrainedModel, config: Any) -> BaseModel:
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or head is None:
         raise ValueError(f"base_model: {name} is no causal language model with a body and a head")
-    return BaseModel(model, body, head, LogitRule.of(config), config.vocab_size)
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    return BaseModel(model, body, head, LogitRule.of(config), config.vocab_size, list(configs.values()))
