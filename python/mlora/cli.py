@@ -197,9 +197,6 @@ def finish(result: RunResult) -> None:
     from mlora.result_table import result_table
 
     print_rows(result_table(result.summary()))
-    for name, adapter in result.adapters.items():
-        if adapter.state in ("stopped", "refused"):
-            print(f"error: {name}: {adapter.state}: {adapter.message}", file=sys.stderr)
     if result.status == "interrupted":
         print(f"interrupted; continue with: mlora resume {result.output_dir}")
     else:

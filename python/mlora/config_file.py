@@ -244,7 +244,8 @@ def _message(fault: Any, location: Sequence[Any]) -> str:
     if kind == "literal_error":
         expected = re.findall(r"'([^']+)'", fault["msg"])
         return f"must be one of {', '.join(expected)}, got {value!r}"
-    return f"{text}, got {value!r}"
+    came = repr(value)
+    return f"{text}, got {came if len(came) <= 60 else came[:59] + '…'}"
 
 
 def _unknown_key(key: str, model: type[BaseModel]) -> str:

@@ -261,6 +261,8 @@ class TrainingLoop:
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.sync(),
+            "base_gemm": self._engine.base_gemm,
+            "config": self._run.config.model_dump(),
             "refused": self._run.refused,
             "data": {task.name: fingerprints(task) for task in self._run.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._run.tasks},

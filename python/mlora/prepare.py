@@ -168,6 +168,7 @@ def create_adapter(engine: Engine, task: Task) -> None:
 
 
 def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
+    engine.base_gemm = checkpoint["base_gemm"]
     for task in tasks:
         if fingerprints(task) != checkpoint["data"][task.name]:
             raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
@@ -195,5 +196,9 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
     Raises:
         RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
     """
-    RunFolder(config.output_dir).check_writable()
-    return prepare(config, reporter or Silent())
+    reporter = reporter or Silent()
+    folder = RunFolder(config.output_dir)
+    folder.check_writable()
+    if folder.path.exists() and any(folder.path.iterdir()):
+        reporter.warn(f"output_dir: {folder.path} is not empty; `mlora train` will ask for --overwrite")
+    return prepare(config, reporter)

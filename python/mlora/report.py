@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from mlora.tasks import Task
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
     from rich.table import Table
 
@@ -175,13 +176,17 @@ class PlainLines:
 
 
 class LiveTable:
-    """A table with one row for each adapter, redrawn as the run goes."""
+    """A table with one row for each adapter, redrawn as the run goes.
 
-    def __init__(self) -> None:
+    Args:
+        console: where to draw; by default the terminal at standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(highlight=False)
+        self._console = console or Console(highlight=False)
         self._tasks: Sequence[Task] = ()
         self._pace = Pace()
         self._drawn = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mlora.checkpoint import load_checkpoint
 from mlora.config import RunConfig
@@ -79,6 +80,9 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
     config = load_config(folder.config).model_copy(update={"output_dir": str(folder.path)})
     done = finished_result(folder)
     if done is not None:
+        for name, adapter in done.adapters.items():
+            if adapter.state in ("stopped", "refused"):
+                reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
         return done
     metrics = Metrics(folder.metrics, keep_all=True)
     checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
@@ -86,10 +90,36 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
         reporter.note(f"{folder.path} has no checkpoint; training starts anew")
         prepared = prepare(config, reporter)
     else:
+        changed = changed_key(checkpoint["config"], config.model_dump())
+        if changed:
+            raise RunError(
+                f"{folder.config}: {changed} changed since the checkpoint; put it back, or train anew "
+                "with --overwrite"
+            )
         reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
         prepared = prepare(config, reporter, checkpoint)
     metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
     return _run(prepared, folder, metrics, reporter)
+
+
+def changed_key(before: Any, now: Any, path: str = "") -> str | None:
+    """Return the path of the first value that differs between two configs, or none.
+
+    Args:
+        before: plain values of the one.
+        now: those of the other.
+        path: what leads to them; ``output_dir`` may differ, since a run may be moved.
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            found = changed_key(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+            if found and found != "output_dir":
+                return found
+        return None
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = enumerate(zip(before, now, strict=True))
+        return next((found for i, (a, b) in pairs if (found := changed_key(a, b, f"{path}[{i}]"))), None)
+    return None if before == now else path
 
 
 def finished_result(folder: RunFolder) -> RunResult | None:

@@ -259,6 +259,7 @@ def test_bad_input_refuses_one_adapter(
     result = run("train", write_run(tmp_path, data))
     assert result.exit_code == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
     assert lines[0].startswith("error: first: refused: ")
     assert expected in lines[0]
     assert "Traceback" not in result.stderr
@@ -276,6 +277,13 @@ def test_adapter_folder_of_another_base(run: Run, trained: Path, tmp_path: Path)
     assert "is it an adapter of another base" in result.stderr.splitlines()[0]
     line = only_line(run("generate", trained / "adapters" / "first", "-p", "x", "--base-model", other))
     assert "is it an adapter of another base" in line
+
+
+def test_resume_of_a_failed_run_names_the_fault_again(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path, defaults={"max_steps": 1})
+    bad_line(tmp_path, "{oops")
+    assert run("train", write_run(tmp_path, data)).exit_code == 1
+    assert only_line(run("resume", tmp_path / "run")).startswith("error: first: refused: ")
 
 
 def test_lora_beside_init_from_must_agree(run: Run, trained: Path, tiny_base: Path, tmp_path: Path) -> None:

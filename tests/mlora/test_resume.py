@@ -156,6 +156,17 @@ def test_changed_data_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:
         resume(tmp_path / "run")
 
 
+def test_a_changed_config_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
+    path = tmp_path / "run" / "config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("r: 7", "r: 8"))
+    with pytest.raises(RunError, match=r"config\.yaml: adapters\[1\]\.lora\.r changed since the checkpoint"):
+        resume(tmp_path / "run")
+    path.write_text(text)
+    assert resume(tmp_path / "run").exit_code == 0
+
+
 def test_a_run_at_work_is_left_alone(whole: dict[str, Any], tmp_path: Path) -> None:
     train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
     with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
