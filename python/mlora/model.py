@@ -170,10 +170,15 @@ def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         raise ValueError(f"base_model: there is no folder {source}, and it is not a hub id like owner/name")
     try:
         AutoConfig.from_pretrained(str(source))
-        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+        found: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"base_model: cannot load {source}: {reason}") from error
+    model, loaded = found
+    # Transformers draws random values for what a checkpoint lacks.
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
     assert isinstance(model, PreTrainedModel)
     return model
 

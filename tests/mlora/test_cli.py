@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.cli import app
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -330,6 +330,11 @@ def test_base_models_that_cannot_be_loaded(run: Run, tiny_base: Path, tmp_path: 
     line = only_line(run("train", path, "--set", f"base_model={tmp_path}/weightless"))
     assert line.startswith(f"error: base_model: cannot load {tmp_path}/weightless: ")
     broken = tmp_path / "weightless" / "model.safetensors"
+    weights = load_file(tiny_base / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, broken, metadata={"format": "pt"})
+    line = only_line(run("train", path, "--set", f"base_model={tmp_path}/weightless"))
+    assert line.endswith("lacks 1 weights, model.layers.1.mlp.up_proj.weight among them")
     broken.write_bytes((tiny_base / "model.safetensors").read_bytes()[:5000])
     assert "base_model: cannot load" in only_line(
         run("train", path, "--set", f"base_model={tmp_path}/weightless")
