@@ -68,7 +68,7 @@ def schedule_of(config: OptimConfig) -> Callable[[int], float]:
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import get_scheduler
 
-    stand_in = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
     try:
         scheduler = get_scheduler(
             config.lr_scheduler_type,
