@@ -1,8 +1,8 @@
 """The one tolerance policy: as exact as plain PyTorch in the same dtype, against an fp64 oracle.
 
 `err(result, oracle) <= 2 * err(plain, oracle) + tiny`, for the root mean square over all elements (rounding)
-and for the largest element (a single wrong one). `tiny` covers results that plain PyTorch happens to get exactly:
-a quarter of the dtype's epsilon for the root mean square, one epsilon for the largest element.
+and for the largest element (a single wrong one). `tiny` covers results that plain PyTorch happens to get
+exactly: a quarter of the dtype's epsilon for the root mean square, one epsilon for the largest element.
 """
 
 import torch
@@ -32,3 +32,15 @@ def assert_as_exact(result: torch.Tensor, plain: torch.Tensor, oracle: torch.Ten
     tiny = torch.finfo(plain.dtype).eps * TINY * errors(oracle, torch.zeros_like(oracle))
     got, allowed = errors(result, oracle), 2 * errors(plain, oracle) + tiny
     assert (got <= allowed).all(), f"{what}: rms and max error {got.tolist()}, allowed {allowed.tolist()}"
+
+
+def assert_same_up_to_rounding(
+    one: torch.Tensor, other: torch.Tensor, what: str, tolerance: float = 1e-5
+) -> None:
+    """Fail unless fp32 results of different order of summation agree: `|one - other| <= tolerance |other|`.
+
+    Norms over the whole tensor; for results of whole models, where no step-by-step oracle exists.
+    """
+    assert one.shape == other.shape, f"{what}: shape {list(one.shape)}, expected {list(other.shape)}"
+    error = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+    assert error <= tolerance, f"{what}: relative error {error:.2e}, allowed {tolerance:.0e}"

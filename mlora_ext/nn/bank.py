@@ -29,6 +29,11 @@ class AdapterSlot(nn.Module):
         super().__init__()
         self.weight = weight
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A contiguous copy: a view would carry the whole page, and the other adapters, into every file."""
+        values = self.weight.detach().clone(memory_format=torch.contiguous_format)
+        destination[prefix + "weight"] = self.weight if keep_vars else values
+
 
 class AdapterBank(nn.Module):
     """Pages `[rows, width]` in which each adapter is a run of rows. Joining and leaving moves nobody.

@@ -14,7 +14,8 @@ from torch import nn
 
 from . import forward
 from .linear import MultiLoRALinear
-from .routing import AdapterInfo, LayerGroup, Router, router_of
+from .routes import LayerGroup
+from .routing import AdapterInfo, Router, router_of
 from .targets import (
     LayerSpec,
     adapter_dtype,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..functional import lora_linear_rows
 from .bank import AdapterBank
-from .routing import LayerGroup, Router
+from .routes import LayerGroup
+from .routing import Router
 from .targets import LayerSpec
 
 

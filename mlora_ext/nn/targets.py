@@ -88,8 +88,9 @@ def check_config(name: str, config: LoraConfig) -> None:
         if item.name in _HONOURED | _NEUTRAL:
             continue
         value = getattr(config, item.name)
-        # PEFT itself writes None, {} and [] for "not given".
-        if value != getattr(default, item.name, None) and value not in (None, {}, [], False):
+        usual = getattr(default, item.name, None)
+        # PEFT itself writes None, {}, [] or False for "not given".
+        if value != usual and (value or usual):
             raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
     if init_kind(config) not in (True, False, "gaussian"):
         raise ValueError(

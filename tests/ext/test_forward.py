@@ -2,13 +2,17 @@
 
 import copy
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from models import copy_weights, gpt2, llama, peft_model, token_ids
 from peft import LoraConfig
+from safetensors.torch import load_file
+from tolerances import assert_same_up_to_rounding
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
 import mlora_ext as mx
 from mlora_ext.nn import checkpoint_contexts
@@ -34,7 +38,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one.keys() == other.keys()
     assert one
     for key, value in one.items():
-        torch.testing.assert_close(value, other[key], msg=lambda m, key=key: f"{key}: {m}")
+        assert_same_up_to_rounding(value, other[key], key)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
@@ -276,3 +280,28 @@ def test_autocast_trains() -> None:
     assert found
     assert {g.dtype for g in found.values()} == {torch.float32}
     assert all(g.isfinite().all() and g.any() for g in found.values())
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """A converted model with one adapter trains in Trainer as PEFT's does, and is saved by it."""
+    base, config = llama(), LoraConfig(r=4, target_modules="all-linear")
+    peft = peft_model(base, {"x": config})
+    model = mx.convert_model(copy.deepcopy(base), {"x": config})
+    copy_weights(peft, model, {"x": config})
+    data = [{"input_ids": ids, "labels": ids} for ids in token_ids(8, 6)]
+    losses = []
+    for trained in (peft, model):
+        arguments = TrainingArguments(
+            str(tmp_path / type(trained).__name__), max_steps=4, per_device_train_batch_size=2, seed=5,
+            learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(trained, arguments, train_dataset=data)
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    mx.add_adapter(model, "y", LoraConfig(r=3))
+    model.save_pretrained(tmp_path / "whole")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    for key, parameter in mx.adapter_parameters(model, "x").items():
+        assert torch.equal(stored[key], parameter)
