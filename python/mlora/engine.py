@@ -19,6 +19,7 @@ from mlora.optimizer import AdapterOptimizer, OptimConfig
 from mlora.packing import BASE, PackedBatch, pack
 from mlora.pipeline import Pipeline
 from mlora.scaler import LossScaler
+from mlora_ext import gemm
 from mlora_ext.nn.routing import router_of
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ class Engine:
         self.model = self._base.model
         if gradient_checkpointing:
             self._base.checkpoint_activations()
-        self.base_gemm: dict[str, Any] = {}
         self._adapters: dict[str, _Adapter] = {}
         self._pipeline = Pipeline([PackedStage(self._base)], "lorapp", self._losses)
 
@@ -124,6 +124,19 @@ class Engine:
     def adapters(self) -> list[str]:
         """Names of the adapters, in the order in which they were created."""
         return list(self._adapters)
+
+    @property
+    def base_gemm(self) -> dict[str, str]:
+        """The library that multiplies by the frozen weights, by dtype; set it to resume with the same bits.
+
+        Raises:
+            ValueError: on setting one that this build does not have.
+        """
+        return gemm.chosen(self.dtype) if self.device.type == "cpu" else {}
+
+    @base_gemm.setter
+    def base_gemm(self, choices: Mapping[str, str]) -> None:
+        gemm.choose(choices)
 
     def create_adapter(
         self,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -19,6 +18,7 @@ from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_a
 from mlora.loss import Head, LogitRule
 from mlora.packing import PackedBatch
 from mlora.probe import check_packing
+from mlora_ext.gemm import linear, linear_dx
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 _LOG = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class BaseModel:
         """The head for the chunked loss, or None if an adapter targets it or it is no linear layer."""
         if isinstance(self.head, MultiLoRALinear) or type(self.head) is not nn.Linear:
             return None
-        return Head(self.head.weight, self.head.bias, self.rule, F.linear, torch.matmul)
+        return Head(self.head.weight, self.head.bias, self.rule, linear, linear_dx)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits `[..., V]` of the head's input `[..., D]`."""

@@ -99,7 +99,7 @@ def _no_dropout(model: torch.nn.Module) -> None:
 
 
 def _train_together(engine: Engine, steps: dict[str, list[list[list[Sample]]]]) -> dict[str, list[float]]:
-    """One micro-batch of every adapter in each iteration; each steps when its own accumulation is complete."""
+    """One micro-batch of every adapter in each iteration; each steps after its own accumulation."""
     waiting = {name: [batch for step in mine for batch in step] for name, mine in steps.items()}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     sums = dict.fromkeys(steps, (0.0, 0, 0))

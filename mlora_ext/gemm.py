@@ -1,0 +1,79 @@
+"""The frozen GEMM `x Wᵀ + b` and its `dy W`, by the library that was measured to be the fastest here.
+
+On the CPU the compiled operators choose once per dtype between PyTorch's BLAS and oneDNN, at the first call.
+Elsewhere, and for other dtypes, PyTorch's own. The choice changes rounding: a run that is resumed on another
+machine sets the one that it began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _ops
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x Wᵀ + b`, without autograd.
+
+    Args:
+        x: `[T, D]`.
+        weight: `[O, D]`, dtype of x.
+        bias: `[O]` or None.
+
+    Returns:
+        `[T, O]`.
+    """
+    if _serves(x):
+        return torch.ops.mlora_ext.base_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def linear_dx(dy: Tensor, weight: Tensor) -> Tensor:
+    """`dy W`, without autograd.
+
+    Args:
+        dy: `[T, O]`.
+        weight: `[O, D]`, dtype of dy.
+
+    Returns:
+        `[T, D]`.
+    """
+    if _serves(dy):
+        return torch.ops.mlora_ext.base_linear_dx(dy, weight)
+    return dy @ weight
+
+
+def chosen(dtype: torch.dtype) -> dict[str, str]:
+    """The library chosen for a dtype on the CPU: `{"float32": "onednn"}`; empty where there is no choice."""
+    if not _ops.LOADED or dtype not in _DTYPES:
+        return {}
+    return {str(dtype).removeprefix("torch."): torch.ops.mlora_ext.base_gemm(dtype)}
+
+
+def choose(choices: Mapping[str, str]) -> None:
+    """Take over what `chosen` gave, in place of a measurement.
+
+    Args:
+        choices: `aten` or `onednn` by name of dtype.
+
+    Raises:
+        ValueError: if a name is unknown, or this build cannot serve the choice.
+    """
+    for name, library in choices.items():
+        dtype = getattr(torch, name, None)
+        if dtype not in _DTYPES or not _ops.LOADED:
+            raise ValueError(f"base GEMM: this build has no choice for dtype {name!r}")
+        try:
+            torch.ops.mlora_ext.set_base_gemm(dtype, library)
+        except RuntimeError as error:
+            raise ValueError(f"base GEMM {library!r} for {name}: {error}") from error
+
+
+def _serves(x: Tensor) -> bool:
+    return _ops.LOADED and x.device.type == "cpu" and x.dtype in _DTYPES
