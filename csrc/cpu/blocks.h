@@ -12,6 +12,10 @@ constexpr int64_t kGradColumns = 256;
 template <class Op>
 constexpr int64_t kDotElements = 1024 * Op::kUnits;
 
+// Rows of a panel do not share their cache sets.
+template <class Op>
+constexpr int64_t kPanelStride = kDotElements<Op> + 32;
+
 inline int64_t units_of(int64_t elements, int64_t per_unit) { return (elements + per_unit - 1) / per_unit; }
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -35,8 +39,8 @@ template <class Op>
 int64_t scratch_bytes(int64_t max_rank) {
   const int64_t row_blocks = aligned(kBlockRows * max_rank * 4) * 3;
   const int64_t panel =
-      aligned(Simd::kDotRows * kDotElements<Op> * static_cast<int64_t>(sizeof(typename Op::Element))) +
-      aligned(Simd::kDotRows * words_of(kDotElements<Op>) * 8);
+      aligned(Simd::kDotRows * kPanelStride<Op> * static_cast<int64_t>(sizeof(typename Op::Element))) +
+      aligned(kBlockRows * words_of(kDotElements<Op>) * 8);
   const int64_t columns = aligned(kBlockRows * kGradColumns * 4) +
                           aligned(kBlockRows * words_of(kGradColumns) * 8) +
                           aligned(max_rank * kGradColumns * 4);
@@ -51,20 +55,19 @@ void shrink(const T* rows, int64_t stride, int64_t count, int64_t cols, const ty
   using Element = typename Op::Element;
   constexpr int64_t kChunk = kDotElements<Op>;
   constexpr int64_t kWords = kChunk / kWordColumns;
-  Element* panel = scratch.take<Element>(Simd::kDotRows * kChunk);
-  uint64_t* bits = scratch.take<uint64_t>(Simd::kDotRows * kWords);
+  Element* panel = scratch.take<Element>(Simd::kDotRows * kPanelStride<Op>);
+  uint64_t* bits = scratch.take<uint64_t>(kBlockRows * kWords);
   for (int64_t c = 0; c < cols; c += kChunk) {
     const int64_t n = cols - c < kChunk ? cols - c : kChunk;
+    if (dropout.threshold) {
+      keep_bits_block(dropout, philox_row, count, c / kWordColumns, words_of(n), bits, kWords);
+    }
     for (int64_t i = 0; i < count; i += Simd::kDotRows) {
       const int64_t m = count - i < Simd::kDotRows ? count - i : Simd::kDotRows;
-      if (dropout.threshold) {
-        keep_bits_block(dropout, philox_row + static_cast<uint32_t>(i), m, c / kWordColumns, words_of(n),
-                        bits, kWords);
-      }
       int64_t x_stride;
-      const Element* x =
-          stage_rows<Op, T>(rows + i * stride + c, stride, m, n, dropout.threshold ? bits : nullptr, kWords,
-                            panel, kChunk, &x_stride);
+      const Element* x = stage_rows<Op, T>(rows + i * stride + c, stride, m, n,
+                                           dropout.threshold ? bits + i * kWords : nullptr, kWords, panel,
+                                           kPanelStride<Op>, &x_stride);
       dot_rows<Op>(x, x_stride, m, a + c, a_stride, rank, n, sums + i * rank, rank, c > 0);
     }
   }
@@ -165,28 +168,71 @@ void grad_rows(const GradRowsArgs& args) {
   }
 }
 
+// One block's rows of one column task, dropped and in the form that the gradient's tiles read.
+template <class Op>
+struct StagedBlock {
+  const typename Op::Unit* rows;
+  int64_t stride;
+  uint64_t* bits;  // null: nothing is dropped
+  int64_t words;
+};
+
+template <class Op, typename T>
+StagedBlock<Op> stage_block(const GradColumnsArgs& args, const RowBlock& block, Scratch& scratch) {
+  using Unit = typename Op::Unit;
+  constexpr int64_t kGroup = 8;  // rows fetched ahead
+  const Dropout& dropout = args.adapter->dropout;
+  const int64_t cols = args.end - args.begin;
+  StagedBlock<Op> staged{nullptr, 0, nullptr, words_of(cols)};
+  if (args.dropout && dropout.threshold) {
+    staged.bits = scratch.take<uint64_t>(block.rows * staged.words);
+  }
+  Unit* memory = scratch.take<Unit>(block.rows * cols);
+  const T* rows = static_cast<const T*>(args.rows) + block.begin * args.rows_stride + args.begin;
+  T* dx = args.dx ? static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin : nullptr;
+  for (int64_t i = 0; i < block.rows; i += kGroup) {
+    const int64_t n = block.rows - i < kGroup ? block.rows - i : kGroup;
+    for (int64_t ahead = i + n; ahead < i + n + kGroup && ahead < block.rows; ++ahead) {
+      prefetch_row(rows + ahead * args.rows_stride, cols);
+    }
+    for (int64_t k = i; dx && k < i + n; ++k) {
+      prefetch_row(dx + k * args.dx_stride, cols);
+    }
+    uint64_t* bits = staged.bits ? staged.bits + i * staged.words : nullptr;
+    if (bits) {
+      keep_bits_block(dropout, block.philox_row + static_cast<uint32_t>(i), n, args.begin / kWordColumns,
+                      staged.words, bits, staged.words);
+    }
+    if (args.p_cols) {
+      const Unit* piece =
+          stage_columns<Op, T>(rows + i * args.rows_stride, args.rows_stride, n, cols, bits, staged.words,
+                               memory + i / Op::kUnits * cols, cols, &staged.stride);
+      staged.rows = i == 0 ? piece : staged.rows;
+    }
+  }
+  return staged;
+}
+
 template <class Op, typename T>
 void grad_block(const GradColumnsArgs& args, const RowBlock& block, Scratch scratch, float* sums) {
   using Unit = typename Op::Unit;
   const AdapterView& adapter = *args.adapter;
-  const int64_t rank = adapter.rank;
   const int64_t cols = args.end - args.begin;
-  const int64_t words = words_of(cols);
-  const bool drop = args.dropout && adapter.dropout.threshold;
-  uint64_t* bits = scratch.take<uint64_t>(block.rows * words);
-  if (drop) {
-    keep_bits_block(adapter.dropout, block.philox_row, block.rows, args.begin / kWordColumns, words, bits,
-                    words);
-  }
+  const StagedBlock<Op> staged = stage_block<Op, T>(args, block, scratch);
   if (args.p_cols) {
-    const T* rows = static_cast<const T*>(args.rows) + block.begin * args.rows_stride + args.begin;
-    int64_t q_stride;
-    const Unit* q = stage_columns<Op, T>(rows, args.rows_stride, block.rows, cols, drop ? bits : nullptr,
-                                         words, scratch.take<Unit>(block.rows * cols), cols, &q_stride);
     const Unit* p = static_cast<const Unit*>(args.p_cols) + block.pair_begin * args.p_stride;
-    broadcast_gemm<Op>(
-        BroadcastArgs<Op>{p, 1, args.p_stride, rank, q, q_stride, units_of(block.rows, Op::kUnits), cols},
-        AddTo<float>{sums, cols});
+    constexpr int64_t kSlice = Simd::kTileVecs * Simd::kLanes;
+    for (int64_t c = 0; c < cols; c += kSlice) {
+      const BroadcastArgs<Op> outer{p,
+                                    1,
+                                    args.p_stride,
+                                    adapter.rank,
+                                    staged.rows + c,
+                                    staged.stride,
+                                    units_of(block.rows, Op::kUnits),
+                                    cols - c < kSlice ? cols - c : kSlice};
+      broadcast_gemm<Op>(outer, AddToSums{sums + c, cols});
+    }
   }
   if (args.dx) {
     const BroadcastArgs<Op> expand{static_cast<const Unit*>(args.ds_rows) + block.begin * args.ds_rows_stride,
@@ -195,11 +241,11 @@ void grad_block(const GradColumnsArgs& args, const RowBlock& block, Scratch scra
                                    block.rows,
                                    static_cast<const Unit*>(adapter.a_cols) + args.begin,
                                    adapter.a_cols_stride,
-                                   units_of(rank, Op::kUnits),
+                                   units_of(adapter.rank, Op::kUnits),
                                    cols};
     T* dx = static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin;
-    if (drop) {
-      broadcast_gemm<Op>(expand, AddKept<T>{dx, args.dx_stride, bits, words});
+    if (staged.bits) {
+      broadcast_gemm<Op>(expand, AddKept<T>{dx, args.dx_stride, staged.bits, staged.words});
     } else {
       broadcast_gemm<Op>(expand, AddTo<T>{dx, args.dx_stride});
     }

@@ -79,10 +79,7 @@ struct Simd {
 };
 
 // Keep bits of one word of 64 columns: two groups of four counters that hide each other's latency.
-constexpr int kPhiloxRows = 1;
-
-template <int kRows>
-inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter, uint64_t* bits, int64_t) {
+inline uint64_t philox_word(const Dropout& dropout, uint32_t row, uint32_t counter) {
   const __m256i m0 = _mm256_set1_epi64x(kPhiloxMultiplier0);
   const __m256i m1 = _mm256_set1_epi64x(kPhiloxMultiplier1);
   __m256i c0[2], c1[2], c2[2], c3[2];
@@ -124,7 +121,17 @@ inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter,
         static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(keep_even, keep_odd)));
     both |= static_cast<uint64_t>(word) << (32 * i);
   }
-  *bits = both;
+  return both;
+}
+
+inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, int64_t word_begin,
+                            int64_t words, uint64_t* bits, int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t w = 0; w < words; ++w) {
+      bits[i * stride + w] =
+          philox_word(dropout, row + static_cast<uint32_t>(i), static_cast<uint32_t>((word_begin + w) * 8));
+    }
+  }
 }
 
 }  // namespace mlora::cpu::MLORA_ISA

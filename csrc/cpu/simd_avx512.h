@@ -71,38 +71,80 @@ struct Simd {
   }
 };
 
+// Round keys, and the part of the first rounds that depends on the row alone.
+struct PhiloxRows {
+  uint64_t key0[10];
+  uint64_t key1[10];
+  uint32_t layer_low;
+  uint64_t high[kBlockRows];
+  uint64_t low[kBlockRows];
+
+  PhiloxRows(const Dropout& dropout, uint32_t row, int64_t rows) {
+    for (uint32_t round = 0; round < 10; ++round) {
+      key0[round] = static_cast<uint32_t>(dropout.key0 + round * kPhiloxBump0);
+      key1[round] = static_cast<uint32_t>(dropout.key1 + round * kPhiloxBump1);
+    }
+    const uint64_t layer = static_cast<uint64_t>(kPhiloxMultiplier1) * dropout.layer;
+    layer_low = static_cast<uint32_t>(layer);
+    for (int64_t i = 0; i < rows; ++i) {
+      const uint32_t first =
+          static_cast<uint32_t>(layer >> 32) ^ (row + static_cast<uint32_t>(i)) ^ dropout.key0;
+      const uint64_t product = static_cast<uint64_t>(kPhiloxMultiplier0) * first;
+      high[i] = (product >> 32) ^ key1[1];
+      low[i] = static_cast<uint32_t>(product);
+    }
+  }
+};
+
+inline __m512i high_half(__m512i v) { return _mm512_srli_epi64(v, 32); }
+
+// The part of the first three rounds that depends on the columns alone: eight counters, 64 columns.
+struct PhiloxColumns {
+  __m512i second, third0, third2, third3;
+
+  PhiloxColumns(const PhiloxRows& rows, const Dropout& dropout, uint32_t counter) {
+    const __m512i m0 = _mm512_set1_epi64(kPhiloxMultiplier0);
+    const __m512i m1 = _mm512_set1_epi64(kPhiloxMultiplier1);
+    // even lanes hold counters 0..3 and odd lanes 4..7, so that unpacking the results yields them in order
+    const __m512i c0 =
+        _mm512_add_epi64(_mm512_set1_epi64(counter), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
+    second = _mm512_mul_epu32(m0, c0);
+    const __m512i c2 = _mm512_xor_si512(high_half(second), _mm512_set1_epi64(dropout.step ^ dropout.key1));
+    const __m512i p1 = _mm512_mul_epu32(m1, c2);
+    const __m512i next0 = _mm512_xor_si512(high_half(p1), _mm512_set1_epi64(rows.layer_low ^ rows.key0[1]));
+    third3 = _mm512_mul_epu32(m0, next0);
+    third0 = _mm512_xor_si512(p1, _mm512_set1_epi64(rows.key0[2]));
+    third2 = _mm512_xor_si512(high_half(third3), _mm512_set1_epi64(rows.key1[2]));
+  }
+};
+
 // Keep bits of kRows neighbouring rows for one word of 64 columns; the rows hide each other's latency.
 template <int kRows>
-inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter, uint64_t* bits,
-                         int64_t bits_stride) {
+inline void philox_words(const PhiloxRows& rows, const PhiloxColumns& columns, int64_t row, __m512i threshold,
+                         uint64_t* bits, int64_t bits_stride) {
   const __m512i m0 = _mm512_set1_epi64(kPhiloxMultiplier0);
   const __m512i m1 = _mm512_set1_epi64(kPhiloxMultiplier1);
   __m512i c0[kRows], c1[kRows], c2[kRows], c3[kRows];
   for (int i = 0; i < kRows; ++i) {
-    // even lanes hold counters 0..3 and odd lanes 4..7, so that unpacking below yields them in order
-    c0[i] = _mm512_add_epi64(_mm512_set1_epi64(counter), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
-    c1[i] = _mm512_set1_epi64(static_cast<uint32_t>(row + i));
-    c2[i] = _mm512_set1_epi64(dropout.layer);
-    c3[i] = _mm512_set1_epi64(dropout.step);
+    const __m512i second = _mm512_xor_si512(columns.second, _mm512_set1_epi64(rows.high[row + i]));
+    c1[i] = _mm512_mul_epu32(m1, second);
+    c0[i] = _mm512_xor_si512(high_half(c1[i]), columns.third0);
+    c2[i] = _mm512_xor_si512(columns.third2, _mm512_set1_epi64(rows.low[row + i]));
+    c3[i] = columns.third3;
   }
-  uint32_t k0 = dropout.key0;
-  uint32_t k1 = dropout.key1;
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
-    const __m512i key0 = _mm512_set1_epi64(k0);
-    const __m512i key1 = _mm512_set1_epi64(k1);
+#pragma GCC unroll 7
+  for (int round = 3; round < 10; ++round) {
+    const __m512i key0 = _mm512_set1_epi64(rows.key0[round]);
+    const __m512i key1 = _mm512_set1_epi64(rows.key1[round]);
     for (int i = 0; i < kRows; ++i) {
       const __m512i p0 = _mm512_mul_epu32(m0, c0[i]);
       const __m512i p1 = _mm512_mul_epu32(m1, c2[i]);
-      c0[i] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[i], key0, 0x96);
-      c2[i] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[i], key1, 0x96);
+      c0[i] = _mm512_ternarylogic_epi64(high_half(p1), c1[i], key0, 0x96);
+      c2[i] = _mm512_ternarylogic_epi64(high_half(p0), c3[i], key1, 0x96);
       c1[i] = p1;
       c3[i] = p0;
     }
-    k0 += kPhiloxBump0;
-    k1 += kPhiloxBump1;
   }
-  const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(dropout.threshold));
   for (int i = 0; i < kRows; ++i) {
     const __m512i w01 = _mm512_mask_mov_epi32(c0[i], 0xAAAA, _mm512_slli_epi64(c1[i], 32));
     const __m512i w23 = _mm512_mask_mov_epi32(c2[i], 0xAAAA, _mm512_slli_epi64(c3[i], 32));
@@ -112,7 +154,22 @@ inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter,
   }
 }
 
-constexpr int kPhiloxRows = 2;
+// rows <= kBlockRows
+inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, int64_t word_begin,
+                            int64_t words, uint64_t* bits, int64_t stride) {
+  const PhiloxRows row_state(dropout, row, rows);
+  const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(dropout.threshold));
+  for (int64_t w = 0; w < words; ++w) {
+    const PhiloxColumns columns(row_state, dropout, static_cast<uint32_t>((word_begin + w) * 8));
+    int64_t i = 0;
+    for (; i + 4 <= rows; i += 4) {
+      philox_words<4>(row_state, columns, i, threshold, bits + i * stride + w, stride);
+    }
+    for (; i < rows; ++i) {
+      philox_words<1>(row_state, columns, i, threshold, bits + i * stride + w, stride);
+    }
+  }
+}
 
 #ifdef __AVX512BF16__
 // Products of bf16 pairs, summed in fp32: one 32-bit lane holds two neighbours along the sum.
@@ -142,8 +199,18 @@ inline void interleave(const BF16* first, const BF16* second, int64_t cols, cons
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
                                        38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  for (int64_t c = 0; c < cols; c += 32) {
-    const int64_t n = cols - c < 32 ? cols - c : 32;
+  int64_t c = 0;
+  for (; c + 32 <= cols; c += 32) {
+    const __mmask32 m0 = keep0 ? static_cast<__mmask32>(keep0[c >> 6] >> (c & 63)) : ~__mmask32{0};
+    const __mmask32 m1 = keep1 ? static_cast<__mmask32>(keep1[c >> 6] >> (c & 63)) : ~__mmask32{0};
+    const __m512i a = _mm512_maskz_mov_epi16(m0, _mm512_loadu_si512(first + c));
+    const __m512i b =
+        second ? _mm512_maskz_mov_epi16(m1, _mm512_loadu_si512(second + c)) : _mm512_setzero_si512();
+    _mm512_storeu_si512(target + c, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(target + c + 16, _mm512_permutex2var_epi16(a, high, b));
+  }
+  if (c < cols) {
+    const int64_t n = cols - c;
     const __mmask32 valid = Simd::first32(n);
     const __mmask32 m0 = keep0 ? valid & static_cast<__mmask32>(keep0[c >> 6] >> (c & 63)) : valid;
     const __mmask32 m1 = keep1 ? valid & static_cast<__mmask32>(keep1[c >> 6] >> (c & 63)) : valid;
@@ -158,9 +225,13 @@ inline void interleave(const BF16* first, const BF16* second, int64_t cols, cons
 
 // Copy a row; dropped elements become zero.
 inline void copy_kept(const BF16* source, int64_t cols, const uint64_t* keep, BF16* target) {
-  for (int64_t c = 0; c < cols; c += 32) {
-    const int64_t n = cols - c < 32 ? cols - c : 32;
-    const __mmask32 valid = Simd::first32(n);
+  int64_t c = 0;
+  for (; c + 32 <= cols; c += 32) {
+    const __mmask32 mask = keep ? static_cast<__mmask32>(keep[c >> 6] >> (c & 63)) : ~__mmask32{0};
+    _mm512_storeu_si512(target + c, _mm512_maskz_mov_epi16(mask, _mm512_loadu_si512(source + c)));
+  }
+  if (c < cols) {
+    const __mmask32 valid = Simd::first32(cols - c);
     const __mmask32 mask = keep ? valid & static_cast<__mmask32>(keep[c >> 6] >> (c & 63)) : valid;
     _mm512_mask_storeu_epi16(target + c, valid, _mm512_maskz_loadu_epi16(mask, source + c));
   }

@@ -49,13 +49,21 @@ struct Simd {
   }
 };
 
-constexpr int kPhiloxRows = 1;
-
-template <int kRows>
-inline void philox_words(const Dropout& dropout, uint32_t row, uint32_t counter, uint64_t* bits, int64_t) {
-  *bits = 0;
+inline uint64_t philox_word(const Dropout& dropout, uint32_t row, uint32_t counter) {
+  uint64_t bits = 0;
   for (uint32_t i = 0; i < 8; ++i) {
-    *bits |= philox_byte(dropout, row, counter + i) << (8 * i);
+    bits |= philox_byte(dropout, row, counter + i) << (8 * i);
+  }
+  return bits;
+}
+
+inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, int64_t word_begin,
+                            int64_t words, uint64_t* bits, int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t w = 0; w < words; ++w) {
+      bits[i * stride + w] =
+          philox_word(dropout, row + static_cast<uint32_t>(i), static_cast<uint32_t>((word_begin + w) * 8));
+    }
   }
 }
 

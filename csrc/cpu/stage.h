@@ -12,24 +12,6 @@ constexpr int64_t kWordColumns = 64;
 
 inline int64_t words_of(int64_t cols) { return (cols + kWordColumns - 1) / kWordColumns; }
 
-inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, int64_t word_begin,
-                            int64_t words, uint64_t* bits, int64_t stride) {
-  int64_t i = 0;
-  for (; i + kPhiloxRows <= rows; i += kPhiloxRows) {
-    for (int64_t w = 0; w < words; ++w) {
-      const uint32_t counter = static_cast<uint32_t>((word_begin + w) * 8);
-      philox_words<kPhiloxRows>(dropout, row + static_cast<uint32_t>(i), counter, bits + i * stride + w,
-                                stride);
-    }
-  }
-  for (; i < rows; ++i) {
-    for (int64_t w = 0; w < words; ++w) {
-      const uint32_t counter = static_cast<uint32_t>((word_begin + w) * 8);
-      philox_words<1>(dropout, row + static_cast<uint32_t>(i), counter, bits + i * stride + w, stride);
-    }
-  }
-}
-
 // Copy one row of x to the compute type; dropped elements become zero.
 template <typename T>
 void copy_kept(const T* source, int64_t cols, const uint64_t* keep, float* target) {

@@ -119,6 +119,11 @@ void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, con
       acc[i][v] = Simd::zero();
     }
   }
+  if constexpr (!kTail) {
+    for (int i = 0; i < M; ++i) {
+      epilogue.prefetch(row + i, col + V * Simd::kLanes, V * Simd::kLanes);
+    }
+  }
   const auto* p = args.p + row * args.p_row;
   const auto* q = args.q + col;
   for (int64_t k = 0; k < args.k; ++k) {
@@ -190,11 +195,23 @@ void broadcast_gemm(const BroadcastArgs<Op>& args, const Epilogue& epilogue) {
   }
 }
 
+inline void prefetch_line(const void* p) { __builtin_prefetch(p, 1, 3); }
+
+template <typename T>
+void prefetch_row(const T* row, int64_t cols) {
+  for (int64_t c = 0; c < cols; c += 64 / static_cast<int64_t>(sizeof(T))) {
+    prefetch_line(row + c);
+  }
+}
+
 // rows[row][col] += sum, in the dtype of the rows.
 template <typename T>
 struct AddTo {
   T* rows;
   int64_t stride;
+  void prefetch(int64_t row, int64_t col, int64_t cols) const {
+    prefetch_row(rows + row * stride + col, cols);
+  }
   void full(int64_t row, int64_t col, Simd::Vec sum) const {
     T* target = rows + row * stride + col;
     Simd::store(target, Simd::add(Simd::load(target), sum));
@@ -212,6 +229,9 @@ struct AddKept {
   int64_t stride;
   const uint64_t* bits;
   int64_t bits_stride;
+  void prefetch(int64_t row, int64_t col, int64_t cols) const {
+    AddTo<T>{rows, stride}.prefetch(row, col, cols);
+  }
   Simd::Vec kept(int64_t row, int64_t col, Simd::Vec sum) const {
     return Simd::keep(sum, bits[row * bits_stride + (col >> 6)] >> (col & 63));
   }
@@ -220,6 +240,17 @@ struct AddKept {
   }
   void tail(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
     AddTo<T>{rows, stride}.tail(row, col, kept(row, col, sum), n);
+  }
+};
+
+// Sums that stay in the cache.
+struct AddToSums {
+  float* sums;
+  int64_t stride;
+  void prefetch(int64_t, int64_t, int64_t) const {}
+  void full(int64_t row, int64_t col, Simd::Vec sum) const { AddTo<float>{sums, stride}.full(row, col, sum); }
+  void tail(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
+    AddTo<float>{sums, stride}.tail(row, col, sum, n);
   }
 };
 
