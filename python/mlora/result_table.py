@@ -18,11 +18,12 @@ def result_table(summary: dict[str, Any]) -> list[list[str]]:
     rows = [["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]]
     for name, entry in summary["adapters"].items():
         loss, exact = entry["eval_loss"], entry["eval_exact_match"]
+        waits = entry["state"] == "running" and summary["status"] != "running"
         total = "" if entry["max_steps"] is None else f"/{entry['max_steps']}"
         rows.append(
             [
                 name,
-                entry["state"],
+                "unfinished" if waits else entry["state"],
                 f"{entry['step']}{total}",
                 _number(entry["loss"], ".4f"),
                 _number(loss["before"], ".4f"),

@@ -55,12 +55,12 @@ def train(
     except OSError as error:
         raise RunError(f"output_dir: {folder.path} cannot be cleared: {error.strerror}") from error
     folder.write_config(config)
-    return _run(prepared, folder, Metrics(folder.metrics), reporter)
+    with Metrics(folder.metrics) as metrics:
+        return _run(prepared, folder, metrics, reporter)
 
 
 def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResult:
-    """Continue a run from its last checkpoint; a run without one starts anew, a finished one is only
-    reported.
+    """Continue a run from its last checkpoint; without one it starts anew, and a finished one is reported.
 
     Args:
         run_dir: the run's ``output_dir``.
@@ -84,22 +84,27 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
             if adapter.state in ("stopped", "refused"):
                 reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
         return done
-    metrics = Metrics(folder.metrics, keep_all=True)
-    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
+    with Metrics(folder.metrics, keep_all=True) as metrics:
+        checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
+        prepared = _continued(config, folder, checkpoint, reporter)
+        metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+        return _run(prepared, folder, metrics, reporter)
+
+
+def _continued(
+    config: RunConfig, folder: RunFolder, checkpoint: dict[str, Any] | None, reporter: Reporter
+) -> Prepared:
     if checkpoint is None:
         reporter.note(f"{folder.path} has no checkpoint; training starts anew")
-        prepared = prepare(config, reporter)
-    else:
-        changed = changed_key(checkpoint["config"], config.model_dump())
-        if changed:
-            raise RunError(
-                f"{folder.config}: {changed} changed since the checkpoint; put it back, or train anew "
-                "with --overwrite"
-            )
-        reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
-        prepared = prepare(config, reporter, checkpoint)
-    metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
-    return _run(prepared, folder, metrics, reporter)
+        return prepare(config, reporter)
+    changed = changed_key(checkpoint["config"], config.model_dump())
+    if changed:
+        raise RunError(
+            f"{folder.config}: {changed} changed since the checkpoint; put it back, or train anew "
+            "with --overwrite"
+        )
+    reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
+    return prepare(config, reporter, checkpoint)
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:
@@ -147,4 +152,4 @@ def _run(prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Repo
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()
-        metrics.close()
+        prepared.engine.close()

@@ -214,6 +214,14 @@ class Metrics:
         """Close the file, which frees the lock."""
         self._file.close()
 
+    def __enter__(self) -> Metrics:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+        self.close()
+
 
 def is_running(path: Path) -> bool:
     """Say whether a process is at work on a run.

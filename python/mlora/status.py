@@ -33,11 +33,13 @@ def read_status(run_dir: Path | str) -> tuple[str, list[list[str]]]:
         summary["adapters"].setdefault(adapter["name"], _unknown())
     for record in read_metrics(folder.metrics):
         _apply(summary["adapters"][record["adapter"]], record)
+    if summary["status"] == "running" and not is_running(folder.metrics):
+        summary["status"] = "interrupted"
     return _line(folder, summary["status"]), result_table(summary)
 
 
 def _line(folder: RunFolder, status: str) -> str:
-    if is_running(folder.metrics):
+    if status == "running":
         return f"running: {folder.path}"
     if status in ("finished", "failed"):
         return f"{status}: {folder.path}"
@@ -62,6 +64,8 @@ def _unknown() -> dict[str, Any]:
 
 
 def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:
+    if entry["state"] == "waiting":
+        entry["state"] = "running"
     entry["step"] = max(entry["step"], record["step"])
     if "loss" in record:
         entry["loss"] = record["loss"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.cli import app
+from mlora.run_folder import Metrics
 from safetensors.torch import load_file, save_file
 from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -125,6 +126,17 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     (copy / "metrics.jsonl").write_text("".join(lines[:6]) + '{"adapter": "fi')
     result = run("status", copy)
     assert result.stdout.startswith(f"not running; `mlora resume {copy}` continues from its last checkpoint")
+    assert [line.split()[1] for line in result.stdout.splitlines()[2:]] == ["unfinished", "unfinished"]
+    summary = json.loads((trained / "summary.json").read_text())
+    summary |= {"status": "running"}
+    summary["adapters"]["first"]["state"] = "running"
+    (copy / "summary.json").write_text(json.dumps(summary))
+    assert [line.split()[1] for line in run("status", copy).stdout.splitlines()[2:]] == [
+        "unfinished",
+        "finished",
+    ]
+    with Metrics(copy / "metrics.jsonl", keep_all=True):
+        assert run("status", copy).stdout.startswith(f"running: {copy}")
     (copy / "metrics.jsonl").unlink()
     shutil.rmtree(copy / "checkpoints")
     result = run("status", copy)

@@ -66,7 +66,7 @@ def test_table_leaves_out_columns_without_values() -> None:
         "eval_loss": {"before": 2.0, "after": 1.0},
         "eval_exact_match": {"before": None, "after": None},
     }
-    rows = result_table({"adapters": {"a": entry}})
+    rows = result_table({"status": "finished", "adapters": {"a": entry}})
     assert rows == [
         ["adapter", "state", "step", "loss", "eval loss before", "after"],
         ["a", "finished", "3/3", "1.5000", "2.0000", "1.0000"],
