@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -132,11 +132,14 @@ class Engine:
         Raises:
             ValueError: on setting one that this build does not have.
         """
-        return gemm.chosen(self.dtype) if self.device.type == "cpu" else {}
+        if self.device.type != "cpu":
+            return {}
+        return {str(self.dtype).removeprefix("torch."): gemm.base_gemm(self.dtype)}
 
     @base_gemm.setter
     def base_gemm(self, choices: Mapping[str, str]) -> None:
-        gemm.choose(choices)
+        for dtype, library in choices.items():
+            gemm.set_base_gemm(getattr(torch, dtype), cast(gemm.BaseGemm, library))
 
     def create_adapter(
         self,
