@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -132,14 +132,11 @@ class Engine:
         Raises:
             ValueError: on setting one that this build does not have.
         """
-        if self.device.type != "cpu":
-            return {}
-        return {str(self.dtype).removeprefix("torch."): gemm.base_gemm(self.dtype)}
+        return gemm.chosen(self.dtype) if self.device.type == "cpu" else {}
 
     @base_gemm.setter
     def base_gemm(self, choices: Mapping[str, str]) -> None:
-        for dtype, library in choices.items():
-            gemm.set_base_gemm(getattr(torch, dtype), cast(gemm.BaseGemm, library))
+        gemm.choose(choices)
 
     def create_adapter(
         self,
