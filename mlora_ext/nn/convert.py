@@ -63,6 +63,7 @@ def convert_model(
     """
     if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
+    _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
@@ -229,6 +230,15 @@ def check_weights(
                     f"adapter {name!r}: layer {key}.{bank}: expected shape {shape}, "
                     f"got {list(tensor.shape)}; is it an adapter of another base or rank?"
                 )
+
+
+def _refuse_peft(model: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "model: has PEFT's layers already; use mlora_ext.from_peft to take its adapters over"
+        )
 
 
 def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:

@@ -34,12 +34,13 @@ _CONFIG, _WEIGHTS, _OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) -> None:
     """Write an adapter as a folder that `PeftModel.from_pretrained` loads.
 
-    The folder appears whole or not at all: it is written under a temporary name beside and renamed.
+    Everything is written under a temporary name beside and then renamed: a new folder appears whole or not at
+    all; in a folder that exists, the adapter's files are replaced and others stay.
 
     Args:
         model: converted by `convert_model`.
         name: of the adapter.
-        folder: to write; files of an earlier adapter in it are replaced.
+        folder: to write.
 
     Raises:
         ValueError: if the model has no adapter of this name, or `folder` is a file.
@@ -58,7 +59,7 @@ def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) ->
     try:
         _write(model, name, scratch)
         os.chmod(scratch, 0o777 & ~_umask())
-        _swap(scratch, target)
+        _move_into(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -132,30 +133,30 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
 
 
 def _write(model: nn.Module, name: str, folder: Path) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     adapter_config(model, name).save_pretrained(str(folder))
-    save_file(adapter_state(model, name), str(folder / _WEIGHTS), metadata={"format": "pt"})
-    for file in folder.iterdir():
+    # Serialised first and written here, so that a full disk is an OSError and not safetensors' own exception.
+    (folder / _WEIGHTS).write_bytes(save(adapter_state(model, name), metadata={"format": "pt"}))
+    for file in (folder / _CONFIG, folder / _WEIGHTS):
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
 
 
-def _swap(scratch: Path, target: Path) -> None:
-    """Rename the finished folder into place; an old one, which cannot be replaced, steps aside first."""
-    aside = None
+def _move_into(scratch: Path, target: Path) -> None:
+    """Rename the finished folder into place; into a folder that exists, its files, the weights first."""
     if target.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        os.rename(target, aside)
-    try:
+        for name in (_WEIGHTS, _CONFIG):
+            os.replace(scratch / name, target / name)
+        (target / _OLD_WEIGHTS).unlink(missing_ok=True)
+        _sync(target)
+    else:
         os.rename(scratch, target)
-    except OSError:
-        if aside is not None:
-            os.rename(aside, target)
-        raise
-    if aside is not None:
-        shutil.rmtree(aside)
-    handle = os.open(target.parent, os.O_RDONLY)
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

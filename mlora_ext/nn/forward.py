@@ -1,12 +1,10 @@
 """`adapter_names=` on a converted model's forward and generate.
 
-The hooks and the `generate` method sit on the instance and find the model through their first argument, so
-a deep copy of the model has its own.
+Hooks and `generate` sit on the instance; a deep copy or a pickled model has its own.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,34 +21,45 @@ def install(model: nn.Module) -> None:
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
     if callable(getattr(model, "generate", None)):
-        model.__dict__["generate"] = types.MethodType(generate, model)
+        model.__dict__["generate"] = Generate(model)
 
 
-def generate(model: Any, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
-    """The model's own `generate`, with one adapter per prompt.
+class Generate:
+    """A converted model's `generate`: the model's own, with one adapter per prompt.
+
+    An object and not a method, so that it is copied and pickled with its model.
 
     Args:
-        model: converted by `convert_model`.
-        args: as the model's own `generate`.
-        adapter_names: one per prompt, `__base__` = none; beams and several return sequences follow their
-            prompt.
-        kwargs: as the model's own `generate`.
-
-    Returns:
-        What the model's own `generate` returns.
-
-    Raises:
-        ValueError: if a name is unknown, or there is not one name per prompt.
+        model: with a `generate` of its own.
     """
-    own = type(model).generate
-    if adapter_names is None:
-        return own(model, *args, **kwargs)
-    shape = _batch_shape(args, kwargs)
-    if shape is not None:
-        _check_count(adapter_names, shape[0])
-    router = router_of(model)
-    with router.entered(router.sampled(adapter_names)):
-        return own(model, *args, **kwargs)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Generate.
+
+        Args:
+            args: as the model's own `generate`.
+            adapter_names: one per prompt, `__base__` = none; beams and several return sequences follow their
+                prompt.
+            kwargs: as the model's own `generate`.
+
+        Returns:
+            What the model's own `generate` returns.
+
+        Raises:
+            ValueError: if a name is unknown, or there is not one name per prompt.
+        """
+        own: Any = type(self.model).generate
+        if adapter_names is None:
+            return own(self.model, *args, **kwargs)
+        shape = _batch_shape(args, kwargs)
+        if shape is not None:
+            _check_count(adapter_names, shape[0])
+        router = router_of(self.model)
+        with router.entered(router.sampled(adapter_names)):
+            return own(self.model, *args, **kwargs)
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

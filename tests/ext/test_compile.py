@@ -51,3 +51,14 @@ def test_layouts_steps_and_layers_recompile_nothing(model: torch.nn.Module) -> N
                     got = run(block, model, x, rotary)
                 for one, other in zip(got, expected, strict=True):
                     torch.testing.assert_close(one, other)
+
+
+def test_row_counts_recompile_nothing(model: torch.nn.Module) -> None:
+    layer = model.model.layers[0]
+    block = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for step, rows in enumerate([12, 17, 33, 20, 50]):
+        x = torch.randn(1, rows, 32)
+        rotary = model.model.rotary_emb(x, torch.arange(rows).unsqueeze(0))
+        with mx.route(model, random_layout(rows)), torch._dynamo.config.patch(error_on_recompile=step > 0):
+            for one, other in zip(run(block, model, x, rotary), run(layer, model, x, rotary), strict=True):
+                torch.testing.assert_close(one, other)

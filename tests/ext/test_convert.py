@@ -232,6 +232,8 @@ def test_refuses_second_conversion_and_unconverted_models() -> None:
         mx.convert_model(model, {"b": config()})
     with pytest.raises(ValueError, match="adapter 'a': the model has an adapter of this name"):
         mx.add_adapter(model, "a", config())
+    with pytest.raises(ValueError, match=r"has PEFT's layers already; use mlora_ext\.from_peft"):
+        mx.convert_model(peft_model(llama(), {"a": config()}), {"b": config()})
     with pytest.raises(ValueError, match=r"expected one converted by mlora_ext.convert_model, got Llama"):
         mx.adapter_parameters(llama(), "a")
 

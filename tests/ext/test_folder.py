@@ -156,7 +156,9 @@ def test_failed_save_leaves_the_old_folder(saved: Path, monkeypatch: pytest.Monk
     assert (saved / "adapter_model.safetensors").read_bytes() == before
     assert os.listdir(saved.parent) == ["a"]
     monkeypatch.undo()
+    (saved / "notes.txt").write_text("mine")
     mx.save_adapter(model, "a", saved)
+    assert (saved / "notes.txt").read_text() == "mine"
     assert (saved / "adapter_model.safetensors").read_bytes() != before
     assert os.listdir(saved.parent) == ["a"]
 

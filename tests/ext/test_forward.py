@@ -261,6 +261,14 @@ def test_two_copies_do_not_meet() -> None:
     torch.testing.assert_close(clone(input_ids=ids, adapter_names=["a"]).logits, one)
 
 
+def test_pickled_model_is_whole(tmp_path: Path) -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    options = {"adapter_names": ["b", "a"], "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(again.generate(ids, **options), model.generate(ids, **options))
+
+
 def test_any_module_can_be_converted() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     configs = {n: LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False) for n in "ab"}
