@@ -1,0 +1,258 @@
+"""One linear layer with several adapters, forward and backward, against the same layer without adapters.
+
+    python bench/bench_linear.py                                 # fp32 and bf16, five shapes, 2 threads
+    python bench/bench_linear.py --dtype bfloat16 --shapes 512x1024x1024x8 --out /tmp/linear
+
+In one run, taking turns, medians: the frozen layer (`F.linear` and dX), the same by the library that mlora_ext
+chose, PEFT's layers in a loop, a loop of `addmm_`, and ours. First each is checked against the fp64 oracle.
+"limit" is the least time for the low-rank part alone: its bytes at the speed of a copy or its FLOPs at the
+speed of the chosen GEMM, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import contenders
+import machine
+import torch
+from contenders import Layer, Run
+
+import mlora_ext as mx
+
+RANK = 16
+# (T, d_in, d_out, adapters): what must be reached as a multiple of the frozen layer's time, by dtype
+TARGETS = {
+    (2048, 2048, 2048, 4): {"float32": 1.06, "bfloat16": 1.10},
+    (2048, 1024, 1024, 4): {"float32": 1.09, "bfloat16": 1.20},
+    (1024, 2048, 5632, 8): {"float32": 1.05, "bfloat16": 1.08},
+    (512, 1024, 1024, 8): {"float32": 1.12, "bfloat16": 1.22},
+    (2048, 2048, 512, 4): {"float32": 1.14, "bfloat16": 1.27},
+}
+Shape = tuple[int, int, int, int]
+
+
+@dataclass
+class Timing:
+    """Median wall seconds, and processor seconds per wall second."""
+
+    seconds: float
+    processors: float
+
+
+def take_turns(cases: dict[str, Run], layer: Layer, rounds: int, warm_up: int = 2) -> dict[str, Timing]:
+    """Time every case once a round on the same fresh data, the order turning."""
+    walls: dict[str, list[float]] = {name: [] for name in cases}
+    processors: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for turn in range(warm_up + rounds):
+        layer.refresh()
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            wall, processor = time.perf_counter(), time.process_time()
+            results = cases[name]()
+            wall, processor = time.perf_counter() - wall, time.process_time() - processor
+            del results
+            if turn >= warm_up:
+                walls[name].append(wall)
+                processors[name].append(processor)
+    return {
+        name: Timing(statistics.median(walls[name]), sum(processors[name]) / sum(walls[name])) for name in cases
+    }
+
+
+def error(results: list[torch.Tensor], oracle: list[torch.Tensor]) -> float:
+    """Largest relative error of a result, in the Frobenius norm."""
+    pairs = zip(results, oracle, strict=True)
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def check(dtype: torch.dtype) -> None:
+    """Stop the benchmark when a contender computes something else than the oracle does.
+
+    Raises:
+        SystemExit: naming the contender and its error.
+    """
+    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    for p in (0.0, 0.1):
+        layer = Layer.random(96, 160, 224, 3, 8, dtype, p)
+        double = [t.detach().double().requires_grad_() for t in (layer.x, *layer.lora_a, *layer.lora_b)]
+        exact = Layer(double[0], layer.dy.double(), layer.weight.double(), double[1:4], double[4:], p)
+        with mx.use_backend("reference"):
+            oracle = contenders.ours(exact)()
+        checked = {"ours": contenders.ours(layer)}
+        if p == 0.0:  # torch draws other masks
+            checked |= {"PEFT loop": contenders.peft_loop(layer), "addmm_ loop": contenders.addmm_loop(layer)}
+        for name, run in checked.items():
+            found = error(run(), oracle)
+            if not found <= allowed:
+                raise SystemExit(f"{name}, {dtype}, p={p}: relative error {found:.2e}, allowed {allowed:.0e}")
+
+
+def copy_speed() -> float:
+    """Bytes read and written per second by a copy that no cache holds."""
+    source, target = torch.empty(2, 64 * 2**20).unbind()
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * source.nbytes / statistics.median(seconds)
+
+
+def limit(shape: Shape, element: int, gemm_seconds: float, bytes_per_second: float) -> dict[str, float]:
+    """Bytes and FLOPs of the low-rank part, and the least seconds for them (KERNELS: the limit)."""
+    rows, d_in, d_out, _ = shape
+    flops = 6.0 * rows * RANK * (d_in + d_out)
+    # forward: x read, y read and written; backward: dy and x read, dx read and written
+    moved = float(element * rows * (4 * d_in + 3 * d_out))
+    flops_per_second = 4.0 * rows * d_in * d_out / gemm_seconds
+    return {"flops": flops, "bytes": moved, "seconds": max(moved / bytes_per_second, flops / flops_per_second)}
+
+
+def bench(shape: Shape, dtype: torch.dtype, p: float, rounds: int, bytes_per_second: float) -> dict[str, Any]:
+    """One row of the table."""
+    layer = Layer.random(*shape, RANK, dtype, p)
+    cases = {
+        "frozen": contenders.frozen(layer),
+        "gemm": contenders.chosen_gemm(layer),
+        "peft": contenders.peft_loop(layer),
+        "addmm": contenders.addmm_loop(layer),
+        "ours": contenders.ours(layer),
+    }
+    if dtype != torch.float32:
+        cases["ours_fp32_adapters"] = contenders.ours(layer.with_fp32_adapters())
+    timings = take_turns(cases, layer, rounds)
+    seconds = {name: timing.seconds for name, timing in timings.items()}
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "shape": shape,
+        "dtype": name,
+        "dropout": p,
+        "seconds": seconds,
+        "ratio_to_frozen": {key: value / seconds["frozen"] for key, value in seconds.items()},
+        "ours_to_gemm": seconds["ours"] / seconds["gemm"],
+        "added_seconds": seconds["ours"] - seconds["gemm"],
+        "must": TARGETS.get(shape, {}).get(name),
+        "limit": limit(shape, layer.x.element_size(), seconds["gemm"], bytes_per_second),
+        "processors": {key: timing.processors for key, timing in timings.items()},
+    }
+
+
+HEADER = (
+    f"{'T x d_in x d_out, N':23} {'dtype':8} | {'frozen ms':>9} {'gemm ms':>8} {'ours ms':>8} | "
+    f"{'PEFT':>5} {'addmm_':>6} {'ours':>5} {'must':>5} {'fp32 A,B':>8} | {'ours/gemm':>9} {'added ms':>8} "
+    f"{'limit ms':>8} {'MB':>5} {'GFLOP':>5}"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text; ratios are to the frozen layer unless they say otherwise."""
+    rows, d_in, d_out, adapters = row["shape"]
+    ms = {name: 1e3 * value for name, value in row["seconds"].items()}
+    ratio, least = row["ratio_to_frozen"], row["limit"]
+    mixed = f"{ratio['ours_fp32_adapters']:8.3f}" if "ours_fp32_adapters" in ratio else f"{'':8}"
+    must = f"{row['must']:5.2f}" if row["must"] else f"{'':5}"
+    return (
+        f"{f'{rows} x {d_in} x {d_out}, {adapters}':23} {row['dtype']:8} | {ms['frozen']:9.2f} {ms['gemm']:8.2f} "
+        f"{ms['ours']:8.2f} | {ratio['peft']:5.2f} {ratio['addmm']:6.2f} {ratio['ours']:5.3f} {must} {mixed} | "
+        f"{row['ours_to_gemm']:9.3f} {1e3 * row['added_seconds']:8.2f} {1e3 * least['seconds']:8.2f} "
+        f"{least['bytes'] / 1e6:5.0f} {least['flops'] / 1e9:5.2f}"
+    )
+
+
+def quiet(rows: list[dict[str, Any]], threads: int) -> str:
+    """Whether the processors worked all the time: otherwise something else had them."""
+    worst = min(value for row in rows for name, value in row["processors"].items() if name != "peft")
+    verdict = "the machine was quiet" if worst > 0.9 * threads else "SOMETHING ELSE RAN: do not trust this"
+    return f"processor time / wall time, worst case: {worst:.2f} of {threads} threads; {verdict}"
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of the ratio to the frozen layer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = {"peft": "PEFT loop", "addmm": "addmm_ loop", "gemm": "chosen GEMM, no adapters", "ours": "ours"}
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    figure, panels = plt.subplots(len(dtypes), 1, figsize=(9, 3.2 * len(dtypes)), squeeze=False)
+    for dtype, axes in zip(dtypes, panels[:, 0], strict=True):
+        chosen = [row for row in rows if row["dtype"] == dtype]
+        for index, (key, label) in enumerate(names.items()):
+            places = [i + 0.2 * (index - 1.5) for i in range(len(chosen))]
+            bars = axes.bar(places, [row["ratio_to_frozen"][key] for row in chosen], 0.2, label=label)
+            axes.bar_label(bars, fmt="%.2f", fontsize=7)
+        for i, row in enumerate(chosen):
+            if row["must"]:
+                axes.plot([i + 0.2, i + 0.4], [row["must"]] * 2, color="black", linewidth=1)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set_xticks(range(len(chosen)), ["×".join(map(str, row["shape"])) for row in chosen], fontsize=8)
+        axes.set_ylabel(f"time / frozen F.linear, {dtype}")
+    panels[0, 0].legend(fontsize=8)
+    panels[0, 0].set_title(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse_shape(text: str) -> Shape:
+    """`T x d_in x d_out x adapters`."""
+    parts = tuple(int(part) for part in text.split("x"))
+    if len(parts) != 4 or min(parts) < 1:
+        raise argparse.ArgumentTypeError(f"expected TxD_INxD_OUTxADAPTERS, got {text}")
+    return parts  # type: ignore[return-value]
+
+
+def commit() -> str:
+    """The commit that is measured, or "unknown" outside a repository."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return git.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(TARGETS), metavar="TxDxOxN")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.png and OUT.txt; default bench/results/linear-...")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dtypes = [getattr(torch, name) for name in arguments.dtype]
+    for dtype in dtypes:
+        check(dtype)
+    info = machine.describe() | {"commit": commit(), "command": " ".join(["bench_linear.py", *sys.argv[1:]])}
+    bytes_per_second = copy_speed()
+    title = f"{info['processor']}, {arguments.threads} threads, {info.get('kernels')}, torch {info['torch']}"
+    lines = [title, f"commit {info['commit']}, copy {bytes_per_second / 1e9:.1f} GB/s, base {info.get('base_gemm')}"]
+    lines += [f"dropout {arguments.dropout}, r = {RANK}; PEFT, addmm_, ours: time / frozen F.linear + dX", "", HEADER]
+    print("\n".join(lines))
+    rows = []
+    for dtype in dtypes:
+        for shape in arguments.shapes:
+            rows.append(bench(shape, dtype, arguments.dropout, arguments.rounds, bytes_per_second))
+            lines.append(line(rows[-1]))
+            print(lines[-1], flush=True)
+    lines.append(quiet(rows, arguments.threads))
+    print(lines[-1])
+    out = arguments.out or machine.RESULTS / f"linear-cpu-{arguments.threads}threads"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    result = {"copy_bytes_per_second": bytes_per_second, "rows": rows}
+    machine.write(out.name, {"machine": info, **result}) if out.parent == machine.RESULTS else None
+    plot(rows, title, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

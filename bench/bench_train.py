@@ -1,0 +1,226 @@
+"""Training N adapters together, against PEFT training them one after the other, in the same run.
+
+    python bench/bench_train.py                # 2 threads, all settings, both dropouts
+    python bench/bench_train.py --quick
+
+A step is forward, backward, clipping and AdamW for every adapter on its own batch. PEFT runs in its fastest
+plain form: SDPA, fused AdamW, gradients dropped to None, no padding (all sequences are equally long). The two
+take turns and medians are compared. Memory is the peak of one process that trains one way: bytes of live
+tensors as PyTorch's allocator reports them, and the process's resident memory over that before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+from mlora.data import Sample
+from mlora.engine import Engine
+from mlora.optimizer import OptimConfig
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+VOCABULARY = 4096
+SETTINGS = [(1, 32, 40), (2, 64, 25), (8, 128, 8)]
+"""Sequences per adapter, tokens per sequence, timed rounds."""
+MUST = {(1, 32): 1.8, (2, 64): 1.5, (8, 128): 1.3}
+MEMORY_SETTING = (8, 128)
+MEMORY_MUST = 1.3
+
+
+def base() -> LlamaForCausalLM:
+    """Llama of 2 layers, hidden 256, random."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=512,
+        )
+    )
+
+
+def lora(dropout: float) -> LoraConfig:
+    """r = 16 on all linears."""
+    return LoraConfig(r=16, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
+
+
+def batches(adapters: int, sequences: int, length: int) -> list[torch.Tensor]:
+    """Random ids, one batch per adapter."""
+    return [torch.randint(VOCABULARY, (sequences, length)) for _ in range(adapters)]
+
+
+def ours(dropout: float, ids: list[torch.Tensor]) -> Callable[[], None]:
+    """One step of all adapters together."""
+    engine = Engine(base())
+    data = {}
+    for index, rows in enumerate(ids):
+        name = f"adapter{index}"
+        optim = OptimConfig(1e-4, "adamw_torch_fused", lr_scheduler_type="constant")
+        engine.create_adapter(name, lora(dropout), optim)
+        data[name] = [Sample(tuple(row), tuple(row)) for row in rows.tolist()]
+
+    def step() -> None:
+        engine.forward_backward(data)
+        for name in data:
+            engine.optim_step(name)
+
+    return step
+
+
+def peft(dropout: float, ids: list[torch.Tensor]) -> Callable[[], None]:
+    """One step of each adapter, one after the other, as `Trainer` does it."""
+    models = [get_peft_model(base(), lora(dropout)) for _ in ids]
+    parameters = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    optimizers = [torch.optim.AdamW(mine, lr=1e-4, weight_decay=0.0, fused=True) for mine in parameters]
+    for model in models:
+        model.train()
+
+    def step() -> None:
+        for model, mine, optimizer, rows in zip(models, parameters, optimizers, ids, strict=True):
+            model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(mine, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def speed(adapters: int, quick: bool) -> list[dict[str, Any]]:
+    """Every setting with and without dropout."""
+    rows = []
+    for dropout in (0.0, 0.1):
+        for sequences, length, rounds in SETTINGS:
+            ids = batches(adapters, sequences, length)
+            cases = {"peft": peft(dropout, ids), "ours": ours(dropout, ids)}
+            seconds = machine.medians(cases, 3 if quick else rounds)
+            tokens = adapters * sequences * length
+            row = {
+                "adapters": adapters,
+                "sequences": sequences,
+                "length": length,
+                "dropout": dropout,
+                "peft_tokens_per_second": tokens / seconds["peft"],
+                "ours_tokens_per_second": tokens / seconds["ours"],
+                "ratio": seconds["peft"] / seconds["ours"],
+                "must": MUST[sequences, length],
+            }
+            print(
+                f"{adapters} x {sequences} x {length:3d}, dropout {dropout}: "
+                f"PEFT {row['peft_tokens_per_second']:7.0f} tokens/s, "
+                f"together {row['ours_tokens_per_second']:7.0f} tokens/s, "
+                f"ratio {row['ratio']:.2f} (must {row['must']})"
+            )
+            rows.append(row)
+    return rows
+
+
+def memory_of(adapters: int, sequences: int, length: int) -> dict[str, float]:
+    """Peak memory of training `adapters` together; run in a process of its own."""
+    before = _resident()
+    step = ours(0.1, batches(adapters, sequences, length))
+    for _ in range(3):
+        step()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return {"step_peak_bytes": peak, "resident_peak_bytes": resident}
+
+
+def memory(adapters: int) -> dict[str, Any]:
+    """`adapters` together against one adapter with the same total rows."""
+    sequences, length = MEMORY_SETTING
+    sizes = {"together": (adapters, sequences), "one": (1, adapters * sequences)}
+    found: dict[str, Any] = {}
+    for name, (count, each) in sizes.items():
+        command = [sys.executable, __file__, "--memory-of", str(count), str(each), str(length)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found[name] = json.loads(output.splitlines()[-1])
+    for key in ("step_peak_bytes", "resident_peak_bytes"):
+        found[f"{key}_ratio"] = found["together"][key] / found["one"][key]
+    found["must"] = MEMORY_MUST
+    mib = {name: found[name]["step_peak_bytes"] / 2**20 for name in sizes}
+    print(
+        f"peak memory, {adapters} adapters against 1 with the same rows: live tensors of a step "
+        f"{mib['together']:.0f} / {mib['one']:.0f} MiB = {found['step_peak_bytes_ratio']:.2f}, "
+        f"resident memory {found['resident_peak_bytes_ratio']:.2f} (must be below {MEMORY_MUST})"
+    )
+    return found
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of tokens per second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [f"{r['adapters']}x{r['sequences']}x{r['length']}\ndropout {r['dropout']}" for r in rows]
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for shift, key, name in ((-0.2, "peft", "PEFT, one after the other"), (0.2, "ours", "together")):
+        places = [index + shift for index in range(len(rows))]
+        bars = axes.bar(places, [r[f"{key}_tokens_per_second"] for r in rows], 0.4, label=name)
+        if key == "ours":
+            axes.bar_label(bars, [f"{r['ratio']:.2f}x" for r in rows])
+    axes.set_xticks(range(len(rows)), labels, fontsize=8)
+    axes.set_ylabel("tokens/s")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Run, print, and write `results/bench_train.json` and `.png`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="few rounds; nothing is written")
+    parser.add_argument("--memory-of", type=int, nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.threads)
+    if arguments.memory_of:
+        print(json.dumps(memory_of(*arguments.memory_of)))
+        return
+    rows = speed(arguments.adapters, arguments.quick)
+    peaks = memory(arguments.adapters)
+    if not arguments.quick:
+        machine.write("bench_train", {"speed": rows, "memory": peaks})
+        plot(rows, machine.RESULTS / "bench_train.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What every benchmark shares: a description of the machine, timing in turns, and where results go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the software that a result was measured with."""
+    import mlora_ext  # noqa: F401  (loads the operators that name their instruction set)
+    from mlora_ext import _ops
+
+    info: dict[str, Any] = {
+        "processor": _processor(),
+        "logical_cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }
+    if _ops.LOADED:
+        info["kernels"] = torch.ops.mlora_ext.cpu_isa()
+        info["base_gemm"] = {
+            str(dtype).removeprefix("torch."): torch.ops.mlora_ext.base_gemm(dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+    if torch.cuda.is_available():
+        info["gpu"] = torch.cuda.get_device_name()
+    return info
+
+
+def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, float]:
+    """Median seconds of each case, the cases taking turns so that a disturbance meets all of them.
+
+    Args:
+        cases: functions by name.
+        rounds: timed calls of each.
+        warm_up: calls before.
+
+    Returns:
+        Seconds by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warm_up + rounds):
+        for name, run in cases.items():
+            begin = time.perf_counter()
+            run()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def write(name: str, result: Mapping[str, Any]) -> Path:
+    """Write a result as `bench/results/<name>.json`, with the machine; returns the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe(), **result}, indent=2) + "\n")
+    return path
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
