@@ -31,7 +31,6 @@ class BaseModel:
     Attributes:
         model: the Transformers model, with its usual attention; `generate(..., adapter_names=)` works.
         body: the part before the head.
-        head: the layer that makes logits.
         rule: what the model does to the head's output.
         vocab_size: ids lie below it.
         configs: every config that names an attention function for a part of the model.
@@ -39,10 +38,16 @@ class BaseModel:
 
     model: PreTrainedModel
     body: nn.Module
-    head: nn.Module
     rule: LogitRule
     vocab_size: int
     configs: Sequence[Any]
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer that makes logits; another object once an adapter targets it."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Module)
+        return head
 
     @contextmanager
     def packed(self) -> Iterator[None]:
@@ -185,8 +190,8 @@ def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _take_apart(model: PreTrainedModel, config: Any) -> BaseModel:
     name = type(model).__name__
-    body, head = model.base_model, model.get_output_embeddings()
-    if body is model or head is None:
+    body = model.base_model
+    if body is model or model.get_output_embeddings() is None:
         raise ValueError(f"base_model: {name} is no causal language model with a body and a head")
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    return BaseModel(model, body, head, LogitRule.of(config), config.vocab_size, list(configs.values()))
+    return BaseModel(model, body, LogitRule.of(config), config.vocab_size, list(configs.values()))
