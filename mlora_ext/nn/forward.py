@@ -51,7 +51,8 @@ class Generate:
         Raises:
             ValueError: if a name is unknown, or there is not one name per prompt.
         """
-        own: Any = type(self.model).generate
+        kind: Any = type(self.model)
+        own = kind.generate
         if adapter_names is None:
             return own(self.model, *args, **kwargs)
         shape = _batch_shape(args, kwargs)
