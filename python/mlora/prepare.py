@@ -85,7 +85,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
     with warnings_to(reporter):
         engine = make_engine(config)
         if checkpoint:
-            _restore(engine, tasks, checkpoint)
+            _restore(engine, tasks, checkpoint, reporter)
             return Prepared(
                 config, base, engine, tasks, refused, checkpoint["iteration"], checkpoint["seconds"]
             )
@@ -167,15 +167,22 @@ def create_adapter(engine: Engine, task: Task) -> None:
     engine.create_adapter(task.name, task.lora, task.optim, init_from=task.config.init_from, seed=task.seed)
 
 
-def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
-    engine.base_gemm = checkpoint["base_gemm"]
+def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any], reporter: Reporter) -> None:
+    try:
+        engine.base_gemm = checkpoint["base_gemm"]
+    except ValueError as error:
+        reporter.warn(f"{first_line(error)}; this part of the run may differ from the one before in rounding")
     for task in tasks:
         if fingerprints(task) != checkpoint["data"][task.name]:
             raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
         task.progress = Progress(**checkpoint["tasks"][task.name])
-        if task.progress.state == "running":
+        if task.progress.state != "running":
+            continue
+        try:
             create_adapter(engine, task)
             engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
+        except ValueError as error:
+            raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
 
 
 def fingerprints(task: Task) -> list[str]:
