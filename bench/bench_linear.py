@@ -12,6 +12,7 @@ speed of the chosen GEMM, whichever is longer.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -63,14 +64,15 @@ def take_turns(cases: dict[str, Run], layer: Layer, rounds: int, warm_up: int = 
                 walls[name].append(wall)
                 processors[name].append(processor)
     return {
-        name: Timing(statistics.median(walls[name]), sum(processors[name]) / sum(walls[name])) for name in cases
+        name: Timing(statistics.median(walls[name]), sum(processors[name]) / sum(walls[name]))
+        for name in cases
     }
 
 
 def error(results: list[torch.Tensor], oracle: list[torch.Tensor]) -> float:
     """Largest relative error of a result, in the Frobenius norm."""
     pairs = zip(results, oracle, strict=True)
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+    return max(float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
 
 
 def check(dtype: torch.dtype) -> None:
@@ -113,7 +115,11 @@ def limit(shape: Shape, element: int, gemm_seconds: float, bytes_per_second: flo
     # forward: x read, y read and written; backward: dy and x read, dx read and written
     moved = float(element * rows * (4 * d_in + 3 * d_out))
     flops_per_second = 4.0 * rows * d_in * d_out / gemm_seconds
-    return {"flops": flops, "bytes": moved, "seconds": max(moved / bytes_per_second, flops / flops_per_second)}
+    return {
+        "flops": flops,
+        "bytes": moved,
+        "seconds": max(moved / bytes_per_second, flops / flops_per_second),
+    }
 
 
 def bench(shape: Shape, dtype: torch.dtype, p: float, rounds: int, bytes_per_second: float) -> dict[str, Any]:
@@ -226,7 +232,9 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.png and OUT.txt; default bench/results/linear-...")
+    parser.add_argument(
+        "--out", type=Path, help="write OUT.json, OUT.png and OUT.txt; default bench/results/linear-..."
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtypes = [getattr(torch, name) for name in arguments.dtype]
@@ -235,8 +243,15 @@ def main() -> None:
     info = machine.describe() | {"commit": commit(), "command": " ".join(["bench_linear.py", *sys.argv[1:]])}
     bytes_per_second = copy_speed()
     title = f"{info['processor']}, {arguments.threads} threads, {info.get('kernels')}, torch {info['torch']}"
-    lines = [title, f"commit {info['commit']}, copy {bytes_per_second / 1e9:.1f} GB/s, base {info.get('base_gemm')}"]
-    lines += [f"dropout {arguments.dropout}, r = {RANK}; PEFT, addmm_, ours: time / frozen F.linear + dX", "", HEADER]
+    lines = [
+        title,
+        f"commit {info['commit']}, copy {bytes_per_second / 1e9:.1f} GB/s, base {info.get('base_gemm')}",
+    ]
+    lines += [
+        f"dropout {arguments.dropout}, r = {RANK}; PEFT, addmm_, ours: time / frozen F.linear + dX",
+        "",
+        HEADER,
+    ]
     print("\n".join(lines))
     rows = []
     for dtype in dtypes:
@@ -249,8 +264,8 @@ def main() -> None:
     out = arguments.out or machine.RESULTS / f"linear-cpu-{arguments.threads}threads"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
-    result = {"copy_bytes_per_second": bytes_per_second, "rows": rows}
-    machine.write(out.name, {"machine": info, **result}) if out.parent == machine.RESULTS else None
+    result = {"machine": info, "copy_bytes_per_second": bytes_per_second, "rows": rows}
+    out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     plot(rows, title, out.with_suffix(".png"))
 
 

@@ -112,7 +112,14 @@ def ours(layer: Layer) -> Run:
     def run() -> list[Tensor]:
         dropout = mx.LoRADropout(p=[layer.p] * count, seeds=list(range(count)), step=layer.step)
         y = mx.multi_lora_linear(
-            layer.x, layer.weight, None, layer.lora_a, layer.lora_b, scaling, layout, dropout if layer.p else None
+            layer.x,
+            layer.weight,
+            None,
+            layer.lora_a,
+            layer.lora_b,
+            scaling,
+            layout,
+            dropout if layer.p else None,
         )
         return [y, *torch.autograd.grad(y, wanted, layer.dy)]
 
@@ -158,7 +165,9 @@ def addmm_loop(layer: Layer) -> Run:
 
 class _AddmmLoop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: list[int], p: float, *adapters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, lengths: list[int], p: float, *adapters: Tensor
+    ) -> Tensor:
         lora_a, lora_b = adapters[: len(lengths)], adapters[len(lengths) :]
         y = F.linear(x, weight)
         dropped, masks, small = [], [], []
