@@ -1,12 +1,12 @@
 """One linear layer with several adapters, forward and backward, against the same layer without adapters.
 
     python bench/bench_linear.py                                 # fp32 and bf16, five shapes, 2 threads
-    python bench/bench_linear.py --dtype bfloat16 --shapes 512x1024x1024x8 --out /tmp/linear
+    python bench/bench_linear.py --dtype bfloat16 --shapes 512x1024x1024x8 --out linear
 
-In one run, taking turns, medians: the frozen layer (`F.linear` and dX), the same by the library that mlora_ext
-chose, PEFT's layers in a loop, a loop of `addmm_`, and ours. First each is checked against the fp64 oracle.
-"limit" is the least time for the low-rank part alone: its bytes at the speed of a copy or its FLOPs at the
-speed of the chosen GEMM, whichever is longer.
+In one run, taking turns, medians: the frozen layer (`F.linear` and dX), the same by the library that
+mlora_ext chose, PEFT's layers in a loop, a loop of `addmm_`, and ours. First each is checked against the fp64
+oracle. "limit" is the least time for the low-rank part alone: its bytes at the speed of a copy or its FLOPs
+at the speed of the chosen GEMM, whichever is longer.
 """
 
 from __future__ import annotations
@@ -165,9 +165,11 @@ def line(row: dict[str, Any]) -> str:
     ratio, least = row["ratio_to_frozen"], row["limit"]
     mixed = f"{ratio['ours_fp32_adapters']:8.3f}" if "ours_fp32_adapters" in ratio else f"{'':8}"
     must = f"{row['must']:5.2f}" if row["must"] else f"{'':5}"
+    name = f"{rows} x {d_in} x {d_out}, {adapters}"
     return (
-        f"{f'{rows} x {d_in} x {d_out}, {adapters}':23} {row['dtype']:8} | {ms['frozen']:9.2f} {ms['gemm']:8.2f} "
-        f"{ms['ours']:8.2f} | {ratio['peft']:5.2f} {ratio['addmm']:6.2f} {ratio['ours']:5.3f} {must} {mixed} | "
+        f"{name:23} {row['dtype']:8} | {ms['frozen']:9.2f} {ms['gemm']:8.2f} "
+        f"{ms['ours']:8.2f} | {ratio['peft']:5.2f} {ratio['addmm']:6.2f} {ratio['ours']:5.3f} "
+        f"{must} {mixed} | "
         f"{row['ours_to_gemm']:9.3f} {1e3 * row['added_seconds']:8.2f} {1e3 * least['seconds']:8.2f} "
         f"{least['bytes'] / 1e6:5.0f} {least['flops'] / 1e9:5.2f}"
     )
@@ -200,7 +202,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
             if row["must"]:
                 axes.plot([i + 0.2, i + 0.4], [row["must"]] * 2, color="black", linewidth=1)
         axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set_xticks(range(len(chosen)), ["×".join(map(str, row["shape"])) for row in chosen], fontsize=8)
+        axes.set_xticks(range(len(chosen)), ["x".join(map(str, row["shape"])) for row in chosen], fontsize=8)
         axes.set_ylabel(f"time / frozen F.linear, {dtype}")
     panels[0, 0].legend(fontsize=8)
     panels[0, 0].set_title(title, fontsize=9)
@@ -232,9 +234,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--out", type=Path, help="write OUT.json, OUT.png and OUT.txt; default bench/results/linear-..."
-    )
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.png and OUT.txt")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtypes = [getattr(torch, name) for name in arguments.dtype]

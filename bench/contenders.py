@@ -46,7 +46,7 @@ class Layer:
     def random(
         cls, rows: int, d_in: int, d_out: int, adapters: int, rank: int, dtype: torch.dtype, p: float
     ) -> Layer:
-        """A layer as `nn.Linear` initialises it, with adapters as trained ones look: neither A nor B is zero."""
+        """A layer with adapters as trained ones look: neither A nor B is zero."""
         lora_a = [(torch.randn(rank, d_in) / d_in**0.5).to(dtype).requires_grad_() for _ in range(adapters)]
         # rows of a bank: B is the transposed view, as `MultiLoRALinear` keeps it
         lora_b = [(0.1 * torch.randn(rank, d_out)).to(dtype).T.requires_grad_() for _ in range(adapters)]
