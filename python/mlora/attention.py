@@ -125,7 +125,7 @@ def packed_attention(
         )
     _refuse(module, query, key, attention_mask, dropout, is_causal, others)
     packed_sequences.windows[getattr(module, "layer_idx", None)] = sliding_window
-    if softcap is None and s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if softcap is None and s_aux is None and _flash_serves(query, value):
         return _varlen(query, key, value, packed_sequences, scaling, sliding_window), None
     rows = [x.transpose(1, 2) for x in (query, key, value)]
     runs = packed_sequences.runs
@@ -171,6 +171,11 @@ def _refuse(
     for key_, value in others.items():
         if key_ not in _WITHOUT_EFFECT and value is not None and value is not False:
             raise ValueError(f"{name}: asks attention for {key_!r}, which packed attention does not know")
+
+
+def _flash_serves(query: Tensor, value: Tensor) -> bool:
+    low = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and low and query.shape[-1] == value.shape[-1] <= 256
 
 
 def _varlen(

@@ -58,7 +58,7 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
     try:
         with base.packed():
             packed = base.hidden(torch.cat(ids, dim=1), positions, sequences)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise ValueError(f"base_model: {name} cannot run packed rows: {error}") from error
     except ValueError as error:
         raise ValueError(f"base_model: {name} cannot be packed: {error}") from error

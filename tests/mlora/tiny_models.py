@@ -5,12 +5,18 @@ import random
 import torch
 from mlora.data import Sample
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -53,6 +59,18 @@ FAMILIES = {
             sliding_window=WINDOW,
             attn_logit_softcapping=5.0,
             final_logit_softcapping=3.0,
+        )
+    ),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**_SHAPE, logit_scale=0.3)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**_SHAPE, logits_scaling=4.0)),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **_SHAPE,
+            head_dim=8,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
         )
     ),
     "gemma3": lambda: Gemma3ForCausalLM(
