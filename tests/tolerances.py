@@ -2,8 +2,8 @@
 
 `err(result, oracle) <= 2 * err(plain, oracle) + tiny`, for the root mean square over all elements (rounding)
 and for the largest element (a single wrong one). `tiny` covers what plain PyTorch happens to get exactly in a
-small tensor. Rounding the result: a quarter of the dtype's epsilon for the root mean square, one epsilon for the
-largest element. The order of fp32 sums: one fp32 epsilon.
+small tensor. Rounding the result: a quarter of the dtype's epsilon for the root mean square, one epsilon for
+the largest element. The order of fp32 sums: one fp32 epsilon.
 """
 
 import torch
