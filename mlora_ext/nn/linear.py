@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class MultiLoRALinear(nn.Module):
         self.bias = None if bias is None else bias.requires_grad_(False)
         self.fan_in_fan_out = fan_in_fan_out
         self.in_features, self.out_features = weight.shape if fan_in_fan_out else reversed(weight.shape)
-        self.name = name
+        self.name, self.index = name, index
         self.router = router
         self.specs: dict[str, LayerSpec] = {}
         self.group = LayerGroup((), (), (), weight.device)
@@ -58,6 +59,14 @@ class MultiLoRALinear(nn.Module):
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
         self.register_buffer("layer", torch.tensor(index, device=weight.device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiLoRALinear:
+        super()._apply(fn, recurse)
+        self.group = self.router.group_on(self.group, self.weight.device)
+        if not self.layer.is_meta:
+            # `to_empty` has left it undefined, and no state dict restores it.
+            self.layer.fill_(self.index)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to packed or batched rows.

@@ -150,6 +150,17 @@ class Router:
         self.groups = groups
         self._set(self.active, self._entered_in_backward)
 
+    def group_on(self, group: LayerGroup, device: torch.device) -> LayerGroup:
+        """The same group for layers that have moved to a device; made if there is none yet."""
+        if group.device == device:
+            return group
+        facts = (group.adapters, group.scaling, group.dropout)
+        for other in self.groups:
+            if (other.adapters, other.scaling, other.dropout) == facts and other.device == device:
+                return other
+        self.groups.append(LayerGroup(*facts, device))
+        return self.groups[-1]
+
     def tensors_for(self, layer: MultiLoRALinear, x: Tensor) -> RouteTensors:
         """What a layer in eager mode calls the operator with.
 

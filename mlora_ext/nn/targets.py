@@ -43,6 +43,7 @@ _NEUTRAL = {
     "qalora_group_size",
     "megatron_core",
 }
+_TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ def check_config(name: str, config: LoraConfig) -> None:
         raise ValueError(
             f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported; "
             "expected True, False or 'gaussian'"
+        )
+    if config.task_type in _TRAINED_HEADS:
+        raise ValueError(
+            f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: PEFT would train the "
+            "model's head beside the adapter, as modules_to_save"
         )
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if not isinstance(rank, int) or rank < 1:

@@ -162,6 +162,20 @@ def test_model_survives_conversions() -> None:
     torch.testing.assert_close(half.float(), expected, rtol=0.05, atol=0.05)
 
 
+def test_meta_and_back_keeps_dropout_masks() -> None:
+    """Moving a model to another device takes its routes and layer indices along."""
+    base = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    targets = config(target_modules=["0", "1"], lora_dropout=0.5, init_lora_weights=False)
+    model = mx.convert_model(base, {"a": targets, "b": targets}).train()
+    state, x = model.state_dict(), torch.randn(4, 6)
+    expected = model(x, adapter_names=["a", "b", "a", "b"])
+    moved = copy.deepcopy(model).to("meta")
+    assert {group.device.type for group in {m.group for m in moved}} == {"meta"}
+    moved.to_empty(device="cpu").load_state_dict(state)
+    moved.mlora_router.step = 0
+    assert torch.equal(moved(x, adapter_names=["a", "b", "a", "b"]), expected)
+
+
 def test_add_and_remove_change_no_one_else() -> None:
     model = mx.convert_model(llama(), {"a": config(init_lora_weights=False), "b": config()}).eval()
     ids = token_ids(1, 5)
@@ -201,6 +215,7 @@ REFUSED = [
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     ({"init_lora_weights": "olora"}, "init_lora_weights='olora' is not supported"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+    ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS' is not supported: PEFT would train the model's head"),
     ({"r": 0}, "r: expected an integer >= 1, got 0"),
     ({"rank_pattern": {"q_proj": 0}}, "r: expected an integer >= 1, got 0"),
     ({"lora_dropout": 1.0}, r"lora_dropout: expected .* 0 <= p < 1, got 1\.0"),
