@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_ELEMENTS = 1 << 20
+# Logits of a chunk. On a CPU they should stay in its cache; a GPU needs enough rows for each pass over the
+# head's weight to be worth it.
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _SMALLEST_CHUNK = 64
 
 
@@ -126,7 +128,8 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(rows.shape[0], dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden) if needs_grad else None
-        size = max(_SMALLEST_CHUNK, _CHUNK_ELEMENTS // head.weight.shape[0])
+        elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS["cuda"])
+        size = max(_SMALLEST_CHUNK, elements // head.weight.shape[0])
         for begin in range(0, rows.shape[0], size):
             part = slice(begin, begin + size)
             scales = None if row_scales is None else row_scales[part]

@@ -17,7 +17,7 @@ RULES = [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=3.0), LogitRule(s
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlora.loss, "_SMALLEST_CHUNK", 16)
-    monkeypatch.setattr(mlora.loss, "_CHUNK_ELEMENTS", 16 * 301)
+    monkeypatch.setattr(mlora.loss, "_CHUNK_ELEMENTS", {"cpu": 16 * 301, "cuda": 16 * 301})
 
 
 def case(dtype: torch.dtype, rule: LogitRule, bias: bool = True) -> tuple[torch.Tensor, Head, torch.Tensor]:
