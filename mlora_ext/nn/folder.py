@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,7 @@ from .convert import (
 )
 from .linear import MultiLoRALinear
 from .routing import router_of
-from .targets import portable_targets
+from .targets import LayerSpec, portable_targets
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -99,8 +102,8 @@ def adapter_config(model: nn.Module, name: str) -> LoraConfig:
 def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
     """Read an adapter from a PEFT folder.
 
-    An adapter of this name that the model has gets the folder's weights; otherwise the adapter is added,
-    with the folder's config. A model that is not converted yet is converted.
+    An adapter of this name that the model has gets the folder's weights and keeps its dropout; otherwise the
+    adapter is added, with the folder's config. A model that is not converted yet is converted.
 
     Args:
         model: converted, or any module.
@@ -112,24 +115,31 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         ValueError: if a file is missing, the config is not supported, or a layer is missing or has another
             shape, as that of an adapter of another base has; the model is left as it was.
     """
-    from peft import LoraConfig
-
     path = Path(folder)
-    if not (path / _CONFIG).is_file():
-        raise ValueError(f"folder: expected {path} to have {_CONFIG}; is it a PEFT folder?")
-    config = LoraConfig.from_pretrained(str(path))
+    config = _read_config(path)
+    plan = plan_adapter(model, name, config)
     weights = _read_weights(path)
     converted = any(isinstance(module, MultiLoRALinear) for module in model.modules())
     if converted and name in router_of(model).adapters:
+        _check_scaling(model, name, plan)
         write_weights(model, name, weights)
         return
-    plan = plan_adapter(model, name, config)
     check_weights(model, name, {key: spec.rank for key, spec in plan.items()}, weights)
     if converted:
         add_adapter(model, name, config, seed=seed)
     else:
         convert_model(model, {name: config}, seed=seed)
     write_weights(model, name, weights)
+
+
+def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
+    """The same weights under another scaling are another adapter."""
+    for key, layer in adapter_layers(model, name).items():
+        if key in plan and plan[key].scaling != layer.specs[name].scaling:
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: expected scaling {layer.specs[name].scaling:g} "
+                f"(lora_alpha, r, use_rslora), the folder has {plan[key].scaling:g}"
+            )
 
 
 def _write(model: nn.Module, name: str, folder: Path) -> None:
@@ -169,11 +179,40 @@ def _umask() -> int:
     return current
 
 
+def _read_config(path: Path) -> LoraConfig:
+    from peft import LoraConfig
+
+    if not (path / _CONFIG).is_file():
+        raise ValueError(f"folder: expected {path} to have {_CONFIG}; is it a PEFT folder?")
+    try:
+        stored = json.loads((path / _CONFIG).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"folder: {path / _CONFIG} is not valid JSON: {error}") from error
+    if stored.get("peft_type") != "LORA":
+        raise ValueError(
+            f"folder: {path} has an adapter of type {stored.get('peft_type')!r}, expected 'LORA'"
+        )
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    for field, value in stored.items():
+        # PEFT drops, with a warning, what a newer version wrote; it may change what the adapter computes.
+        if field not in known and value:
+            raise ValueError(
+                f"folder: {path / _CONFIG}: {field}={value!r} is unknown to the PEFT installed here"
+            )
+    config = LoraConfig.from_pretrained(str(path))
+    assert isinstance(config, LoraConfig)
+    return config
+
+
 def _read_weights(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if (path / _WEIGHTS).is_file():
-        state: dict[str, Any] = load_file(str(path / _WEIGHTS))
+        try:
+            state: dict[str, Any] = load_file(str(path / _WEIGHTS))
+        except SafetensorError as error:
+            raise ValueError(f"folder: {path / _WEIGHTS} cannot be read: {error}") from error
     elif (path / _OLD_WEIGHTS).is_file():
         state = torch.load(path / _OLD_WEIGHTS, map_location="cpu", weights_only=True)
     else:

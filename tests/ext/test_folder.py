@@ -129,6 +129,12 @@ def test_adapter_of_another_base_is_refused_by_layer(saved: Path) -> None:
     assert all(parameter.requires_grad for parameter in base.parameters())
 
 
+def test_another_scaling_is_refused(saved: Path) -> None:
+    model = mx.convert_model(llama(), {"a": LoraConfig(r=3, lora_alpha=9, target_modules=["q_proj"])})
+    with pytest.raises(ValueError, match=r"q_proj: expected scaling 3 .*, the folder has 2\.66667"):
+        mx.load_adapter(model, "a", saved)
+
+
 def test_incomplete_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere to have adapter_config\.json"):
         mx.load_adapter(llama(), "a", tmp_path / "nowhere")
@@ -140,6 +146,25 @@ def test_incomplete_folders_are_refused(saved: Path, tmp_path: Path) -> None:
         mx.load_adapter(llama(), "a", saved)
     (saved / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"to have adapter_model\.safetensors or adapter_model\.bin"):
+        mx.load_adapter(llama(), "a", saved)
+
+
+def test_unreadable_files_are_refused(saved: Path) -> None:
+    config, weights = saved / "adapter_config.json", saved / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read"):
+        mx.load_adapter(llama(), "a", saved)
+    fields = json.loads(config.read_text())
+    for change, message in [
+        ({"peft_type": "IA3"}, r"an adapter of type 'IA3', expected 'LORA'"),
+        ({"shiny": True}, r"shiny=True is unknown to the PEFT installed here"),
+        ({"use_dora": True}, r"adapter 'a': use_dora=True is not supported"),
+    ]:
+        config.write_text(json.dumps({**fields, **change}))
+        with pytest.raises(ValueError, match=message):
+            mx.load_adapter(llama(), "a", saved)
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json is not valid JSON"):
         mx.load_adapter(llama(), "a", saved)
 
 
