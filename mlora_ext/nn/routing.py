@@ -260,14 +260,14 @@ def _in_backward() -> bool:
 
 
 def _attach_token(output: object) -> weakref.ref[Any] | None:
-    """Hang a token on the autograd node of the first differentiable tensor of a model's output."""
+    """Hang one token on the autograd nodes of all differentiable tensors of a model's output."""
+    token, attached = _Token(), False
     for leaf in torch.utils._pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            token = _Token()
             metadata: Any = leaf.grad_fn.metadata
             metadata.setdefault(_TOKEN, []).append(token)
-            return weakref.ref(token)
-    return None
+            attached = True
+    return weakref.ref(token) if attached else None
 
 
 def router_of(model: nn.Module) -> Router:

@@ -137,3 +137,17 @@ def test_step_of_one_leaves_backward_of_another_alone() -> None:
     (gradient,) = torch.autograd.grad(y[4:].sum(), parameter, retain_graph=False, allow_unused=False)
     expected = (torch.ones(5, 12) @ b.parameter_of("b")).t() @ x[4:]
     torch.testing.assert_close(gradient, expected.detach())
+
+
+def test_random_joining_and_leaving() -> None:
+    made, expected = bank(), {}
+    for turn in range(60):
+        if expected and torch.rand(()) < 0.45:
+            name = list(expected)[int(torch.randint(len(expected), ()))]
+            made.remove(name)
+            del expected[name]
+        else:
+            name = f"adapter-{turn}"
+            made.add(name, int(torch.randint(1, 24, ()))).data.normal_()
+            expected[name] = made.parameter_of(name).detach().clone()
+    assert_whole(made, expected)

@@ -240,6 +240,15 @@ def test_checkpointing_several_forwards_in_flight() -> None:
     assert_same(forward_twice_backward_reversed(), expected)
 
 
+def test_checkpointing_with_a_loss_of_ones_own() -> None:
+    """Any part of the output keeps a forward pass in flight, not only its first tensor."""
+    model, ids = converted().train(), token_ids(4, 7)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    logits = model(input_ids=ids, labels=ids, adapter_names=NAMES).logits
+    logits.square().mean().backward()
+    assert gradients(model)
+
+
 def test_checkpointing_after_an_abandoned_forward() -> None:
     """A forward pass whose graph is gone is no longer in flight."""
     model, ids = converted().train(), token_ids(4, 7)
