@@ -199,11 +199,11 @@ class Router:
         routes = [flight.route for flight in flights]
         if self.active is not None and not self.active.recorded:
             routes.append(self.active)
-        if len(routes) > 1:
+        if len(routes) > 1 or (not routes and len(self.adapters) > 1):
             raise ValueError(
-                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which of "
-                "them is being recomputed: run each backward before the next forward, or checkpoint with "
-                "context_fn=mlora_ext.nn.routing.checkpoint_contexts(model)"
+                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which is "
+                "being recomputed: call the converted model itself, run each backward before the next "
+                "forward, or checkpoint with context_fn=mlora_ext.nn.checkpoint_contexts(model)"
             )
         for flight in flights:
             flight.used = True
