@@ -69,6 +69,26 @@ def test_training_equals_training_alone() -> None:
     assert_same(together, alone)
 
 
+def test_nan_adapter_changes_no_bit_of_another() -> None:
+    model, ids = converted().train(), token_ids(4, 7)
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.mlora_router.step = 0
+        logits = model(input_ids=ids, adapter_names=NAMES).logits
+        logits.square().sum().backward()
+        return logits.detach(), gradients(model)
+
+    clean = run()
+    with torch.no_grad():
+        for parameter in mx.adapter_parameters(model, "a").values():
+            parameter.fill_(torch.nan)
+    dirty = run()
+    assert dirty[0][[0, 3]].isnan().all()
+    assert torch.equal(clean[0][1:3], dirty[0][1:3])
+    for key in mx.adapter_parameters(model, "b"):
+        assert torch.equal(clean[1][key], dirty[1][key]), key
+
+
 def test_absent_adapters_get_no_gradient() -> None:
     model = converted().train()
     model(input_ids=token_ids(1, 5), adapter_names=["a"]).logits.sum().backward()

@@ -41,6 +41,17 @@ def test_values_fp32_adapters(
     check(CASES[name](dtype=dtype, adapter_dtype=adapter_dtype, p=p))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_adapters_of_another_dtype_are_converted(dtype: torch.dtype) -> None:
+    """Adapters that are neither of x's dtype nor fp32: used in x's dtype, gradients in their own."""
+    case = make([4, 7], [6, 5], [0, 1], adapter_dtype=dtype, p=0.2)
+    same = case.to(torch.float32)
+    for what, result, expected in zip(case.labels(), case.run(), same.run(), strict=True):
+        own = torch.float32 if what in ("y", "dx") else dtype
+        assert result.dtype == own
+        assert torch.equal(result, expected.to(own)), what
+
+
 def test_dropout_differs_by_adapter() -> None:
     check(make([4, 7, 5], [40, 30, 20], [0, 1, 2], p=[0.0, 0.5, 0.01]))
 
