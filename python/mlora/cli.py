@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # frames around errors wrap paths
 )
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's config")]

@@ -96,10 +96,13 @@ class TrainingLoop:
             self._last_step = dict.fromkeys((task.name for task in self._running()), time.monotonic())
             while self._running() and not caught:
                 self._iterate()
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise RunError(
                 f"out of memory at iteration {self._run.iteration + 1}; lower per_device_train_batch_size or "
-                f"max_length, or set gradient_checkpointing, then `mlora resume {self._folder.path}`"
+                f"max_length and train anew, or set gradient_checkpointing in {self._folder.config} and "
+                f"`mlora resume {self._folder.path}`"
             ) from error
         if self._running():
             self._checkpoint()
@@ -271,6 +274,15 @@ class TrainingLoop:
         save_checkpoint(
             self._folder.checkpoints, self._run.iteration, payload, self._run.config.save_total_limit
         )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether memory ran out, for which torch's allocator on the CPU has no type of its own.
+
+    Args:
+        error: any.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def peak_memory(device: str | None) -> int:

@@ -110,7 +110,8 @@ def warnings_to(reporter: Reporter) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for line in dict.fromkeys(str(warning.message).strip().partition("\n")[0] for warning in caught):
+    lines = [first_line(w.message) for w in caught if isinstance(w.message, UserWarning)]
+    for line in dict.fromkeys(lines):
         reporter.warn(line)
 
 

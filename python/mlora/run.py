@@ -15,6 +15,9 @@ from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder
 
+# keys that may differ when a run goes on: none of them changes what it computes
+FREE = {"output_dir", "device", "gradient_checkpointing", "save_total_limit", "logging_steps", "save_steps"}
+
 
 def train(
     config: RunConfig | Path | str, *, overwrite: bool = False, reporter: Reporter | None = None
@@ -48,8 +51,12 @@ def train(
     inputs = [dataset.path for dataset in config.datasets] + [
         a.init_from for a in config.adapters if a.init_from
     ]
-    folder.check_free(overwrite=overwrite, inputs=[*inputs, config.base_model])
+    inputs.append(config.base_model)
+    folder.check_free(overwrite=overwrite, inputs=inputs)
     prepared = prepare(config, reporter)
+    folder.check_free(
+        overwrite=overwrite, inputs=inputs
+    )  # loading takes long enough for another run to begin
     try:
         folder.clear()
     except OSError as error:
@@ -113,12 +120,12 @@ def changed_key(before: Any, now: Any, path: str = "") -> str | None:
     Args:
         before: plain values of the one.
         now: those of the other.
-        path: what leads to them; ``output_dir`` may differ, since a run may be moved.
+        path: what leads to them; values under the keys of ``FREE`` may differ.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
             found = changed_key(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-            if found and found != "output_dir":
+            if found and key not in FREE:
                 return found
         return None
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):

@@ -224,10 +224,8 @@ class TaskBuilder:
                 raise RunError(f"lora: {first_line(error)}") from error
         data = self._load(adapter.dataset, adapter.max_length)
         eval_data = self._load(adapter.eval_dataset, adapter.max_length) if adapter.eval_dataset else None
-        if adapter.eval_exact_match and eval_data is not None and not eval_data.prompts:
-            raise RunError(
-                f"eval_exact_match: every sample of {adapter.eval_dataset!r} is longer than max_length"
-            )
+        if adapter.eval_exact_match and eval_data is not None:
+            _check_prompts(adapter, eval_data)
         plan = BatchPlan(
             samples=len(data.samples),
             batch_size=adapter.per_device_train_batch_size,
@@ -253,6 +251,14 @@ class TaskBuilder:
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
+
+
+def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
+    where = f"eval_exact_match: the dataset {adapter.eval_dataset!r}"
+    if not data.prompts:
+        raise RunError(f"{where} has no sample within max_length")
+    if not all(prompt.input_ids for prompt in data.prompts):
+        raise RunError(f"{where} has a prompt without tokens; generation needs at least one")
 
 
 def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from mlora import train
 from mlora.config_file import load_config, resolve_config
+from mlora.engine import Engine, StepResult
 from mlora.errors import RunError
 from mlora.report import Silent
 from mlora.run_folder import read_metrics
@@ -207,7 +209,10 @@ def test_early_stop_ends_one_adapter(tiny_base: Path, tmp_path: Path) -> None:
     assert result.adapters["second"].step == 9
 
 
-def test_an_adapter_whose_loss_is_not_a_number_stops_alone(tiny_base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_an_adapter_whose_loss_is_not_a_number_stops_alone(
+    tiny_base: Path, tmp_path: Path, evaluated: bool
+) -> None:
     data = run_data(tiny_base, tmp_path)
     train(resolve_config(only(data, "second", tmp_path / "alone"), folder=tmp_path))
     broken = tmp_path / "broken"
@@ -215,18 +220,49 @@ def test_an_adapter_whose_loss_is_not_a_number_stops_alone(tiny_base: Path, tmp_
     weights = load_file(broken / "adapter_model.safetensors")
     weights["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"][0, 0] = float("nan")
     save_file(weights, broken / "adapter_model.safetensors", metadata={"format": "pt"})
-    del data["adapters"][0]["lora"], data["adapters"][0]["eval_dataset"], data["adapters"][0]["eval_steps"]
-    data["adapters"][0]["init_from"] = str(broken)
+    data["adapters"][0] |= {"lora": None, "init_from": str(broken)}
+    if not evaluated:
+        data["adapters"][0] |= {"eval_dataset": None, "eval_steps": None}
 
     said = Collector()
     result = train(resolve_config(data, folder=tmp_path), reporter=said)
     assert result.exit_code == 1
     assert (result.status, result.adapters["first"].state) == ("failed", "stopped")
-    assert result.adapters["first"].message == "the loss of step 1 is not a number"
-    assert "first stopped the loss of step 1 is not a number" in said.lines
+    message = f"the {'eval_loss after step 0' if evaluated else 'loss of step 1'} is not a number"
+    assert result.adapters["first"].message == message
+    assert f"first stopped {message}" in said.lines
     assert losses(tmp_path / "run", "first") == []
     assert losses(tmp_path / "run", "second") == pytest.approx(losses(tmp_path / "alone", "second"), rel=1e-5)
     assert not (tmp_path / "run" / "adapters" / "first").exists()
+
+
+def test_memory_that_runs_out_is_one_line(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Engine, batches: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+    monkeypatch.setattr(Engine, "forward_backward", no_memory)
+    with pytest.raises(RunError, match="out of memory at iteration 1; lower per_device") as error:
+        train(resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_steps_that_the_loss_scaler_skips_are_counted_and_marked(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Engine.optim_step
+
+    def overflow_once(self: Engine, name: str) -> StepResult:
+        done = own(self, name)
+        return replace(done, grad_norm=float("inf"), skipped=True, finite=False) if done.step == 2 else done
+
+    monkeypatch.setattr(Engine, "optim_step", overflow_once)
+    result = train(resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path))
+    assert [adapter.step for adapter in result.adapters.values()] == [6, 9]
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert all((r["grad_norm"] is None, r.get("skipped")) == (True, True) for r in records if r["step"] == 2)
+    assert all(r["grad_norm"] > 0 and "skipped" not in r for r in records if r["step"] != 2)
 
 
 def test_an_adapter_with_bad_data_is_refused_alone(tiny_base: Path, tmp_path: Path) -> None:
@@ -269,6 +305,19 @@ def test_exact_match_before_and_after(tmp_path: Path) -> None:
     result = train(resolve_config(data, folder=tmp_path))
     assert result.adapters["learns"].eval_exact_match == {"before": 0.0, "after": 1.0}
     assert result.adapters["other"].eval_exact_match == {"before": 0.0, "after": 0.0}
+
+
+def test_exact_match_needs_prompts_with_tokens(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    write_jsonl(tmp_path / "one.jsonl", [{"prompt": "", "completion": "x"}])
+    data["datasets"][0]["format"] = "prompt_completion"
+    data["adapters"][0] |= {"eval_dataset": "one", "eval_exact_match": True}
+    result = train(resolve_config(data, folder=tmp_path))
+    assert "has a prompt without tokens" in result.adapters["first"].message
+    data["defaults"]["max_length"] = 2
+    write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "completion": "xyz"}])
+    result = train(resolve_config(data | {"output_dir": "again"}, folder=tmp_path))
+    assert "has no sample within max_length" in result.adapters["first"].message
 
 
 def test_bf16_and_gradient_checkpointing_train(tiny_base: Path, tmp_path: Path) -> None:
