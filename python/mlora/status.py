@@ -29,10 +29,10 @@ def read_status(run_dir: Path | str) -> tuple[str, list[list[str]]]:
         raise RunError(f"{folder.path}: holds no config.yaml, so there is no run")
     config = read_yaml(folder.config)
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
-    for adapter in config["adapters"]:
+    for adapter in config.get("adapters", []):
         summary["adapters"].setdefault(adapter["name"], _unknown())
     for record in read_metrics(folder.metrics):
-        _apply(summary["adapters"][record["adapter"]], record)
+        _apply(summary["adapters"].setdefault(record["adapter"], _unknown()), record)
     if summary["status"] == "running" and not is_running(folder.metrics):
         summary["status"] = "interrupted"
     return _line(folder, summary["status"]), result_table(summary)
