@@ -135,6 +135,19 @@ def test_same_input_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_thread_count_changes_no_bit(dtype: torch.dtype) -> None:
+    case = make([5, 16, 8], [37, 350, 161], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
+    expected = [low_rank(case, adapter, slice(None)) for adapter in range(3)]
+    torch.set_num_threads(3)
+    try:
+        again = [low_rank(case, adapter, slice(None)) for adapter in range(3)]
+    finally:
+        torch.set_num_threads(1)
+    for one, other in zip(expected, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_uninitialised_memory_is_never_read(name: str) -> None:
     """With every `torch.empty` full of NaN, results keep their bits."""

@@ -1,0 +1,137 @@
+"""The CPU kernels of every compiled instruction set, the frozen product, and the argument checks in C++."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES, make
+from tolerances import assert_as_exact
+
+import mlora_ext as mx
+from mlora_ext import _C, gemm
+from mlora_ext.dropout import philox_mask
+
+OPS = torch.ops.mlora_ext
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=_C.build_info()["cpu_isas"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = OPS.cpu_isa()
+    try:
+        OPS.use_cpu_isa(request.param)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    yield request.param
+    OPS.use_cpu_isa(before)
+
+
+@pytest.fixture(params=["aten", "onednn"])
+def base(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = {dtype: OPS.base_gemm(dtype) for dtype in DTYPES[:2]}
+    for dtype in before:
+        OPS.set_base_gemm(dtype, request.param)
+    yield request.param
+    for dtype, name in before.items():
+        OPS.set_base_gemm(dtype, name)
+
+
+def test_the_best_instruction_set_is_used() -> None:
+    info = _C.build_info()
+    assert OPS.cpu_isa() == info["cpu_isa"] in info["cpu_isas"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_on_every_instruction_set(isa: str, name: str, dtype: torch.dtype) -> None:
+    case = CASES[name](dtype=dtype, p=0.2)
+    plain, oracle = case.reference(), case.to(torch.float64).reference()
+    for what, result, same, exact in zip(case.labels(), case.run(), plain, oracle, strict=True):
+        assert_as_exact(result, same, exact, what)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 17, 70])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tails_of_tiles(isa: str, dtype: torch.dtype, rank: int) -> None:
+    """Columns beyond whole vectors, words and column tasks; rows beyond whole blocks."""
+    case = make([rank], [131], [0], d_in=2115, d_out=323, dtype=dtype, p=0.3)
+    plain, oracle = case.reference(), case.to(torch.float64).reference()
+    for what, result, same, exact in zip(case.labels(), case.run(), plain, oracle, strict=True):
+        assert_as_exact(result, same, exact, what)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 64, 517])
+def test_masks_are_philox(isa: str, columns: int) -> None:
+    seeds, step, layer, p = [2**63 + 11, 3], 2**32 + 5, 9, [0.1, 0.75]
+    layout = mx.SegmentLayout.from_lengths([70, 3, 5], adapters=[1, -1, 0])
+    tensors = mx.LoRADropout(p=p, seeds=seeds, step=step, layer=layer).tensors("cpu")
+    mask = OPS.dropout_mask(layout.table(), *tensors, 78, columns)
+    for rows, adapter in ((slice(0, 70), 1), (slice(73, 78), 0)):
+        count = rows.stop - rows.start
+        expected = philox_mask(count, columns, p=p[adapter], seed=seeds[adapter], step=step, layer=layer)
+        assert torch.equal(mask[rows], expected)
+    assert mask[70:73].all()
+
+
+def test_philox_known_answer() -> None:
+    """Random123's vector for key 0, counter 0: 6627e8d5 e169c58d bc57ac4c 9b00dbd8."""
+    numbers = [0xE8D5, 0x6627, 0xC58D, 0xE169, 0xAC4C, 0xBC57, 0xDBD8, 0x9B00]
+    for p in (0.3, 0.6, 0.9):
+        tensors = mx.LoRADropout(p=[p], seeds=[0]).tensors("cpu")
+        mask = OPS.dropout_mask(mx.SegmentLayout.from_lengths([1]).table(), *tensors, 1, 8)
+        assert mask[0].tolist() == [number >= round(p * 65536) for number in numbers]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_frozen_product(base: str, dtype: torch.dtype, transposed: bool) -> None:
+    x, dy = torch.randn(9, 40, dtype=dtype)[:, :33], torch.randn(9, 17, dtype=dtype)
+    weight = torch.randn(33, 17, dtype=dtype).T if transposed else torch.randn(17, 33, dtype=dtype)
+    bias = torch.randn(17, dtype=dtype)
+    assert gemm.chosen(dtype) == {str(dtype).removeprefix("torch."): base}
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert_as_exact(
+        gemm.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias), exact, f"y by {base}"
+    )
+    assert_as_exact(gemm.linear_dx(dy, weight), dy @ weight, dy.double() @ weight.double(), f"dx by {base}")
+    assert gemm.linear(x[:0], weight).shape == (0, 17)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(6, 4)}, r"weight: expected a CPU matrix \[d_out, 5\], got shape \[6, 4\]"),
+        ({"weight": torch.zeros(6, 5).half()}, "weight: expected dtype Float .that of x., got Half"),
+        ({"bias": torch.zeros(5)}, "bias: expected a CPU Float vector of 6 numbers, got Float of shape"),
+        ({"lora_a": []}, "lora_b: expected as many matrices as lora_a .0., got 1"),
+        ({"lora_b": [torch.zeros(6, 3)]}, r"lora_b\[0\]: expected rank 2 .that of lora_a\[0\]., got 3"),
+        ({"segments": torch.tensor([[0, 9, 0, 0]])}, r"segments\[0\]: expected rows within \[0, 4\)"),
+        (
+            {"segments": torch.tensor([[0, 2, 1, 0]])},
+            r"segments\[0\]: expected an adapter in \[-1, 1\), got 1",
+        ),
+        (
+            {"segments": torch.tensor([[0, 3, 0, 0], [2, 4, 0, 0]])},
+            r"segments\[1\]: expected rows within \[3",
+        ),
+        ({"scaling": torch.zeros(2)}, r"scaling: expected a contiguous CPU Float tensor of shape \[1\]"),
+        ({"dropout_p": torch.tensor([0.1])}, "give all three or none"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_checks_name_the_argument(change: dict, message: str) -> None:
+    arguments = {
+        "x": torch.zeros(4, 5),
+        "weight": torch.zeros(6, 5),
+        "bias": None,
+        "lora_a": [torch.zeros(2, 5)],
+        "lora_b": [torch.zeros(6, 2)],
+        "segments": torch.tensor([[0, 4, 0, 0]]),
+        "scaling": torch.ones(1),
+        "dropout_p": None,
+        "dropout_rng": None,
+        "layer": None,
+    }
+    OPS.lora_linear(**arguments)
+    with pytest.raises(RuntimeError, match=message):
+        OPS.lora_linear(**(arguments | change))
