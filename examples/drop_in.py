@@ -1,8 +1,8 @@
 """Your own training loop with several adapters in one batch: two adapters, two optimizers, one forward pass.
 
-    python examples/drop_in.py --steps 150 --output runs/drop-in
+    python examples/drop_in.py --output runs/drop-in
 
-trains on two of the quickstart's tasks, writes two PEFT folders and answers a prompt of each in one batch.
+trains on two of the quickstart's tasks, writes two PEFT folders and answers held-out prompts of both in one batch.
 """
 
 import argparse
@@ -18,17 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import mlora_ext as mx
 
 HERE = Path(__file__).parent
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CONFIGS = {
     "reverse": LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "sort": LoraConfig(
-        r=32, lora_alpha=16, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM"
-    ),
+    "sort": LoraConfig(r=32, lora_alpha=16, use_rslora=True, target_modules=ATTENTION, task_type="CAUSAL_LM"),
 }
-LEARNING_RATES = {"reverse": 4e-3, "sort": 1e-3}
+LEARNING_RATES = {"reverse": 4e-3, "sort": 2e-3}
 
 
 def read_lines(name: str) -> list[dict[str, str]]:
-    """The training lines of one of the quickstart's tasks."""
+    """The lines of one of the quickstart's data sets."""
     text = (HERE / "data" / f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
@@ -66,12 +65,11 @@ def train(
         The last step's loss of each adapter.
     """
     data = {name: read_lines(name) for name in CONFIGS}
-    optimizers = {
-        name: torch.optim.AdamW(
-            mx.adapter_parameters(model, name).values(), lr=LEARNING_RATES[name], weight_decay=0.0
-        )
-        for name in CONFIGS
-    }
+    optimizers, schedules = {}, []
+    for name in CONFIGS:
+        own = mx.adapter_parameters(model, name).values()
+        optimizers[name] = torch.optim.AdamW(own, lr=LEARNING_RATES[name], weight_decay=0.0)
+        schedules.append(torch.optim.lr_scheduler.LinearLR(optimizers[name], 1.0, 0.0, total_iters=steps))
     names = [name for name in CONFIGS for _ in range(batch_size)]
     losses: dict[str, float] = {}
     for _ in range(steps):
@@ -86,6 +84,8 @@ def train(
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
         losses = {name: loss.item() for name, loss in by_adapter.items()}
     return losses
 
@@ -95,22 +95,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Two adapters in your own training loop.")
     parser.add_argument("--base-model", type=Path, default=HERE / "tiny-base")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
     args = parser.parse_args()
     random.seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.base_model, padding_side="left")
-    model = mx.convert_model(AutoModelForCausalLM.from_pretrained(args.base_model), CONFIGS)
+    model = AutoModelForCausalLM.from_pretrained(args.base_model)
+    mx.convert_model(model, CONFIGS)
     model.train()
     for name, loss in train(model, tokenizer, args.steps, args.batch_size).items():
         print(f"{name}: last loss {loss:.4f}")
         mx.save_adapter(model, name, args.output / name)
     model.eval()
-    prompts = tokenizer(
-        ["reverse garden = ", "sort dbca = ", "sort dbca = "], return_tensors="pt", padding=True
-    )
-    out = model.generate(**prompts, adapter_names=["reverse", "sort", "__base__"], max_new_tokens=12)
-    print(tokenizer.batch_decode(out, skip_special_tokens=True))
+    asked = [(name, line["prompt"]) for name in CONFIGS for line in read_lines(f"{name}-held-out")[:4]]
+    prompts = tokenizer([prompt for _, prompt in asked], return_tensors="pt", padding=True)
+    out = model.generate(**prompts, adapter_names=[name for name, _ in asked], max_new_tokens=12)
+    print("\n".join(tokenizer.batch_decode(out, skip_special_tokens=True)))
 
 
 if __name__ == "__main__":
