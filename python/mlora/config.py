@@ -236,7 +236,8 @@ class RunConfig(_Strict):
         folder = _resolve(value, info)
         if Path(folder).is_dir():
             return folder
-        if not HUB_ID.fullmatch(value) or value.startswith("."):
+        beside_others = "/" in value and Path(folder).parent.is_dir()
+        if beside_others or not HUB_ID.fullmatch(value) or value.startswith("."):
             raise ValueError(f"no such folder: {folder}")
         return value
 

@@ -139,7 +139,7 @@ class PlainLines:
             self.note(
                 f"{task.name}: step {record['step']}/{task.total_steps} loss {record['loss']:.4f} "
                 f"learning_rate {record['learning_rate']:.3g} {speed:.0f} tokens/s "
-                f"left {self._pace.left(task)}"
+                f"ETA {self._pace.left(task)}"
             )
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class LiveTable:
         from rich.table import Table
 
         table = Table("adapter", "state")
-        for title in ("step", "loss", "eval loss", "tokens/s", "left"):
+        for title in ("step", "loss", "eval loss", "tokens/s", "ETA"):
             table.add_column(title, justify="right")
         for task in self._tasks:
             progress = task.progress

@@ -7,7 +7,10 @@ import pytest
 import yaml
 from mlora.config import RunConfig, TrainingFields, parse_size
 from mlora.config_file import apply_overrides, dump_config, load_config, read_yaml, resolve_config
+from mlora.engine import Engine
 from mlora.errors import RunError
+from mlora.result import RunResult
+from mlora.run import train
 
 
 @pytest.fixture
@@ -163,6 +166,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ),
         ("pipeline.stages", 2, "pipeline: stages: 2 is not available in this version; set it to 1"),
         ("base_model", "./nowhere", "base_model: no such folder:"),
+        ("base_model", "model/nowhere", "base_model: no such folder:"),
         ("device", "tpu", "device: must be cpu, cuda or cuda:<index>, got 'tpu'"),
     ],
 )
@@ -244,6 +248,15 @@ def test_overrides_that_lead_nowhere_are_refused(base: dict, override: str, expe
 
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("8GiB", "500 MB", "1.5k", 12)] == [8 * 2**30, 500_000_000, 1500, 12]
+
+
+def test_public_names() -> None:
+    import mlora
+
+    assert {mlora.RunConfig, mlora.RunResult, mlora.Engine} == {RunConfig, RunResult, Engine}
+    assert mlora.train is train
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = mlora.trian
 
 
 def test_config_is_frozen(tmp_path: Path, base: dict) -> None:
