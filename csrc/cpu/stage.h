@@ -16,13 +16,17 @@ inline int64_t words_of(int64_t cols) { return (cols + kWordColumns - 1) / kWord
 template <typename T>
 void copy_kept(const T* source, int64_t cols, const uint64_t* keep, float* target) {
   int64_t c = 0;
-  for (; c + Simd::kLanes <= cols; c += Simd::kLanes) {
-    const Simd::Vec v = Simd::load(source + c);
-    Simd::store(target + c, keep ? Simd::keep(v, keep[c >> 6] >> (c & 63)) : v);
+  for (; c + kWordColumns <= cols; c += kWordColumns) {
+    const uint64_t bits = keep ? keep[c / kWordColumns] : ~uint64_t{0};
+#pragma GCC unroll 16
+    for (int lane = 0; lane < kWordColumns; lane += Simd::kLanes) {
+      Simd::store(target + c + lane, Simd::keep(Simd::load(source + c + lane), bits >> lane));
+    }
   }
-  if (c < cols) {
-    const Simd::Vec v = Simd::load(source + c, cols - c);
-    Simd::store(target + c, keep ? Simd::keep(v, keep[c >> 6] >> (c & 63)) : v, cols - c);
+  for (; c < cols; c += Simd::kLanes) {
+    const int64_t n = cols - c < Simd::kLanes ? cols - c : Simd::kLanes;
+    const Simd::Vec v = Simd::load(source + c, n);
+    Simd::store(target + c, keep ? Simd::keep(v, keep[c / kWordColumns] >> (c % kWordColumns)) : v, n);
   }
 }
 

@@ -84,8 +84,12 @@ void dot_panel(const typename Op::Element* x, int64_t x_stride, const typename O
 template <class Op>
 void dot_rows(const typename Op::Element* x, int64_t x_stride, int64_t rows, const typename Op::Element* a,
               int64_t a_stride, int64_t rank, int64_t k, float* out, int64_t out_stride, bool add) {
-  static_assert(Simd::kDotRows <= 4);
+  static_assert(Simd::kDotRows <= 6);
   switch (rows) {
+    case 6:
+      return dot_panel<Op, 6>(x, x_stride, a, a_stride, rank, k, out, out_stride, add);
+    case 5:
+      return dot_panel<Op, 5>(x, x_stride, a, a_stride, rank, k, out, out_stride, add);
     case 4:
       return dot_panel<Op, 4>(x, x_stride, a, a_stride, rank, k, out, out_stride, add);
     case 3:

@@ -1,6 +1,7 @@
 """The CPU kernels of every compiled instruction set, the frozen product, and the argument checks in C++."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,25 +16,33 @@ OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@contextmanager
+def frozen_product_by(library: str) -> Iterator[None]:
+    before = {dtype: OPS.base_gemm(dtype) for dtype in DTYPES[:2]}
+    for dtype in before:
+        OPS.set_base_gemm(dtype, library)
+    yield
+    for dtype, name in before.items():
+        OPS.set_base_gemm(dtype, name)
+
+
 @pytest.fixture(params=_C.build_info()["cpu_isas"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set, beside the frozen product that plain PyTorch computes as well."""
     before = OPS.cpu_isa()
     try:
         OPS.use_cpu_isa(request.param)
     except RuntimeError as error:
         pytest.skip(str(error))
-    yield request.param
+    with frozen_product_by("aten"):
+        yield request.param
     OPS.use_cpu_isa(before)
 
 
 @pytest.fixture(params=["aten", "onednn"])
 def base(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = {dtype: OPS.base_gemm(dtype) for dtype in DTYPES[:2]}
-    for dtype in before:
-        OPS.set_base_gemm(dtype, request.param)
-    yield request.param
-    for dtype, name in before.items():
-        OPS.set_base_gemm(dtype, name)
+    with frozen_product_by(request.param):
+        yield request.param
 
 
 def test_the_best_instruction_set_is_used() -> None:
