@@ -64,12 +64,41 @@ def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+class OtherProcesses:
+    """How much of the machine other processes took inside the context: a result with more than a few percent
+    is not to be trusted.
+
+    Attributes:
+        share: of all cores' time, between 0 and 1; None where the system does not tell.
+    """
+
+    share: float | None = None
+
+    def __enter__(self) -> OtherProcesses:
+        self._busy, self._own, self._wall = _busy_seconds(), time.process_time(), time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        busy, wall = _busy_seconds(), time.monotonic() - self._wall
+        if busy is not None and self._busy is not None:
+            others = busy - self._busy - (time.process_time() - self._own)
+            self.share = round(max(0.0, others) / (wall * (os.cpu_count() or 1)), 3)
+
+
 def write(name: str, result: Mapping[str, Any]) -> Path:
     """Write a result as `bench/results/<name>.json`, with the machine; returns the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": describe(), **result}, indent=2) + "\n")
     return path
+
+
+def _busy_seconds() -> float | None:
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _processor() -> str:
