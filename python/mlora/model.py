@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from mlora.packing import PackedBatch
 from mlora.probe import check_packing
 from mlora_ext.gemm import linear, linear_dx
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
