@@ -25,23 +25,6 @@ struct Broadcasts {
 
 const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
-Broadcasts reserve_broadcasts(const Kernels& table, const Plan& plan, Wanted wanted, Workspace& workspace) {
-  Broadcasts places;
-  places.cols_stride = plan.max_rank;
-  places.ds_rows_stride = (plan.max_rank + table.units - 1) / table.units;
-  if (wanted.dx || wanted.da) {
-    places.ds_rows = workspace.reserve(plan.rows * places.ds_rows_stride * 4);
-  }
-  if (wanted.da) {
-    places.ds_cols =
-        table.units == 1 ? places.ds_rows : workspace.reserve(plan.pairs * places.cols_stride * 4);
-  }
-  if (wanted.db) {
-    places.s_cols = workspace.reserve(plan.pairs * places.cols_stride * 4);
-  }
-  return places;
-}
-
 std::vector<Tensor> empty_gradients(const std::vector<Tensor>& parameters) {
   std::vector<Tensor> gradients;
   gradients.reserve(parameters.size());
@@ -54,23 +37,183 @@ std::vector<Tensor> empty_gradients(const std::vector<Tensor>& parameters) {
 
 // One gradient's columns of one adapter.
 struct ColumnTask {
-  int32_t adapter;
+  size_t adapter;
   bool is_a;
   int64_t begin;
   int64_t end;
 };
 
-void add_tasks(const Kernels& table, const Plan& plan, bool is_a, int64_t columns, bool gradient,
-               std::vector<ColumnTask>& tasks) {
-  for (size_t i = 0; i < plan.adapters.size(); ++i) {
-    if (!gradient && plan.adapters[i].first_block < 0) {
-      continue;
+void check_gradient(const Tensor& dy, const Tensor& x, const Tensor& weight) {
+  MLORA_CHECK(dy.is_cpu() && dy.dim() == 2 && dy.size(0) == x.size(0) && dy.size(1) == weight.size(0) &&
+                  dy.scalar_type() == x.scalar_type(),
+              "dy: expected a CPU ", dtype_name(x.scalar_type()), " matrix [", x.size(0), ", ",
+              weight.size(0), "], got ", dtype_name(dy.scalar_type()), " of shape ", shape_of(dy));
+}
+
+void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
+  MLORA_CHECK(s.is_cpu() && s.dim() == 2 && s.size(0) == x.size(0) && s.size(1) == max_rank &&
+                  s.scalar_type() == x.scalar_type(),
+              "s: expected the second output of lora_linear, ", dtype_name(x.scalar_type()), " [", x.size(0),
+              ", ", max_rank, "], got ", dtype_name(s.scalar_type()), " of shape ", shape_of(s));
+}
+
+// The passes of one backward call: by rows for ds, then by columns for dA with dx, and dB.
+class Backward {
+ public:
+  Backward(const Tensor& dy, const Tensor& x, const Tensor& s, const std::vector<Tensor>& lora_a,
+           const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan, Wanted wanted)
+      : dy_(dy),
+        x_(x),
+        s_(s),
+        lora_a_(lora_a),
+        lora_b_(lora_b),
+        table_(table),
+        plan_(plan),
+        wanted_(wanted),
+        team_(plan.rank_rows * (x.size(1) + dy.size(1))),
+        scratch_bytes_(table.scratch_bytes(plan.max_rank)) {}
+
+  void prepare() {
+    Operands a_cols(table_, lora_a_, false, plan_);
+    Operands b_rows(table_, lora_b_, true, plan_);
+    if (wanted_.dx) {
+      a_cols.reserve(true, workspace_);
     }
-    for (int64_t begin = 0; begin < columns; begin += table.columns) {
-      tasks.push_back({static_cast<int32_t>(i), is_a, begin, std::min(columns, begin + table.columns)});
+    if (wanted_.dx || wanted_.da) {
+      b_rows.reserve(false, workspace_);
+    }
+    reserve_broadcasts();
+    scratch_ = workspace_.reserve(scratch_bytes_ * team_.threads());
+    workspace_.allocate();
+    a_cols.resolve(workspace_, [&](size_t i, const void* data, int64_t stride) {
+      plan_.adapters[i].a_cols = data;
+      plan_.adapters[i].a_cols_stride = stride;
+    });
+    b_rows.resolve(workspace_, [&](size_t i, const void* data, int64_t stride) {
+      plan_.adapters[i].b_rows = data;
+      plan_.adapters[i].b_rows_stride = stride;
+    });
+    a_cols.pack(team_);
+    b_rows.pack(team_);
+  }
+
+  void grad_rows() const {
+    GradRowsArgs args{};
+    args.dy = dy_.const_data_ptr();
+    args.dy_stride = dy_.stride(0);
+    args.s = s_.const_data_ptr();
+    args.s_stride = s_.stride(0);
+    args.d_out = dy_.size(1);
+    args.ds_rows = place(places_.ds_rows);
+    args.ds_rows_stride = places_.ds_rows_stride;
+    args.ds_cols = place(places_.ds_cols);
+    args.s_cols = place(places_.s_cols);
+    args.cols_stride = places_.cols_stride;
+    team_.run(static_cast<int64_t>(plan_.blocks.size()), [&](int64_t task, int64_t thread) {
+      GradRowsArgs mine = args;
+      mine.block = &plan_.blocks[static_cast<size_t>(task)];
+      mine.adapter = &plan_.adapters[static_cast<size_t>(mine.block->adapter)];
+      mine.scratch = scratch_of(thread);
+      table_.grad_rows(mine);
+    });
+  }
+
+  // dx holds dy W already and receives the low-rank part.
+  void grad_columns(Tensor& dx, std::vector<Tensor>& da, std::vector<Tensor>& db) const {
+    std::vector<ColumnTask> tasks;
+    if (wanted_.dx || wanted_.da) {
+      add_tasks(true, x_.size(1), tasks);
+    }
+    if (wanted_.db) {
+      add_tasks(false, dy_.size(1), tasks);
+    }
+    const GradColumnsArgs of_a = columns_of_a(dx);
+    const GradColumnsArgs of_b = columns_of_b();
+    team_.run(static_cast<int64_t>(tasks.size()), [&](int64_t index, int64_t thread) {
+      const ColumnTask& task = tasks[static_cast<size_t>(index)];
+      GradColumnsArgs mine = task.is_a ? of_a : of_b;
+      mine.adapter = &plan_.adapters[task.adapter];
+      mine.begin = task.begin;
+      mine.end = task.end;
+      if (mine.p_cols) {
+        mine.grad = task.is_a ? view_of(da[task.adapter], false) : view_of(db[task.adapter], true);
+      }
+      mine.scratch = scratch_of(thread);
+      table_.grad_columns(mine);
+    });
+  }
+
+ private:
+  void reserve_broadcasts() {
+    places_.cols_stride = plan_.max_rank;
+    places_.ds_rows_stride = (plan_.max_rank + table_.units - 1) / table_.units;
+    if (wanted_.dx || wanted_.da) {
+      places_.ds_rows = workspace_.reserve(plan_.rows * places_.ds_rows_stride * 4);
+    }
+    if (wanted_.da) {
+      places_.ds_cols =
+          table_.units == 1 ? places_.ds_rows : workspace_.reserve(plan_.pairs * places_.cols_stride * 4);
+    }
+    if (wanted_.db) {
+      places_.s_cols = workspace_.reserve(plan_.pairs * places_.cols_stride * 4);
     }
   }
-}
+
+  // An adapter without rows still has a gradient to fill with zeros.
+  void add_tasks(bool is_a, int64_t columns, std::vector<ColumnTask>& tasks) const {
+    const bool gradient = is_a ? wanted_.da : wanted_.db;
+    for (size_t i = 0; i < plan_.adapters.size(); ++i) {
+      if (!gradient && plan_.adapters[i].first_block < 0) {
+        continue;
+      }
+      for (int64_t begin = 0; begin < columns; begin += table_.columns) {
+        tasks.push_back({i, is_a, begin, std::min(columns, begin + table_.columns)});
+      }
+    }
+  }
+
+  GradColumnsArgs columns_of_a(Tensor& dx) const {
+    GradColumnsArgs args{};
+    args.blocks = plan_.blocks.data();
+    args.rows = x_.const_data_ptr();
+    args.rows_stride = x_.stride(0);
+    args.p_cols = place(places_.ds_cols);
+    args.p_stride = places_.cols_stride;
+    args.dropout = true;
+    args.dx = wanted_.dx ? dx.mutable_data_ptr() : nullptr;
+    args.dx_stride = wanted_.dx ? dx.stride(0) : 0;
+    args.ds_rows = place(places_.ds_rows);
+    args.ds_rows_stride = places_.ds_rows_stride;
+    return args;
+  }
+
+  GradColumnsArgs columns_of_b() const {
+    GradColumnsArgs args{};
+    args.blocks = plan_.blocks.data();
+    args.rows = dy_.const_data_ptr();
+    args.rows_stride = dy_.stride(0);
+    args.p_cols = place(places_.s_cols);
+    args.p_stride = places_.cols_stride;
+    return args;
+  }
+
+  char* place(int64_t offset) const { return offset < 0 ? nullptr : workspace_.at(offset); }
+  char* scratch_of(int64_t thread) const { return workspace_.at(scratch_ + thread * scratch_bytes_); }
+
+  const Tensor& dy_;
+  const Tensor& x_;
+  const Tensor& s_;
+  const std::vector<Tensor>& lora_a_;
+  const std::vector<Tensor>& lora_b_;
+  const Kernels& table_;
+  Plan& plan_;
+  Wanted wanted_;
+  Team team_;
+  Workspace workspace_;
+  Broadcasts places_;
+  int64_t scratch_bytes_;
+  int64_t scratch_ = 0;
+};
 
 }  // namespace
 
@@ -81,107 +224,21 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
     const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db) {
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
   check_arguments(x_in, weight, nullptr, lora_a, lora_b, layout);
-  MLORA_CHECK(dy_in.is_cpu() && dy_in.dim() == 2 && dy_in.size(0) == x_in.size(0) &&
-                  dy_in.size(1) == weight.size(0) && dy_in.scalar_type() == x_in.scalar_type(),
-              "dy: expected a CPU ", dtype_name(x_in.scalar_type()), " matrix [", x_in.size(0), ", ",
-              weight.size(0), "], got ", dtype_name(dy_in.scalar_type()), " of shape ", shape_of(dy_in));
+  check_gradient(dy_in, x_in, weight);
+  const Kernels& table = kernels(scalar_of(x_in.scalar_type()));
+  Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0), table.units);
+  check_intermediate(s_in, x_in, plan.max_rank);
   const Tensor x = dense_rows(x_in);
   const Tensor dy = dense_rows(dy_in);
-  const Kernels& table = kernels(scalar_of(x.scalar_type()));
-  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0), table.units);
-  MLORA_CHECK(s_in.is_cpu() && s_in.dim() == 2 && s_in.size(0) == plan.rows &&
-                  s_in.size(1) == plan.max_rank && s_in.scalar_type() == x.scalar_type(),
-              "s: expected the second output of lora_linear, ", dtype_name(x.scalar_type()), " [", plan.rows,
-              ", ", plan.max_rank, "], got ", dtype_name(s_in.scalar_type()), " of shape ", shape_of(s_in));
   const Tensor s = dense_rows(s_in);
-  const Wanted wanted{need_dx, need_da, need_db};
 
-  const Team team(plan.rank_rows * (x.size(1) + dy.size(1)));
-  Workspace workspace;
-  Operands a_cols(table, lora_a, false, plan);
-  Operands b_rows(table, lora_b, true, plan);
-  if (wanted.dx) {
-    a_cols.reserve(true, workspace);
-  }
-  if (wanted.dx || wanted.da) {
-    b_rows.reserve(false, workspace);
-  }
-  const Broadcasts places = reserve_broadcasts(table, plan, wanted, workspace);
-  const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
-  const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
-  workspace.allocate();
-  a_cols.resolve(workspace, [&](size_t i, const void* data, int64_t stride) {
-    plan.adapters[i].a_cols = data;
-    plan.adapters[i].a_cols_stride = stride;
-  });
-  b_rows.resolve(workspace, [&](size_t i, const void* data, int64_t stride) {
-    plan.adapters[i].b_rows = data;
-    plan.adapters[i].b_rows_stride = stride;
-  });
-  a_cols.pack(team);
-  b_rows.pack(team);
-
-  const auto place = [&](int64_t offset) { return offset < 0 ? nullptr : workspace.at(offset); };
-  GradRowsArgs rows{};
-  rows.dy = dy.const_data_ptr();
-  rows.dy_stride = dy.stride(0);
-  rows.s = s.const_data_ptr();
-  rows.s_stride = s.stride(0);
-  rows.d_out = dy.size(1);
-  rows.ds_rows = place(places.ds_rows);
-  rows.ds_rows_stride = places.ds_rows_stride;
-  rows.ds_cols = place(places.ds_cols);
-  rows.s_cols = place(places.s_cols);
-  rows.cols_stride = places.cols_stride;
-  team.run(static_cast<int64_t>(plan.blocks.size()), [&](int64_t task, int64_t thread) {
-    GradRowsArgs mine = rows;
-    mine.block = &plan.blocks[static_cast<size_t>(task)];
-    mine.adapter = &plan.adapters[static_cast<size_t>(mine.block->adapter)];
-    mine.scratch = workspace.at(scratch + thread * scratch_bytes);
-    table.grad_rows(mine);
-  });
-
-  Tensor dx = wanted.dx ? base_linear_dx(dy, weight) : empty_cpu({0}, {1}, x.scalar_type());
-  std::vector<Tensor> da = wanted.da ? empty_gradients(lora_a) : std::vector<Tensor>();
-  std::vector<Tensor> db = wanted.db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  std::vector<ColumnTask> tasks;
-  if (wanted.dx || wanted.da) {
-    add_tasks(table, plan, true, x.size(1), wanted.da, tasks);
-  }
-  if (wanted.db) {
-    add_tasks(table, plan, false, dy.size(1), true, tasks);
-  }
-
-  GradColumnsArgs of_a{};
-  of_a.blocks = plan.blocks.data();
-  of_a.rows = x.const_data_ptr();
-  of_a.rows_stride = x.stride(0);
-  of_a.p_cols = place(places.ds_cols);
-  of_a.p_stride = places.cols_stride;
-  of_a.dropout = true;
-  of_a.dx = wanted.dx ? dx.mutable_data_ptr() : nullptr;
-  of_a.dx_stride = wanted.dx ? dx.stride(0) : 0;
-  of_a.ds_rows = rows.ds_rows;
-  of_a.ds_rows_stride = places.ds_rows_stride;
-  GradColumnsArgs of_b{};
-  of_b.blocks = plan.blocks.data();
-  of_b.rows = dy.const_data_ptr();
-  of_b.rows_stride = dy.stride(0);
-  of_b.p_cols = place(places.s_cols);
-  of_b.p_stride = places.cols_stride;
-  team.run(static_cast<int64_t>(tasks.size()), [&](int64_t index, int64_t thread) {
-    const ColumnTask& task = tasks[static_cast<size_t>(index)];
-    const size_t i = static_cast<size_t>(task.adapter);
-    GradColumnsArgs mine = task.is_a ? of_a : of_b;
-    mine.adapter = &plan.adapters[i];
-    mine.begin = task.begin;
-    mine.end = task.end;
-    if (mine.p_cols) {
-      mine.grad = task.is_a ? view_of(da[i], false) : view_of(db[i], true);
-    }
-    mine.scratch = workspace.at(scratch + thread * scratch_bytes);
-    table.grad_columns(mine);
-  });
+  Backward backward(dy, x, s, lora_a, lora_b, table, plan, {need_dx, need_da, need_db});
+  backward.prepare();
+  backward.grad_rows();
+  Tensor dx = need_dx ? base_linear_dx(dy, weight) : empty_cpu({0}, {1}, x.scalar_type());
+  std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
+  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
+  backward.grad_columns(dx, da, db);
   return {dx, da, db};
 }
 

@@ -28,24 +28,9 @@ void zero_other_rows(const Plan& plan, Tensor& s) {
   zero_until(plan.rows);
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
-                                       const std::optional<Tensor>& bias, const std::vector<Tensor>& lora_a,
-                                       const std::vector<Tensor>& lora_b, const Tensor& segments,
-                                       const Tensor& scaling, const std::optional<Tensor>& dropout_p,
-                                       const std::optional<Tensor>& dropout_rng,
-                                       const std::optional<Tensor>& layer) {
-  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
-  check_arguments(x_in, weight, pointer(bias), lora_a, lora_b, layout);
-  const Tensor x = dense_rows(x_in);
-  const Kernels& table = kernels(scalar_of(x.scalar_type()));
-  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0), table.units);
-
-  Tensor y = base_linear(x, weight, pointer(bias));
-  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
-  zero_other_rows(plan, s);
-
+// s = scaling drop(x) A^T, and y += s B^T, row block by row block.
+void add_low_rank(Tensor& y, Tensor& s, const Tensor& x, const std::vector<Tensor>& lora_a,
+                  const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan) {
   const Team team(plan.rank_rows * (x.size(1) + y.size(1)));
   Workspace workspace;
   Operands a_rows(table, lora_a, false, plan);
@@ -82,6 +67,27 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
     mine.scratch = workspace.at(scratch + thread * scratch_bytes);
     table.forward(mine);
   });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
+                                       const std::optional<Tensor>& bias, const std::vector<Tensor>& lora_a,
+                                       const std::vector<Tensor>& lora_b, const Tensor& segments,
+                                       const Tensor& scaling, const std::optional<Tensor>& dropout_p,
+                                       const std::optional<Tensor>& dropout_rng,
+                                       const std::optional<Tensor>& layer) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  check_arguments(x_in, weight, pointer(bias), lora_a, lora_b, layout);
+  const Tensor x = dense_rows(x_in);
+  const Kernels& table = kernels(scalar_of(x.scalar_type()));
+  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0), table.units);
+
+  Tensor y = base_linear(x, weight, pointer(bias));
+  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
+  zero_other_rows(plan, s);
+
+  add_low_rank(y, s, x, lora_a, lora_b, table, plan);
   return {y, s};
 }
 

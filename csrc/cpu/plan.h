@@ -1,6 +1,7 @@
 // One call's plan: adapters and row blocks, their operands, and the memory and threads to work with.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -67,14 +68,15 @@ class Team {
 
   template <typename Task>
   void run(int64_t tasks, const Task& task) const {
-    if (threads_ == 1 || tasks <= 1) {
+    const int64_t threads = std::min(threads_, tasks);
+    if (threads <= 1) {
       for (int64_t i = 0; i < tasks; ++i) {
         task(i, 0);
       }
       return;
     }
     std::atomic<int64_t> next = 0;
-    torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
       for (int64_t i = next++; i < tasks; i = next++) {
         task(i, begin);
       }
