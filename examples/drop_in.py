@@ -2,7 +2,7 @@
 
     python examples/drop_in.py --output runs/drop-in
 
-trains on two of the quickstart's tasks, writes two PEFT folders and answers held-out prompts of both together.
+trains on two of the quickstart's tasks, writes two PEFT folders and answers held-out prompts of both at once.
 """
 
 import argparse
