@@ -8,14 +8,50 @@ machine sets the one that it began with.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import _ops
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x Wᵀ + b` by the chosen library, differentiable in x only; keeps nothing but the weight for backward.
+
+    Args:
+        x: `[..., D]`.
+        weight: `[O, D]`, frozen; may be a transposed view.
+        bias: `[O]` or None, frozen.
+
+    Returns:
+        `[..., O]`.
+    """
+    if torch.compiler.is_compiling() or not _serves(x) or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        y = linear(rows, weight, bias)
+    else:
+        y = _FrozenLinear.apply(rows, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return linear_dx(dy, weight), None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,6 +37,7 @@ def convert_model(
     *,
     seed: int = 0,
     autocast_adapter_dtype: bool = True,
+    every_linear: bool = False,
 ) -> nn.Module:
     """Freeze a model and put adapters on it, in place.
 
@@ -49,6 +50,8 @@ def convert_model(
         adapters: PEFT's `LoraConfig` by adapter name.
         seed: of initial values and dropout.
         autocast_adapter_dtype: keep adapters of a bf16 or fp16 base in fp32, as PEFT does.
+        every_linear: replace the linear layers that no adapter targets as well, all but the output head, so
+            that they too use the base GEMM that was measured to be the fastest.
 
     Returns:
         `model` itself. Its forward and `generate` take `adapter_names=`.
@@ -69,7 +72,7 @@ def convert_model(
     model.requires_grad_(False)
     _stop_base_dropout(model)
     forward.install(model)
-    _convert_layers(model, plans, autocast_adapter_dtype)
+    _convert_layers(model, plans, autocast_adapter_dtype, every_linear)
     for name, config in adapters.items():
         _join(model, name, config, plans[name], seed)
     _regroup(model)
@@ -248,19 +251,22 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     return target_layers(model, name, config)
 
 
-def _convert_layers(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool) -> None:
+def _convert_layers(
+    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool, every: bool = False
+) -> None:
     """Replace the layers that get their first adapter, and reserve one page for all of a layer's adapters."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     router = router_of(model)
     rows: dict[str, int] = {}
     for plan in plans.values():
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
     for index, (key, module) in enumerate(linear_layers(model).items()):
-        if key not in rows:
+        if key not in rows and not (every and module is not head):
             continue
         if not isinstance(module, MultiLoRALinear):
             module = _replace(model, key, module, router, index, autocast)
-        if len(plans) > 1:
+        if len(plans) > 1 and key in rows:
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional import lora_linear_rows
+from ..gemm import frozen_linear
 from .bank import AdapterBank
 from .routes import LayerGroup
 from .routing import Router
@@ -80,14 +80,16 @@ class MultiLoRALinear(nn.Module):
         Raises:
             ValueError: if no route says which adapter the rows belong to, or it describes other rows.
         """
+        weight = self.weight.t() if self.fan_in_fan_out else self.weight
+        if not self.group.adapters:
+            return frozen_linear(x, weight, self.bias)
         active = self.group.active
         if not torch.compiler.is_compiling():
             active = self.router.tensors_for(self, x)
         elif active is None:
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
-        weight = self.weight.t() if self.fan_in_fan_out else self.weight
         if not active.names:
-            return F.linear(x, weight, self.bias)
+            return frozen_linear(x, weight, self.bias)
         drops = self.training and active.dropout_p is not None
         return lora_linear_rows(
             x,

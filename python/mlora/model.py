@@ -160,7 +160,7 @@ def load_base(source: str | Path | PreTrainedModel, device: torch.device, dtype:
     base = _take_apart(model, config)
     register_packed_attention()
     check_packing(base)
-    mlora_ext.convert_model(model, {})
+    mlora_ext.convert_model(model, {}, every_linear=True)
     return base
 
 

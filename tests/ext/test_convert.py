@@ -265,3 +265,32 @@ def test_every_field_of_loraconfig_is_judged() -> None:
 
     with pytest.raises(ValueError, match=r"expected a peft.LoraConfig, got Newer"):
         check_config("a", Newer(shiny=True))
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_every_linear_changes_libraries_not_values(build) -> None:
+    """Layers without adapters use the chosen GEMM; the head stays, and they may get adapters later."""
+    base = build().eval()
+    few, every = copy.deepcopy(base), copy.deepcopy(base)
+    mx.convert_model(few, {"one": config(target_modules=r".*0.*(q_proj|c_attn)")})
+    mx.convert_model(every, {"one": config(target_modules=r".*0.*(q_proj|c_attn)")}, every_linear=True)
+    replaced = [
+        [key for key, module in model.named_modules() if isinstance(module, mx.MultiLoRALinear)]
+        for model in (few, every)
+    ]
+    assert len(replaced[0]) == 1
+    assert len(replaced[1]) > 4
+    assert not any("head" in key for key in replaced[1])
+    ids = token_ids(2, 5)
+    grads = []
+    for model in (few, every):
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+        model(inputs_embeds=embeddings).logits.square().sum().backward()
+        grads.append(embeddings.grad)
+    assert_same_up_to_rounding(grads[1], grads[0], "gradient of the embeddings")
+    for model in (few, every):
+        mx.add_adapter(model, "two", config(target_modules="all-linear", init_lora_weights=False))
+    names = ["two", "one"]
+    with torch.no_grad():
+        logits = [model(input_ids=ids, adapter_names=names).logits for model in (few, every)]
+    assert_same_up_to_rounding(logits[1], logits[0], "logits")
