@@ -6,8 +6,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,10 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: version(name) for name in ("transformers", "peft")},
         "threads": torch.get_num_threads(),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
     if _ops.LOADED:
@@ -41,6 +47,16 @@ def describe() -> dict[str, Any]:
     if torch.cuda.is_available():
         info["gpu"] = torch.cuda.get_device_name()
     return info
+
+
+def _commit() -> str:
+    """The checkout's commit, marked where the product's files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent.parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "csrc", "mlora_ext", "python"], capture_output=True, text=True
+    )
+    return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
 
 
 def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, float]:
