@@ -50,7 +50,7 @@ def train(
         from mlora.config_file import load_config
 
         config = load_config(run, set_ or [])
-        quiet_libraries()
+        begin()
         from mlora.run import train
 
         finish(train(config, overwrite=overwrite, reporter=reporter()))
@@ -60,7 +60,7 @@ def train(
 def resume(run_dir: RunDir) -> None:
     """Continue a run from its last checkpoint."""
     with errors_as_lines():
-        quiet_libraries()
+        begin()
         from mlora.run import resume
 
         finish(resume(run_dir, reporter=reporter()))
@@ -73,7 +73,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         from mlora.config_file import load_config
 
         config = load_config(run, set_ or [])
-        quiet_libraries()
+        begin()
         from mlora.prepare import validate
         from mlora.report import PlainLines
 
@@ -130,7 +130,7 @@ def generate(
 ) -> None:
     """Complete each prompt with each adapter, all in one batch."""
     with errors_as_lines():
-        quiet_libraries()
+        begin()
         from mlora.generate import Sampling
         from mlora.serve import answer, print_answers, read_prompts
 
@@ -171,12 +171,15 @@ def errors_as_lines() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def quiet_libraries() -> None:
-    """Keep the progress bars and notices of Transformers out of the output."""
+def begin() -> None:
+    """Load the operators, and keep the progress bars and notices of Transformers out of the output."""
     from transformers.utils import logging
+
+    from mlora.device import load_operators
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    load_operators()
 
 
 def reporter() -> Reporter:

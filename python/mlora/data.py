@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.errors import RunError
+from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,8 +207,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise RunError(f"{path}:{number}: is not JSON: {error}") from error
+            except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits, too
+                raise RunError(f"{path}:{number}: is not JSON: {first_line(error)}") from error
             if not isinstance(fields, dict):
                 raise RunError(f"{path}:{number}: must be a JSON object, got {type(fields).__name__}")
             yield number, fields
@@ -217,9 +217,16 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _text(fields: dict[str, Any], key: str) -> str:
     if key not in fields:
         raise _BadLineError(f"{key!r} is missing; the line has {', '.join(map(repr, fields)) or 'no keys'}")
-    if not isinstance(fields[key], str):
-        raise _BadLineError(f"{key!r} must be text, got {type(fields[key]).__name__}")
-    return fields[key]
+    value = fields[key]
+    if not isinstance(value, str):
+        raise _BadLineError(f"{key!r} must be text, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _BadLineError(
+            f"{key!r} is no text: half of a surrogate pair at character {error.start}"
+        ) from None
+    return value
 
 
 def _ids(fields: dict[str, Any], key: str) -> tuple[int, ...]:

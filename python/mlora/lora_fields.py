@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,11 +40,29 @@ class LoraKeyError(ValueError):
         self.key = key
 
 
-def lora_keys() -> list[str]:
-    """Return the names of PEFT's ``LoraConfig`` fields."""
+# What PEFT notes in an adapter's folder about where it comes from; a run sets or ignores them.
+NOTES = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    }
+)
+
+
+def lora_keys() -> dict[str, Any]:
+    """Return PEFT's ``LoraConfig`` fields and their defaults."""
     from peft import LoraConfig
 
-    return [field.name for field in dataclasses.fields(LoraConfig) if field.init]
+    default = LoraConfig()
+    names = [field.name for field in dataclasses.fields(LoraConfig) if field.init]
+    return {name: getattr(default, name) for name in names}
 
 
 def check_lora(values: dict[str, Any]) -> dict[str, Any]:
@@ -60,15 +79,18 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
             a value of the wrong type.
     """
     known = lora_keys()
-    for key in values:
+    for key, value in values.items():
         if key not in known:
-            raise LoraKeyError(str(key), f"unknown key; {nearest(str(key), known)}")
+            raise LoraKeyError(str(key), f"unknown key; {nearest(str(key), list(known))}")
+        if key in NOTES and value != known[key]:
+            raise LoraKeyError(key, "says nothing that a run could follow; remove the key")
     _check_rank("r", values.get("r", 8))
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = values.get(key) or {}
         if not isinstance(pattern, dict):
             raise LoraKeyError(key, f"must be a mapping from module name to number, got {pattern!r}")
         for module, value in pattern.items():
+            _check_pattern(key, module)
             (_check_rank if key == "rank_pattern" else _check_number)(f"{key}.{module}", value)
     _check_number("lora_alpha", values.get("lora_alpha", 8))
     dropout = values.get("lora_dropout", 0.0)
@@ -99,6 +121,15 @@ def _check_modules(key: str, value: Any) -> None:
         raise LoraKeyError(key, f"must be a name, a pattern or a list of names, got {value!r}")
     if value == []:
         raise LoraKeyError(key, "must not be empty")
+    if isinstance(value, str):
+        _check_pattern(key, value)
+
+
+def _check_pattern(key: str, value: Any) -> None:
+    try:
+        re.compile(str(value))
+    except re.error as error:
+        raise LoraKeyError(key, f"{value!r} is not a regular expression: {error}") from error
 
 
 def build_lora(values: dict[str, Any]) -> LoraConfig:

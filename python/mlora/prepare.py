@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from mlora.config import RunConfig
+from mlora.device import choose_device
 from mlora.engine import Engine
 from mlora.errors import RunError, first_line
 from mlora.report import Reporter, Silent
@@ -65,6 +66,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
         RunError: the base model cannot be loaded, every adapter was refused, or data changed since the
             checkpoint.
     """
+    choose_device(config.device, dtype_of(config))  # at the start: reading the data may take long
     base = BaseInfo(config.base_model)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
@@ -120,6 +122,11 @@ def _refuse(refused: dict[str, str], name: str, message: str, reporter: Reporter
     reporter.fault(f"{name}: refused: {message}")
 
 
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Return the dtype of a run's base model."""
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+
+
 def make_engine(config: RunConfig) -> Engine:
     """Load a run's base model.
 
@@ -132,18 +139,11 @@ def make_engine(config: RunConfig) -> Engine:
     Raises:
         RunError: the model cannot be loaded, is not one that can be trained here, or the device is not there.
     """
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and torch.device(device).index is not None:
-        known = torch.cuda.device_count()
-        if torch.device(device).index >= known:
-            raise RunError(f"device: {device} is not there; this machine has {known} CUDA devices")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RunError("device: cuda is not there; this torch sees no CUDA device")
-    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+    dtype = dtype_of(config)
     try:
         return Engine(
             config.base_model,
-            device=device,
+            device=choose_device(config.device, dtype),
             dtype=dtype,
             fp16=config.fp16,
             gradient_checkpointing=config.gradient_checkpointing,

@@ -140,12 +140,14 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
     import torch
     from safetensors import SafetensorError
 
+    from mlora.device import choose_device
     from mlora.engine import Engine
     from mlora.optimizer import OptimConfig
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    where = choose_device(device, dtype)
     try:
-        engine = Engine(base.name, device=where, dtype=torch.bfloat16 if bf16 else torch.float32)
+        engine = Engine(base.name, device=where, dtype=dtype)
         for name, folder in folders.items():
             engine.load(name, folder, OptimConfig(lr_scheduler_type="constant"))
     except (ValueError, OSError, SafetensorError) as error:

@@ -115,16 +115,19 @@ class BaseInfo:
     """
 
     def __init__(self, name: str) -> None:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         self.name = name
         try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
             if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
                 raise RunError(f"base_model: {name} holds no config.json") from error
             nor = "" if Path(name).is_dir() else "; nor is there such a folder"
-            raise RunError(f"base_model: cannot load {name}: {first_line(error)}{nor}") from error
+            whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
+            reason = " ".join(str(error).split()) if whole else first_line(error)
+            raise RunError(f"base_model: cannot load {name}: {reason}{nor}") from error
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -314,9 +317,10 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> None:
         ) from error
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
         raise RunError(f"init_from: {folder} is not a LoRA adapter")
+    saved = {**build_lora({}).to_dict(), **saved}  # an older PEFT wrote fewer keys
     for key, value in (adapter.lora or {}).items():
-        if key not in TARGETING and value != saved.get(key):
-            _disagree(key, value, saved.get(key))
+        if key not in TARGETING and value != saved[key]:
+            _disagree(key, value, saved[key])
     given = {key: value for key, value in (adapter.lora or {}).items() if key in TARGETING}
     if any(value != saved.get(key) for key, value in given.items()) and base.targets(given) != _tuned(folder):
         key = "target_modules" if "target_modules" in given else next(iter(given))

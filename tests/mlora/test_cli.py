@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from mlora.cli import app
+from mlora.device import load_operators
+from mlora.errors import RunError
 from mlora.run_folder import Metrics
 from safetensors.torch import load_file, save_file
 from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
@@ -312,6 +314,19 @@ def test_lora_beside_init_from_must_agree(run: Run, trained: Path, tiny_base: Pa
     assert result.stderr.startswith("error: first: refused: lora.target_modules: ['q_proj'] does not agree")
 
 
+def test_folder_of_an_older_peft_agrees_with_the_defaults(
+    run: Run, trained: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "older")
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    del saved["use_rslora"]
+    (folder / "adapter_config.json").write_text(json.dumps(saved))
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"init_from": str(folder), "lora": {"r": 4, "use_rslora": False}}
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 0, result.stderr
+
+
 CONFIG_FAULTS = [
     ("adapters.0.lora.rr=4", "adapters[0].lora.rr: unknown key; did you mean 'r'?"),
     ("adapters.0.lora.r=0", "adapters[0].lora.r: a rank must be a whole number of at least 1, got 0"),
@@ -351,6 +366,51 @@ def test_base_models_that_cannot_be_loaded(run: Run, tiny_base: Path, tmp_path: 
     assert "base_model: cannot load" in only_line(
         run("train", path, "--set", f"base_model={tmp_path}/weightless")
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
+        ({"num_attention_heads": 5}, "is not a multiple of the number of attention heads (5)"),
+    ],
+)
+def test_base_model_whose_config_is_wrong(
+    run: Run, tiny_base: Path, tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    shutil.copytree(tiny_base, tmp_path / "odd")
+    config = tmp_path / "odd" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    path = write_run(tmp_path, run_data(tmp_path / "odd", tmp_path))
+    line = only_line(run("train", path))
+    assert line.startswith(f"error: base_model: cannot load {tmp_path}/odd: ")
+    assert expected in line
+
+
+def test_missing_operators_are_one_line_at_the_start(
+    run: Run, trained: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlora_ext._ops.LOADED", False)
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    for command in (("train", path), ("validate", path), ("generate", trained, "-p", "x")):
+        assert only_line(run(*command)).startswith("error: the compiled operators are missing (")
+    assert not (tmp_path / "run").exists()
+
+
+def test_operators_of_another_torch_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlora_ext").mkdir()
+    (tmp_path / "mlora_ext" / "__init__.py").write_text("raise OSError('undefined symbol: aoti')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mlora_ext")
+    with pytest.raises(RunError, match="operators cannot be loaded: undefined symbol: aoti; build them anew"):
+        load_operators()
+
+
+def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None:
+    line = only_line(run("generate", trained, "-p", "x", "--device", "cuda:99"))
+    assert line.startswith("error: device: cuda:99 is not there")
+    line = only_line(run("generate", trained, "-p", "x", "--device", "fast"))
+    assert line == "error: device: must be cpu, cuda or cuda:<index>, got 'fast'"
 
 
 def test_output_folders_that_cannot_be_written(run: Run, tiny_base: Path, tmp_path: Path) -> None:

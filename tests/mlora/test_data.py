@@ -104,6 +104,7 @@ def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path)
     ("line", "expected"),
     [
         ('{"input_ids": [1, 2', "is not JSON"),
+        ("[" + "1" * 5000 + "]", "is not JSON: Exceeds the limit (4300 digits)"),
         ("[1, 2]", "must be a JSON object, got list"),
         ('{"ids": [1]}', "'input_ids' is missing; the line has 'ids'"),
         ('{"input_ids": 3}', "'input_ids' must be a list of whole numbers, got int"),
@@ -130,6 +131,7 @@ def test_malformed_lines_give_file_and_number(tmp_path: Path, line: str, expecte
     [
         ({"prompt": "a"}, "'completion' is missing; the line has 'prompt'"),
         ({"prompt": "a", "completion": None}, "'completion' must be text, got NoneType"),
+        ({"prompt": "ab\ud800", "completion": "c"}, "1: 'prompt' is no text: half of a surrogate pair at"),
     ],
 )
 def test_malformed_prompts_are_named(tmp_path: Path, tokenizer, record: dict, expected: str) -> None:

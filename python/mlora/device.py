@@ -1,0 +1,60 @@
+"""Where a run computes, and whether the operators of this build serve it there."""
+
+from __future__ import annotations
+
+import torch
+
+from mlora.errors import RunError, first_line
+
+
+def choose_device(device: str | None, dtype: torch.dtype) -> str:
+    """Return the device to compute on, before anything is loaded to it.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:<index>``; none is CUDA where there is one, else the CPU.
+        dtype: of the base model.
+
+    Returns:
+        The device.
+
+    Raises:
+        RunError: the device is not there, the compiled operators are missing or cannot be loaded, or they do
+            not serve the device or the dtype.
+    """
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(chosen)
+    except RuntimeError as error:
+        raise RunError(f"device: must be cpu, cuda or cuda:<index>, got {chosen!r}") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"device: {chosen} is not there; this torch sees no CUDA device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise RunError(f"device: {chosen} is not there; this machine has {count} CUDA devices")
+    load_operators()
+    from mlora_ext._ops import check_library
+    from mlora_ext.backend import backend_for
+
+    try:
+        if backend_for(place, dtype) == "cpu":
+            check_library()
+    except ValueError as error:
+        raise RunError(f"device: {chosen}: {first_line(error)}") from error
+    except RuntimeError as error:
+        raise RunError(first_line(error)) from error
+    return chosen
+
+
+def load_operators() -> None:
+    """Import the operators, which loads their compiled library where there is one.
+
+    Raises:
+        RunError: the library is there, but cannot be loaded, for example into another torch.
+    """
+    try:
+        import mlora_ext  # noqa: F401
+    except OSError as error:
+        raise RunError(
+            f"the compiled operators cannot be loaded: {first_line(error)}; build them anew for this torch "
+            "with `pip install --no-build-isolation .` or `make build` in the source folder"
+        ) from error
