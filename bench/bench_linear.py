@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,14 +217,6 @@ def parse_shape(text: str) -> Shape:
     return parts  # type: ignore[return-value]
 
 
-def commit() -> str:
-    """The commit that is measured, or "unknown" outside a repository."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return git.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(TARGETS), metavar="TxDxOxN")
@@ -240,7 +230,7 @@ def main() -> None:
     dtypes = [getattr(torch, name) for name in arguments.dtype]
     for dtype in dtypes:
         check(dtype)
-    info = machine.describe() | {"commit": commit(), "command": " ".join(["bench_linear.py", *sys.argv[1:]])}
+    info = machine.describe()
     bytes_per_second = copy_speed()
     title = f"{info['processor']}, {arguments.threads} threads, {info.get('kernels')}, torch {info['torch']}"
     lines = [

@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: version(name) for name in ("transformers", "peft")},
         "threads": torch.get_num_threads(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
