@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,6 +158,7 @@ def load_base(source: str | Path | PreTrainedModel, device: torch.device, dtype:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         # SDPA cannot soft-cap: generation and the check below need the model's own attention.
         model.set_attn_implementation("eager")
+    _stop_noise(model)
     base = _take_apart(model, config)
     register_packed_attention()
     check_packing(base)
@@ -173,7 +175,9 @@ def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         AutoConfig.from_pretrained(str(source))
         found: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         reason = " ".join(str(error).split())
         raise ValueError(f"base_model: cannot load {source}: {reason}") from error
     model, loaded = found
@@ -183,6 +187,19 @@ def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _stop_noise(model: PreTrainedModel) -> None:
+    """Set layerdrop and a router's jitter to 0: like a dropout, one draw for a batch ties its adapters."""
+    stopped = 0
+    for owner in (model.config.get_text_config(), *model.modules()):
+        fields = [key for key in vars(owner) if key == "layerdrop" or "jitter" in key]
+        for key in fields:
+            if isinstance(getattr(owner, key), float) and getattr(owner, key):
+                setattr(owner, key, 0.0)
+                stopped += 1
+    if stopped:
+        warnings.warn("layerdrop or router jitter of the base model was set to 0", stacklevel=3)
 
 
 def _take_apart(model: PreTrainedModel, config: Any) -> BaseModel:

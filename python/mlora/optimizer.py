@@ -77,11 +77,15 @@ def schedule_of(config: OptimConfig) -> Callable[[int], float]:
             num_training_steps=config.total_steps,
             scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
         )
-    except (ValueError, TypeError) as error:
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError("is no function of the step alone")
+        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        for step in {0, config.warmup_steps, max((config.total_steps or 1) - 1, 0)}:
+            if not math.isfinite(factor(step)):
+                raise ValueError(f"its factor at step {step} is {factor(step)}")
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"lr_scheduler_type {config.lr_scheduler_type!r}: {error}") from error
-    if not isinstance(scheduler, LambdaLR):
-        raise ValueError(f"lr_scheduler_type {config.lr_scheduler_type!r}: is no function of the step alone")
-    return scheduler.lr_lambdas[0]
+    return factor
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,11 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
     extra = window if window <= _LONGEST_WINDOW else 0
     lengths = tuple(length + extra for length in _LENGTHS)
     ids = [torch.randint(base.vocab_size, (1, n), generator=generator).to(device) for n in lengths]
-    own = torch.cat([base.model(input_ids=row, use_cache=False).logits[0] for row in ids])
-    bodies = [base.body(input_ids=row, use_cache=False)[0][0] for row in ids]
+    try:
+        own = torch.cat([base.model(input_ids=row, use_cache=False).logits[0] for row in ids])
+        bodies = [base.body(input_ids=row, use_cache=False)[0][0] for row in ids]
+    except (TypeError, RuntimeError, IndexError) as error:
+        raise ValueError(f"base_model: {name} does not run: {_line(error)}") from error
     alone = base.logits(torch.cat(bodies))
     _require_close(alone, own, name, "its logits are not head(body(x)): unknown step after the head")
     sequences = PackedSequences.of(lengths, device)
@@ -58,14 +61,18 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
     try:
         with base.packed():
             packed = base.hidden(torch.cat(ids, dim=1), positions, sequences)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"base_model: {name} cannot run packed rows: {error}") from error
+    except (TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        raise ValueError(f"base_model: {name} cannot run packed rows: {_line(error)}") from error
     except ValueError as error:
         raise ValueError(f"base_model: {name} cannot be packed: {error}") from error
     if not sequences.windows:
         raise ValueError(f"base_model: {name} does not use Transformers' AttentionInterface")
     _check_windows(name, config, sequences)
     _require_close(base.logits(packed), own, name, "packed sequences give other logits than unpacked ones")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _require_close(got: Tensor, expected: Tensor, name: str, step: str) -> None:

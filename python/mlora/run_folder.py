@@ -133,6 +133,8 @@ class RunFolder:
         """
         try:
             data: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
+            if not (isinstance(data, dict) and data.keys() >= {"status", "seconds", "adapters"}):
+                raise ValueError("is not a run's summary")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -260,6 +262,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             records.append(json.loads(line))
+            if not (isinstance(records[-1], dict) and records[-1].keys() >= {"adapter", "step"}):
+                raise ValueError("no adapter and step")
         except ValueError as error:
-            raise RunError(f"{path}:{number}: is not JSON: {error}") from error
+            raise RunError(f"{path}:{number}: is not a line of metrics: {first_line(error)}") from error
     return records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,12 +72,19 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
     if (source / "adapter_config.json").is_file():
         try:
             saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
+            if not isinstance(saved, dict):
+                raise ValueError("is not a JSON object")
         except (OSError, ValueError) as error:
             raise RunError(
                 f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
             ) from error
-        return str(saved.get("base_model_name_or_path") or ""), {source.resolve().name: source}
+        return str(saved.get("base_model_name_or_path") or ""), {_plain_name(source): source}
     raise RunError(f"{source}: is neither a run's output_dir nor a PEFT adapter folder")
+
+
+def _plain_name(folder: Path) -> str:
+    """The folder's name as an adapter's: without dots, which separate modules in a state dict's keys."""
+    return re.sub(r"[^A-Za-z0-9_+-]", "-", folder.resolve().name) or "adapter"
 
 
 def answer(
@@ -98,7 +106,7 @@ def answer(
         prompts: their texts.
         adapters: which of its adapters, ``__base__`` being none; by default all.
         base_model: instead of the one that ``source`` names.
-        max_new_tokens: the most tokens to add.
+        max_new_tokens: the most tokens to add; no more than the base model has positions for.
         sampling: how tokens are drawn.
         seed: of the draws.
         bf16: load the base model in bf16 instead of fp32.
@@ -126,7 +134,8 @@ def answer(
     engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
     tokens = [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
-    requests = [Request(name, tokens[index], max_new_tokens) for name, index in pairs]
+    budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
+    requests = [Request(name, tokens[index], budgets[index]) for name, index in pairs]
     torch.manual_seed(seed)
     try:
         outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
@@ -134,6 +143,17 @@ def answer(
         raise RunError(str(error)) from error
     texts = [text_of(tokenizer, output) for output in outputs]
     return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
+
+
+def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
+    if positions is None:
+        return wanted
+    if len(prompt) >= positions:
+        raise RunError(
+            f"a prompt of {len(prompt)} tokens leaves no room for an answer: the base model takes at most "
+            f"{positions}"
+        )
+    return min(wanted, positions - len(prompt))
 
 
 def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | None) -> Engine:

@@ -29,7 +29,10 @@ def read_status(run_dir: Path | str) -> tuple[str, list[list[str]]]:
         raise RunError(f"{folder.path}: holds no config.yaml, so there is no run")
     config = read_yaml(folder.config)
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
-    for adapter in config.get("adapters", []):
+    adapters = config.get("adapters")
+    if not isinstance(adapters, list) or not all(isinstance(a, dict) and "name" in a for a in adapters):
+        raise RunError(f"{folder.config}: has no list of adapters with names")
+    for adapter in adapters:
         summary["adapters"].setdefault(adapter["name"], _unknown())
     for record in read_metrics(folder.metrics):
         _apply(summary["adapters"].setdefault(record["adapter"], _unknown()), record)

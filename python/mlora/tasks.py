@@ -137,9 +137,19 @@ class BaseInfo:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that it was made for, where its config says so."""
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return limit if isinstance(limit, int) and limit > 0 else None
+        """The longest sequence that it was made for, where its config says so.
+
+        With LongRoPE it is the length before the extension: beyond it, Transformers turns every row of a
+        batch by other angles, so that one long sample would change what other adapters see.
+        """
+        config = self.config.get_text_config()
+        limits = [getattr(config, "max_position_embeddings", None)]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope.get("original_max_position_embeddings"))
+            limits.append(getattr(config, "original_max_position_embeddings", None))
+        known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+        return min(known, default=None)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return its tokenizer, loaded at the first call.

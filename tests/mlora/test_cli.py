@@ -218,6 +218,36 @@ def test_generate_from_one_folder_and_from_the_base(run: Run, trained: Path, tmp
     )
 
 
+def test_generate_from_odd_folders_and_prompts(run: Run, trained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "first.v1")
+    result = run("generate", folder, "-p", "x" * 62)  # the model has 64 positions
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("[first-v1] x")
+    assert "a prompt of 64 tokens leaves no room for an answer: the base model takes at most 64" in only_line(
+        run("generate", folder, "-p", "x" * 64)
+    )
+    (folder / "adapter_config.json").write_text("[1]")
+    assert "adapter_config.json: cannot be read: is not a JSON object" in only_line(
+        run("generate", folder, "-p", "x")
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("config.yaml", "adapters: 3", "config.yaml: has no list of adapters with names"),
+        ("summary.json", "{}", "summary.json: cannot be read: is not a run's summary"),
+        ("metrics.jsonl", "3\n", "metrics.jsonl:1: is not a line of metrics"),
+    ],
+)
+def test_status_of_broken_files(
+    run: Run, trained: Path, tmp_path: Path, file: str, text: str, expected: str
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / file).write_text(text)
+    assert expected in only_line(run("status", folder))
+
+
 def bad_line(folder: Path, line: str) -> None:
     with open(folder / "one.jsonl", "a") as file:
         file.write(line + "\n")
@@ -372,6 +402,7 @@ def test_base_models_that_cannot_be_loaded(run: Run, tiny_base: Path, tmp_path: 
     ("changes", "expected"),
     [
         ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
+        ({"vocab_size": 300}, "mismatched_sizes"),
         ({"num_attention_heads": 5}, "is not a multiple of the number of attention heads (5)"),
     ],
 )

@@ -131,3 +131,18 @@ def test_resume_is_bit_equal(optim: str) -> None:
 def test_bad_values_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         OptimConfig(**{field: value})
+
+
+def test_a_schedule_without_a_number_is_refused_before_it_begins() -> None:
+    kwargs = {"power": float("nan")}
+    with pytest.raises(ValueError, match="lr_scheduler_type 'polynomial': its factor at step 8 is nan"):
+        schedule_of(OptimConfig(lr_scheduler_type="polynomial", lr_scheduler_kwargs=kwargs, total_steps=9))
+    with pytest.raises(ValueError, match="lr_scheduler_type 'polynomial'"):
+        schedule_of(
+            OptimConfig(
+                lr_scheduler_type="polynomial",
+                lr_scheduler_kwargs={"power": "two"},
+                warmup_steps=3,
+                total_steps=9,
+            )
+        )
