@@ -82,10 +82,17 @@ class BaseModel:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def frozen_head(self) -> Head | None:
-        """The head for the chunked loss, or None if an adapter targets it or it is no linear layer."""
-        if isinstance(self.head, MultiLoRALinear) or type(self.head) is not nn.Linear:
+        """The head for the chunked loss, or None if an adapter targets it or it is no linear layer.
+
+        A head whose adapters have left is frozen again: what is computed does not depend on who was there.
+        """
+        head = self.head
+        if isinstance(head, MultiLoRALinear):
+            if head.specs or head.fan_in_fan_out:
+                return None
+        elif type(head) is not nn.Linear:
             return None
-        return Head(self.head.weight, self.head.bias, self.rule, linear, linear_dx)
+        return Head(head.weight, head.bias, self.rule, linear, linear_dx)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits `[..., V]` of the head's input `[..., D]`."""
