@@ -121,6 +121,7 @@ class LoRADropout:
         for index, p in enumerate(self.p):
             check_probability(f"dropout.p[{index}]", p)
 
+    @torch.inference_mode(False)
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The operator's `dropout_p [N]` fp32, `dropout_rng [N, 2]` int64 and `layer []` int64."""
         device = torch.device(device)

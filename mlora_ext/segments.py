@@ -97,6 +97,7 @@ class SegmentLayout:
             self.lengths, tuple(-1 if i < 0 else adapters[i] for i in self.adapters), self.row0
         )
 
+    @torch.inference_mode(False)
     def table(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The operator's `segments` argument, made once per device.
 

@@ -78,6 +78,7 @@ class Route:
     rows: int | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
 
+    @torch.inference_mode(False)  # cached: tensors of inference mode could not train later
     def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
         """The operator's tensors for one group of layers and a number of rows; built once."""
         key = (group, rows)

@@ -279,6 +279,32 @@ def test_checkpointing_after_an_abandoned_forward() -> None:
     assert gradients(model)
 
 
+@pytest.mark.parametrize("how", ["forward", "generate", "route"])
+def test_inference_mode_before_training(how: str) -> None:
+    """What is cached under inference mode serves a training step afterwards."""
+    model, ids = converted().train(), token_ids(2, 5)
+    layout = mx.SegmentLayout.from_lengths([5, 5])
+
+    def run(**options: object) -> torch.Tensor:
+        if how != "route":
+            return model(ids, adapter_names=["a", "b"], **options).logits
+        with mx.route(model, layout, names=["a", "b"]):
+            return model(ids, **options).logits
+
+    with torch.inference_mode():
+        if how == "generate":
+            model.generate(ids, adapter_names=["a", "b"], max_new_tokens=2)
+        else:
+            run()
+    model.mlora_router.step = 0
+    run().square().sum().backward()
+    found = gradients(model)
+    clone = copy.deepcopy(model)
+    clone.mlora_router.step = 0
+    clone(ids, adapter_names=["a", "b"]).logits.square().sum().backward()
+    assert_same(found, gradients(clone))
+
+
 def test_two_copies_do_not_meet() -> None:
     model = converted().eval()
     clone = copy.deepcopy(model)

@@ -290,6 +290,14 @@ def test_autocast() -> None:
         assert_as_exact(result, same, exact, what)
 
 
+def test_inference_mode_before_training() -> None:
+    """A layout and a dropout that were used under inference mode first serve a training step."""
+    case = make([4, 7], [9, 6], [0, 1], p=0.2)
+    with torch.inference_mode():
+        mx.multi_lora_linear(*case.arguments())
+    check(case)
+
+
 def test_no_grad_needs_no_graph() -> None:
     case = make([4, 7], [6, 5], [0, 1])
     with torch.no_grad():
