@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..dropout import rng_table
 from ..segments import SegmentLayout
 
 BASE = "__base__"
+ROWS_OF_A_SAMPLE = 1 << 20
 
 
 @dataclass(eq=False)
@@ -115,8 +116,9 @@ class Route:
         if not self.samples:
             return SegmentLayout.from_lengths([rows], [0 if self.names else -1])
         each = rows // len(self.samples)
-        runs = [(adapter, len(list(run))) for adapter, run in itertools.groupby(self.samples)]
-        return SegmentLayout.from_lengths([each * n for _, n in runs], [adapter for adapter, _ in runs])
+        # One segment per sample: merged neighbours would let batch-mates decide where sums are cut.
+        row0 = _first_rows(self.samples, max(each, ROWS_OF_A_SAMPLE))
+        return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
 
     def accepts(self, x: Tensor, rows: int) -> bool:
         """Whether the rows of a layer's input are those that this route describes."""
@@ -125,3 +127,17 @@ class Route:
         if not self.samples or rows == self.rows:
             return True
         return x.dim() > 2 and x.shape[0] % len(self.samples) == 0
+
+
+def _first_rows(samples: Sequence[int], stride: int) -> list[int]:
+    """`row0` of each sample: a multiple of `stride`, so that padding moves no later sample's masks.
+
+    Counts the samples of the same adapter, modulo the 32 bits that masks are a function of.
+    """
+    seen: dict[int, int] = {}
+    row0 = []
+    for adapter in samples:
+        ordinal = seen.get(adapter, 0) if adapter >= 0 else 0
+        seen[adapter] = ordinal + 1
+        row0.append(ordinal * stride % (1 << 32))
+    return row0

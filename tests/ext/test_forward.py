@@ -69,6 +69,34 @@ def test_training_equals_training_alone() -> None:
     assert_same(together, alone)
 
 
+def test_batch_mates_between_samples_change_no_bit() -> None:
+    """Neighbouring samples of one adapter are summed as separated ones are."""
+    config = LoraConfig(r=8, target_modules=["q_proj"], lora_dropout=0.3, init_lora_weights=False)
+    model = mx.convert_model(llama(), {"a": config, "b": config}).train()
+    layer = next(iter(mx.adapter_parameters(model, "a"))).partition(".lora_A")[0]
+    layer, x = model.get_submodule(layer), torch.randn(3, 37, 32)
+    dy = torch.randn(3, 37, layer.out_features)
+    weights = [layer.lora_A.parameter_of("a"), layer.lora_B.parameter_of("a")]
+    found = []
+    for rows, names in (([0, 2], ["a", "a"]), ([0, 1, 2], ["a", "b", "a"])):
+        router = model.mlora_router
+        with router.entered(router.sampled(names)):
+            found.append(torch.autograd.grad(layer(x[rows]), weights, dy[rows]))
+    for alone, between in zip(*found, strict=True):
+        assert torch.equal(alone, between)
+
+
+def test_padding_after_a_sample_moves_no_mask() -> None:
+    """Batch-mates that force padding on the right leave the masks of an adapter's samples alone."""
+    model, ids = converted().train(), token_ids(3, 9)
+    mask = torch.ones_like(ids)
+    mask[:2, 6:] = 0
+    padded = model(input_ids=ids, attention_mask=mask, adapter_names=["a", "a", "b"]).logits[:2, :6]
+    model.mlora_router.step = 0
+    alone = model(input_ids=ids[:2, :6], adapter_names=["a", "a"]).logits
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-5)
+
+
 def test_nan_adapter_changes_no_bit_of_another() -> None:
     model, ids = converted().train(), token_ids(4, 7)
 

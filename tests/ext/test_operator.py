@@ -87,6 +87,21 @@ def test_batch_mates_change_no_bit(dtype: torch.dtype) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batch_mates_between_segments_change_no_bit(dtype: torch.dtype) -> None:
+    """The sum over several segments of an adapter is the same with and without others between them."""
+    beside = make([8, 8], [37, 53, 70, 9], [0, 1, 0, 1], dtype=dtype, d_in=192, d_out=136, p=0.1)
+    keep = torch.cat([torch.arange(37), torch.arange(90, 160)])
+    alone = object.__new__(Case)
+    alone.__dict__.update(beside.__dict__)
+    alone.x, alone.dy = beside.x[keep].detach().clone(), beside.dy[keep].clone()
+    alone.layout = mx.SegmentLayout.from_lengths([37, 70], [0, 0])
+    ours, theirs = low_rank(alone, 0, slice(None)), low_rank(beside, 0, slice(None))
+    assert torch.equal(ours[0], theirs[0][keep])
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert torch.equal(one, other)
+
+
 def low_rank(case: Case, adapter: int, rows: slice) -> list[torch.Tensor]:
     arguments = case.operator_arguments()
     x, weight, _, lora_a, lora_b, *plan = arguments
