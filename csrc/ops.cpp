@@ -8,13 +8,26 @@
 namespace mlora {
 namespace {
 
+void check_dtype(const Tensor& weight, const Tensor& x) {
+  MLORA_CHECK(is_scalar(x.scalar_type()), "x: expected dtype Float, BFloat16 or Half, got ",
+              dtype_name(x.scalar_type()));
+  MLORA_CHECK(weight.scalar_type() == x.scalar_type(), "weight: expected dtype ", dtype_name(x.scalar_type()),
+              " (that of x), got ", dtype_name(weight.scalar_type()));
+}
+
 Tensor base_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  check_dtype(weight, x);
+  MLORA_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
+                        bias->scalar_type() == x.scalar_type()),
+              "bias: expected a ", dtype_name(x.scalar_type()), " vector of ", weight.size(0),
+              " numbers, got ", dtype_name(bias->scalar_type()), " of shape ", shape_of(*bias));
   MLORA_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
               "weight: expected [d_out, d_in] for x ", shape_of(x), ", got ", shape_of(weight));
   return cpu::base_linear(x, weight, bias ? &*bias : nullptr);
 }
 
 Tensor base_linear_dx(const Tensor& dy, const Tensor& weight) {
+  check_dtype(weight, dy);
   MLORA_CHECK(dy.dim() == 2 && weight.dim() == 2 && dy.size(1) == weight.size(0),
               "weight: expected [d_out, d_in] for dy ", shape_of(dy), ", got ", shape_of(weight));
   return cpu::base_linear_dx(dy, weight);

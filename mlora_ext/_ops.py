@@ -91,7 +91,7 @@ def _library_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _library_backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
     n = ctx.num_adapters
     if dy is None:
-        return (None,) * 10
+        return (None, None, None, [None] * n, [None] * n, None, None, None, None, None)
     needs = ctx.needs_input_grad
     dx, da, db = _gradients(ctx, dy, needs[0], any(needs[3]), any(needs[4]))
     return (dx, None, None, da[:n], db[:n], None, None, None, None, None)
@@ -164,9 +164,23 @@ def _fake_backward(  # type: ignore[no-untyped-def]
     need_db,
 ):
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
-    da = [torch.empty_like(a) for a in lora_a] if need_da else []
-    db = [torch.empty_like(b) for b in lora_b] if need_db else []
+    da = [_fake_gradient(a) for a in lora_a] if need_da else []
+    db = [_fake_gradient(b) for b in lora_b] if need_db else []
     return dx, da, db
+
+
+def _fake_gradient(parameter: Tensor) -> Tensor:
+    rows, cols = parameter.shape
+    strides = (1, rows) if parameter.stride() == (1, rows) else (cols, 1)
+    return parameter.new_empty_strided((rows, cols), strides)
+
+
+def _fake_base_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _fake_base_linear_dx(dy: Tensor, weight: Tensor) -> Tensor:
+    return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
 def _load_library() -> bool:
@@ -176,6 +190,8 @@ def _load_library() -> bool:
     torch.ops.load_library(str(LIBRARY))
     torch.library.register_fake("mlora_ext::lora_linear", _fake_forward)
     torch.library.register_fake("mlora_ext::lora_linear_backward", _fake_backward)
+    torch.library.register_fake("mlora_ext::base_linear", _fake_base_linear)
+    torch.library.register_fake("mlora_ext::base_linear_dx", _fake_base_linear_dx)
     torch.library.register_autograd("mlora_ext::lora_linear", _library_backward, setup_context=_library_setup)
     return True
 

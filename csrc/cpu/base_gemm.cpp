@@ -8,6 +8,7 @@
 #include <chrono>
 #include <limits>
 #include <mutex>
+#include <stdexcept>
 
 // Weak: a torch without oneDNN has no such symbol, and this library must load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
@@ -61,6 +62,21 @@ Tensor probe_operand(int64_t rows, int64_t cols, ScalarType type) {
   return tensor;
 }
 
+// oneDNN refuses a dtype that the processor has no arithmetic for: bf16 without AVX-512, fp16 nearly
+// everywhere.
+bool onednn_serves(ScalarType type) {
+  if (!aoti_torch_cpu__linear_pointwise) {
+    return false;
+  }
+  try {
+    const Tensor probe = probe_operand(16, 16, type);
+    onednn_linear(probe, probe, nullptr);
+    return true;
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+}
+
 // Best of fifteen, forward and dX, the two libraries taking turns: five were too few beside a busy neighbour.
 BaseGemm measure(ScalarType type) {
   const Tensor x = probe_operand(256, 1024, type);
@@ -88,9 +104,9 @@ BaseGemm base_gemm(ScalarType type) {
   if (slot.load() == kUnknown) {
     const std::lock_guard<std::mutex> lock(probe_mutex);
     if (slot.load() == kUnknown) {
-      // oneDNN refuses fp16 on processors without fp16 arithmetic, where aten converts
-      const bool candidates = aoti_torch_cpu__linear_pointwise && type != ScalarType::Half;
-      slot.store(static_cast<int>(candidates ? measure(type) : BaseGemm::kAten));
+      // fp16 stays with aten, which converts where the processor cannot multiply
+      const bool measured = type != ScalarType::Half && onednn_serves(type);
+      slot.store(static_cast<int>(measured ? measure(type) : BaseGemm::kAten));
     }
   }
   return static_cast<BaseGemm>(slot.load());
@@ -104,8 +120,8 @@ std::string base_gemm_name(ScalarType type) {
 void set_base_gemm(ScalarType type, const std::string& name) {
   MLORA_CHECK(is_scalar(type), "dtype: expected float32, bfloat16 or float16, got ", dtype_name(type));
   MLORA_CHECK(name == "aten" || name == "onednn", "name: expected 'aten' or 'onednn', got '", name, "'");
-  MLORA_CHECK(name == "aten" || aoti_torch_cpu__linear_pointwise,
-              "name: this torch was built without oneDNN; use 'aten'");
+  MLORA_CHECK(name == "aten" || onednn_serves(type), "name: oneDNN does not serve ", dtype_name(type),
+              " with this torch on this processor; use 'aten'");
   choice(type).store(static_cast<int>(name == "onednn" ? BaseGemm::kOneDnn : BaseGemm::kAten));
 }
 

@@ -25,12 +25,20 @@ struct Broadcasts {
 
 const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
+// With the parameter's strides where it is a dense matrix or the transpose of one, else dense rows.
+Tensor empty_gradient(const Tensor& parameter) {
+  const int64_t rows = parameter.size(0);
+  const int64_t cols = parameter.size(1);
+  const bool transposed_rows = parameter.stride(0) == 1 && parameter.stride(1) == rows;
+  return transposed_rows ? empty_cpu({rows, cols}, {1, rows}, parameter.scalar_type())
+                         : empty_cpu(rows, cols, parameter.scalar_type());
+}
+
 std::vector<Tensor> empty_gradients(const std::vector<Tensor>& parameters) {
   std::vector<Tensor> gradients;
   gradients.reserve(parameters.size());
   for (const Tensor& parameter : parameters) {
-    gradients.push_back(empty_cpu({parameter.size(0), parameter.size(1)},
-                                  {parameter.stride(0), parameter.stride(1)}, parameter.scalar_type()));
+    gradients.push_back(empty_gradient(parameter));
   }
   return gradients;
 }

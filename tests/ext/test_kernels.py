@@ -1,12 +1,16 @@
 """The CPU kernels of every compiled instruction set, the frozen product, and the argument checks in C++."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from cases import CASES, make
-from tolerances import assert_as_exact
+from tolerances import assert_as_exact, assert_same_up_to_rounding
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
 from mlora_ext import _C, gemm
@@ -144,3 +148,64 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
     OPS.lora_linear(**arguments)
     with pytest.raises(RuntimeError, match=message):
         OPS.lora_linear(**(arguments | change))
+
+
+def test_bf16_on_a_processor_without_avx512() -> None:
+    """oneDNN refuses bf16 there; the product then goes to aten."""
+    code = (
+        "import torch; from mlora_ext import gemm; x = torch.randn(9, 32).bfloat16(); "
+        "w = torch.randn(8, 32).bfloat16(); "
+        "assert torch.equal(gemm.linear(x, w), torch.nn.functional.linear(x, w)); "
+        "print(gemm.chosen(torch.bfloat16)['bfloat16'])"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "aten"), done.stderr
+
+
+def test_a_library_that_cannot_serve_is_refused() -> None:
+    before = gemm.chosen(torch.float16)
+    x, weight = torch.randn(3, 16).half(), torch.randn(5, 16).half()
+    refusal = ""
+    try:
+        gemm.choose({"float16": "onednn"})
+    except ValueError as error:
+        refusal = str(error)
+    if gemm.chosen(torch.float16) == before:
+        assert "oneDNN does not serve Half" in refusal
+    assert_as_exact(
+        gemm.linear(x, weight), torch.nn.functional.linear(x, weight), x.double() @ weight.double().T, "y"
+    )
+    gemm.choose(before)
+
+
+@pytest.mark.parametrize("how", ["expanded", "columns", "rows"])
+def test_gradients_of_adapters_with_unusual_strides(how: str) -> None:
+    """A gradient has its parameter's strides only where those are dense."""
+    wide = torch.randn(6, 32)
+    a = {"expanded": wide[:1, :16].expand(3, 16), "columns": wide[:3, ::2], "rows": wide[::2, :16]}[how]
+    b = torch.randn(8, 6)[:, ::2]
+    layout = mx.SegmentLayout.from_lengths([5])
+    x, weight = torch.randn(5, 16), torch.randn(8, 16)
+    found = []
+    for backend in ("cpu", "reference"):
+        leaves = [x.detach().requires_grad_(), a.detach().requires_grad_(), b.detach().requires_grad_()]
+        with mx.use_backend(backend):
+            y = mx.multi_lora_linear(leaves[0], weight, None, [leaves[1]], [leaves[2]], [2.0], layout)
+        found.append(torch.autograd.grad(y.sin().sum(), leaves))
+    for ours, theirs, name in zip(*found, ("dx", "dA", "dB"), strict=True):
+        assert_same_up_to_rounding(ours, theirs, name)
+    arguments = (torch.randn(5, 8), x, weight, [a], [b], torch.randn(5, 3), layout.table(), torch.ones(1))
+    torch.library.opcheck(
+        torch.ops.mlora_ext.lora_linear_backward.default,
+        (*arguments, None, None, None, True, True, True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_frozen_products_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 6, requires_grad=True), torch.empty(5, 6)
+        y = gemm.frozen_linear(x, weight)
+        assert y.shape == (4, 5)
+        assert torch.autograd.grad(y.sum(), x)[0].shape == (4, 6)

