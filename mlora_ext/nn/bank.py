@@ -148,6 +148,7 @@ class AdapterBank(nn.Module):
             _set_data(self._modules[name], self._view(place))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdapterBank:
+        _adopt(self)
         super()._apply(fn, recurse=False)
         with torch.no_grad():
             self._pages = [fn(page) for page in self._pages]
@@ -162,11 +163,16 @@ class AdapterBank(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdapterBank:
+        _adopt(self)
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         clone._rebind()
         return clone
+
+    def __getstate__(self) -> dict[str, Any]:
+        _adopt(self)
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -185,8 +191,14 @@ def _set_data(slot: nn.Module | None, view: Tensor) -> None:
 
 
 def _adopt_after_load(bank: AdapterBank, _: object) -> None:
-    """`load_state_dict(assign=True)` brings Parameters with memory of their own: move them into the bank."""
-    for name in bank._places:
+    """`load_state_dict(assign=True)` brings Parameters with memory of their own."""
+    _adopt(bank)
+
+
+@torch.no_grad()
+def _adopt(bank: AdapterBank) -> None:
+    """Move Parameters that were given memory of their own, as by `p.data = ...`, into the bank."""
+    for name in list(bank._places):
         if bank.owns(name):
             continue
         data = bank.parameter_of(name).data

@@ -81,6 +81,26 @@ def test_pickle(full: AdapterBank) -> None:
     assert_whole(torch.load(file, weights_only=False), expected)
 
 
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "double", "half then back"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_data_of_ones_own_is_kept(full: AdapterBank, how: str, dtype: torch.dtype) -> None:
+    """`p.data = ...` gives a Parameter other memory; its values survive what replaces the pages."""
+    data = torch.randn(full.parameter_of("b").shape).to(dtype)
+    full.parameter_of("b").data = data.clone()
+    if how == "deepcopy":
+        full = copy.deepcopy(full)
+    elif how == "pickle":
+        stored = io.BytesIO()
+        torch.save(full, stored)
+        stored.seek(0)
+        full = torch.load(stored, weights_only=False)
+    else:
+        full = full.double() if how == "double" else full.to(torch.bfloat16).float()
+        data = data.to(torch.bfloat16) if how != "double" else data
+    torch.testing.assert_close(full.parameter_of("b").detach(), data.to(full.parameter_of("b").dtype))
+    assert_whole(full, values(full))
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_load_state_dict(full: AdapterBank, assign: bool, dtype: torch.dtype) -> None:
