@@ -121,7 +121,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             warn(f"{path}: cannot be read: {first_line(error)}; trying the one before")
             continue
-        if payload.get("format") != FORMAT:
+        if not isinstance(payload, dict) or payload.get("format") != FORMAT:
             raise RunError(f"{path}: was written by another version of mlora")
         return payload
     if paths:

@@ -54,6 +54,8 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
         bodies = [base.body(input_ids=row, use_cache=False)[0][0] for row in ids]
     except (TypeError, RuntimeError, IndexError) as error:
         raise ValueError(f"base_model: {name} does not run: {_line(error)}") from error
+    if not torch.isfinite(own).all():
+        raise ValueError(f"base_model: {name}: its own logits are not all numbers; are its weights?")
     alone = base.logits(torch.cat(bodies))
     _require_close(alone, own, name, "its logits are not head(body(x)): unknown step after the head")
     sequences = PackedSequences.of(lengths, device)

@@ -64,6 +64,13 @@ def test_a_model_that_breaks_on_packed_rows_is_refused_in_one_line() -> None:
         Engine(model)
 
 
+def test_weights_that_are_no_numbers_are_named() -> None:
+    model = skipping()
+    next(model.parameters()).data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="OPTForCausalLM: its own logits are not all numbers"):
+        Engine(model)
+
+
 def test_long_rope_is_trained_below_its_extension(tmp_path: Path) -> None:
     """Past the original length, one long sample would turn the rows of every adapter by other angles."""
     rope = {

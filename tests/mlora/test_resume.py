@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mlora.checkpoint import list_checkpoints, save_checkpoint
 from mlora.config_file import resolve_config
 from mlora.errors import RunError
@@ -157,6 +158,13 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
         path.write_bytes(b"no")
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(RunError, match="no checkpoint can be read; train anew with --overwrite"):
+        resume(tmp_path / "run")
+
+
+def test_a_file_that_is_no_checkpoint_is_one_line(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(4))
+    torch.save([1], list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    with pytest.raises(RunError, match="was written by another version of mlora"):
         resume(tmp_path / "run")
 
 
