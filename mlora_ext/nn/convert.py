@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import forward
+from . import checkpointing, forward
 from .linear import MultiLoRALinear
 from .routes import LayerGroup
 from .routing import AdapterInfo, Router, router_of
@@ -72,6 +72,7 @@ def convert_model(
     model.requires_grad_(False)
     _stop_base_dropout(model)
     forward.install(model)
+    checkpointing.install(model)
     _convert_layers(model, plans, autocast_adapter_dtype, every_linear)
     for name, config in adapters.items():
         _join(model, name, config, plans[name], seed)

@@ -2,14 +2,14 @@
 
 A `Route` describes one forward pass. Entering it gives every group of layers (those with the same adapters,
 scalings and dropouts) the operator's tensors, built once per batch. A forward pass that is recomputed inside
-backward, as activation checkpointing does, needs its own route again: see `checkpoint_contexts`.
+backward, as activation checkpointing does, needs its own route again: see `checkpointing`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,10 @@ _TOKEN = "mlora_ext"
 
 @dataclass(eq=False)
 class _Flight:
-    """A training forward pass whose backward pass may still come. `token` dies with its autograd graph."""
+    """A training forward pass whose backward pass may still come.
+
+    `token` dies with its autograd graph; `used`: a backward that frees the graph has recomputed it.
+    """
 
     route: Route
     token: weakref.ref[Any] | None
@@ -65,6 +68,7 @@ class Router:
         self.active: Route | None = None
         self._entered_in_backward = False
         self._flights: list[_Flight] = []
+        self._has_recorded = False
         self._calls: list[tuple[Route | None, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,20 +198,36 @@ class Router:
         return self._route(tuple(self.adapters), None)
 
     def _recomputed(self) -> Route:
-        """The route of the forward pass that backward is recomputing: the only one in flight."""
+        """The route of the forward pass that backward is recomputing: all that are in flight are alike."""
         flights = [flight for flight in self._flights if flight.alive()]
         routes = [flight.route for flight in flights]
         if self.active is not None and not self.active.recorded:
             routes.append(self.active)
-        if len(routes) > 1 or (not routes and len(self.adapters) > 1):
+        unknown = not routes and (self._has_recorded or len(self.adapters) > 1)
+        if unknown or len({self._identity(route) for route in routes}) > 1:
             raise ValueError(
                 f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which is "
                 "being recomputed: call the converted model itself, run each backward before the next "
-                "forward, or checkpoint with context_fn=mlora_ext.nn.checkpoint_contexts(model)"
+                "forward, or checkpoint with use_reentrant=False and "
+                "context_fn=mlora_ext.nn.checkpoint_contexts(model)"
             )
-        for flight in flights:
-            flight.used = True
+        if len(flights) == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
+            flights[0].used = True
         return routes[0] if routes else self._only_adapter()
+
+    def _identity(self, route: Route) -> Hashable:
+        """Equal for routes along which a recomputation gives the same bits."""
+        drops = {
+            name
+            for group in self.groups
+            for name, p in zip(group.adapters, group.dropout, strict=True)
+            if p > 0
+        }
+        masks = tuple(
+            (seed, step) if name in drops else None
+            for name, seed, step in zip(route.names, route.seeds, route.steps, strict=True)
+        )
+        return route.names, masks, route.layout, route.samples, route.rows
 
     def begin_call(self, route: Route | None, rows: int | None) -> None:
         """A top-level forward begins: enter its route, or the only adapter's if none is active."""
@@ -251,8 +271,11 @@ class Router:
     def record(self, route: Route, token: weakref.ref[Any] | None) -> None:
         """Remember a training forward pass while its autograd graph lives, or until it is recomputed."""
         kept = [flight for flight in self._flights if flight.alive() and not flight.used]
-        self._flights = [*kept[-1:], _Flight(route, token)]
-        route.recorded = True
+        lasting = [flight for flight in kept if flight.token is None]
+        # Without a token nobody tells when the graph is gone: more than the last would stay for ever.
+        kept = [flight for flight in kept if flight.token is not None or flight is lasting[-1]]
+        self._flights = [*kept, _Flight(route, token)]
+        self._has_recorded = route.recorded = True
 
 
 def _in_backward() -> bool:
@@ -318,39 +341,3 @@ def route(
         yield
         if torch.is_grad_enabled() and model.training and not _in_backward() and not entered.recorded:
             router.record(entered, None)
-
-
-class _Reenter(AbstractContextManager[None]):
-    """Enters a captured route, as often as recomputation asks."""
-
-    def __init__(self, router: Router) -> None:
-        self._router, self._route = router, router.active
-        self._contexts: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._contexts.append(self._router.entered(self._route))
-        self._contexts[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.pop().__exit__(*error)
-
-
-def checkpoint_contexts(
-    model: nn.Module,
-) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
-
-    Recomputation runs inside backward, outside the route's context. This captures the active route at each
-    forward and enters it again for its recomputation, so several forward passes may be in flight.
-
-    Args:
-        model: converted by `convert_model`, or a part of such a model.
-
-    Returns:
-        The function to pass as `context_fn`.
-
-    Example:
-        >>> checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts(model))
-    """
-    router = router_of(model)
-    return lambda: (nullcontext(), _Reenter(router))
