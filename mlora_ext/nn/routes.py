@@ -66,6 +66,8 @@ class Route:
         samples: adapter of each sample of the batch, -1 = base only; an empty tuple: all rows are names[0]'s.
         automatic: whether the steps are the router's own counter.
         recorded: whether a training forward pass has gone along it to the end.
+        called: whether the model itself was called along it, which records what trains.
+        trained: whether a layer was called along it with gradients on.
         rows: rows that layers will see, where that is known when the route is entered.
     """
 
@@ -76,6 +78,8 @@ class Route:
     samples: tuple[int, ...] = ()
     automatic: bool = False
     recorded: bool = False
+    called: bool = False
+    trained: bool = False
     rows: int | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
 

@@ -89,7 +89,7 @@ class Router:
             ValueError: if a name is unknown or twice, or the layout counts more adapters than there are
                 names.
         """
-        names = tuple(self.adapters if names is None else names)
+        default, names = names is None, tuple(self.adapters if names is None else names)
         self.check_names("names", names)
         if len(set(names)) != len(names):
             raise ValueError(f"names: expected each adapter once, got {list(names)}")
@@ -100,6 +100,8 @@ class Router:
             )
         if steps is not None and len(steps) != len(names):
             raise ValueError(f"steps: expected one per name ({len(names)}), got {len(steps)}")
+        if default:
+            names, steps, layout = _only_used(names, steps, layout)
         return self._route(names, steps, layout=layout, rows=layout.total_rows)
 
     def sampled(self, adapter_names: Sequence[str], rows: int | None = None) -> Route:
@@ -175,6 +177,8 @@ class Router:
         rows = x.numel() // x.shape[-1]
         recomputing = _in_backward() and not self._entered_in_backward
         active = layer.group.active
+        if self.active is not None and torch.is_grad_enabled():
+            self.active.trained = True
         if active is not None and active.rows == rows and not recomputing:
             return active
         route = self._recomputed() if recomputing else self.active or self._only_adapter()
@@ -236,6 +240,8 @@ class Router:
             route = self._only_adapter()
         if route is None and self.active is not None and self.active.layout is None:
             route = self.active
+        if self.active is not None:
+            self.active.called = True
         if route is not None:
             route.rows = rows
             self._set(route, _in_backward())
@@ -276,6 +282,18 @@ class Router:
         kept = [flight for flight in kept if flight.token is not None or flight is lasting[-1]]
         self._flights = [*kept, _Flight(route, token)]
         self._has_recorded = route.recorded = True
+
+
+def _only_used(
+    names: tuple[str, ...], steps: Sequence[int] | None, layout: SegmentLayout
+) -> tuple[tuple[str, ...], Sequence[int] | None, SegmentLayout]:
+    """Leave out the adapters without rows, so that they get no gradient and meet nobody's backward."""
+    used = sorted({i for i, rows in zip(layout.adapters, layout.lengths, strict=True) if rows and i >= 0})
+    if len(used) == len(names):
+        return names, steps, layout
+    place = {index: position for position, index in enumerate(used)}
+    layout = layout.remap([place.get(index, -1) for index in range(len(names))])
+    return tuple(names[i] for i in used), None if steps is None else [steps[i] for i in used], layout
 
 
 def _in_backward() -> bool:
@@ -324,9 +342,10 @@ def route(
     Args:
         model: converted by `convert_model`, or a part of such a model.
         layout: rows of each segment; its adapters count `names`.
-        names: adapters. Default: all of the model's, in the order in which they joined. Every name gets a
-            gradient, zero if it has no rows.
-        steps: dropout step of each adapter. Default: a counter that the top-level training forward advances.
+        names: adapters; every one gets a gradient, zero if it has no rows. Default: the layout counts all of
+            the model's, in the order in which they joined, and those with rows get a gradient.
+        steps: dropout step of each of these adapters. Default: a counter that the top-level training forward
+            advances.
 
     Raises:
         ValueError: if a name is unknown or given twice, or the counts disagree.
@@ -339,5 +358,7 @@ def route(
     entered = router.packed(layout, names, steps)
     with router.entered(entered):
         yield
-        if torch.is_grad_enabled() and model.training and not _in_backward() and not entered.recorded:
+        # Layers inside a reentrant checkpoint see no gradients: only the model knows whether they are off.
+        trained = entered.trained or (torch.is_grad_enabled() and not entered.called)
+        if trained and model.training and not _in_backward() and not entered.recorded:
             router.record(entered, None)

@@ -7,6 +7,8 @@ from peft import LoraConfig
 
 import mlora_ext as mx
 
+NAMES = ["a", "b", "c"]
+
 
 @pytest.fixture
 def model() -> torch.nn.Module:
@@ -43,7 +45,7 @@ def test_layouts_steps_and_layers_recompile_nothing(model: torch.nn.Module) -> N
         x = torch.randn(1, rows, 32)
         rotary = model.model.rotary_emb(x, position)
         with (
-            mx.route(model, random_layout(rows), steps=[step, 2 * step, 7]),
+            mx.route(model, random_layout(rows), NAMES, steps=[step, 2 * step, 7]),
         ):
             for index, (layer, block) in enumerate(zip(model.model.layers, blocks, strict=True)):
                 expected = run(layer, model, x, rotary)
@@ -59,6 +61,9 @@ def test_row_counts_recompile_nothing(model: torch.nn.Module) -> None:
     for step, rows in enumerate([12, 17, 33, 20, 50]):
         x = torch.randn(1, rows, 32)
         rotary = model.model.rotary_emb(x, torch.arange(rows).unsqueeze(0))
-        with mx.route(model, random_layout(rows)), torch._dynamo.config.patch(error_on_recompile=step > 0):
+        with (
+            mx.route(model, random_layout(rows), NAMES),
+            torch._dynamo.config.patch(error_on_recompile=step > 0),
+        ):
             for one, other in zip(run(block, model, x, rotary), run(layer, model, x, rotary), strict=True):
                 torch.testing.assert_close(one, other)

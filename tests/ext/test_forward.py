@@ -399,6 +399,36 @@ def test_inference_mode_before_training(how: str) -> None:
     assert_same(found, gradients(clone))
 
 
+def test_forward_without_gradients_is_not_in_flight() -> None:
+    """A route entered in training mode that saw only `no_grad` leaves nothing to be recomputed."""
+    model, ids = converted().train(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([5])
+    with mx.route(model, layout, names=["a"]), torch.no_grad():
+        model(input_ids=ids)
+    assert not model.mlora_router._flights
+    with mx.route(model, layout, names=["a"]):
+        model.model(input_ids=ids)
+    assert len(model.mlora_router._flights) == 1
+
+
+def test_route_without_names_leaves_the_absent_alone() -> None:
+    """An adapter without rows gets no gradient, and its step between forward and backward breaks nobody."""
+    model, ids = converted().train(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([5, 0], adapters=[1, 0])
+    with mx.route(model, layout, names=["a", "b"], steps=[3, 4]):
+        model(input_ids=ids).logits.square().sum().backward()
+    expected = gradients(model)
+    with mx.route(model, layout, steps=[3, 4]):
+        loss = model(input_ids=ids).logits.square().sum()
+    with torch.no_grad():
+        for parameter in mx.adapter_parameters(model, "a").values():
+            parameter.add_(1)
+    loss.backward()
+    found = gradients(model)
+    assert found.keys() == mx.adapter_parameters(model, "b").keys()
+    assert_same(found, {key: expected[key] for key in found})
+
+
 def test_two_copies_do_not_meet() -> None:
     model = converted().eval()
     clone = copy.deepcopy(model)
