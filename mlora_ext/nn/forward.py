@@ -79,7 +79,8 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             )
         _check_count(names, shape[0])
         route = router.sampled(names)
-    router.begin_call(route, None if shape is None else shape[0] * shape[1])
+    samples, each = shape or (1, None)
+    router.begin_call(route, samples, None if each is None else samples * each)
     return args, kwargs
 
 

@@ -117,18 +117,22 @@ class Route:
     def _layout(self, rows: int) -> SegmentLayout:
         if self.layout is not None:
             return self.layout
-        if not self.samples:
+        if not self.samples or self._selects(rows):
             return SegmentLayout.from_lengths([rows], [0 if self.names else -1])
         each = rows // len(self.samples)
         # One segment per sample: merged neighbours would let batch-mates decide where sums are cut.
         row0 = _first_rows(self.samples, max(each, ROWS_OF_A_SAMPLE))
         return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
 
+    def _selects(self, rows: int) -> bool:
+        """Whether these are a selection of rows that one adapter owns, as inside a mixture of experts."""
+        return len(set(self.samples)) == 1 and rows % len(self.samples) != 0
+
     def accepts(self, x: Tensor, rows: int) -> bool:
         """Whether the rows of a layer's input are those that this route describes."""
         if self.layout is not None:
             return rows == self.layout.total_rows
-        if not self.samples or rows == self.rows:
+        if len(set(self.samples)) <= 1 or rows == self.rows:
             return True
         return x.dim() > 2 and x.shape[0] % len(self.samples) == 0
 

@@ -181,7 +181,8 @@ class Router:
             self.active.trained = True
         if active is not None and active.rows == rows and not recomputing:
             return active
-        route = self._recomputed() if recomputing else self.active or self._only_adapter()
+        samples = x.shape[0] if x.dim() > 2 else 1
+        route = self._recomputed(samples) if recomputing else self.active or self._only_adapter(samples)
         if not route.accepts(x, rows):
             expected = route.rows if route.rows is not None else f"a multiple of {len(route.samples)} samples"
             raise ValueError(
@@ -191,17 +192,17 @@ class Router:
             )
         return route.tensors(layer.group, rows)
 
-    def _only_adapter(self) -> Route:
-        """All rows belong to the model's only adapter, or to none if it has none."""
+    def _only_adapter(self, samples: int) -> Route:
+        """All samples belong to the model's only adapter, or to none if it has none."""
         if len(self.adapters) > 1:
             raise ValueError(
                 f"this model has {len(self.adapters)} adapters ({', '.join(self.adapters)}) and no active "
                 "route: pass adapter_names=[...] (one per sample) to the forward call, or call it inside "
                 "mlora_ext.route(...)"
             )
-        return self._route(tuple(self.adapters), None)
+        return self._route(tuple(self.adapters), None, samples=(0 if self.adapters else -1,) * samples)
 
-    def _recomputed(self) -> Route:
+    def _recomputed(self, samples: int) -> Route:
         """The route of the forward pass that backward is recomputing: all that are in flight are alike."""
         flights = [flight for flight in self._flights if flight.alive()]
         routes = [flight.route for flight in flights]
@@ -217,7 +218,7 @@ class Router:
             )
         if len(flights) == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
             flights[0].used = True
-        return routes[0] if routes else self._only_adapter()
+        return routes[0] if routes else self._only_adapter(samples)
 
     def _identity(self, route: Route) -> Hashable:
         """Equal for routes along which a recomputation gives the same bits."""
@@ -233,11 +234,11 @@ class Router:
         )
         return route.names, masks, route.layout, route.samples, route.rows
 
-    def begin_call(self, route: Route | None, rows: int | None) -> None:
+    def begin_call(self, route: Route | None, samples: int, rows: int | None) -> None:
         """A top-level forward begins: enter its route, or the only adapter's if none is active."""
         self._calls.append((self.active, self._entered_in_backward))
         if route is None and self.active is None and len(self.adapters) <= 1:
-            route = self._only_adapter()
+            route = self._only_adapter(samples)
         if route is None and self.active is not None and self.active.layout is None:
             route = self.active
         if self.active is not None:
