@@ -68,6 +68,7 @@ def convert_model(
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
+    _refuse_offloaded(model, plans, every_linear)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
     _stop_base_dropout(model)
@@ -99,6 +100,7 @@ def add_adapter(
     if name in router.adapters:
         raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
     plan = plan_adapter(model, name, config)
+    _refuse_offloaded(model, {name: plan})
     _convert_layers(model, {name: plan}, autocast_adapter_dtype)
     _join(model, name, config, plan, seed)
     _regroup(model)
@@ -162,7 +164,8 @@ def from_peft(peft_model: PeftModel, *, seed: int = 0) -> nn.Module:
         The base model, converted.
 
     Raises:
-        ValueError: if an adapter is not plain LoRA, is merged, or its config is not supported.
+        ValueError: if an adapter is not plain LoRA, is merged, or its config is not supported; the PEFT model
+            is as it was then.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -180,6 +183,7 @@ def from_peft(peft_model: PeftModel, *, seed: int = 0) -> nn.Module:
                 )
             for name in module.lora_A:
                 weights[name][key] = (module.lora_A[name].weight.data, module.lora_B[name].weight.data)
+    _refuse_unloading(peft_model, configs, weights)
     halves = all(
         w.dtype in (torch.float16, torch.bfloat16)
         for per in weights.values()
@@ -190,6 +194,18 @@ def from_peft(peft_model: PeftModel, *, seed: int = 0) -> nn.Module:
     for name, layers in weights.items():
         write_weights(model, name, layers)
     return model
+
+
+def _refuse_unloading(
+    peft_model: PeftModel, configs: Mapping[str, Any], weights: Mapping[str, dict[str, Any]]
+) -> None:
+    """Refuse on a copy that shares all tensors, so that a refused PEFT model keeps its adapters."""
+    shared = {id(tensor): tensor for tensor in (*peft_model.parameters(), *peft_model.buffers())}
+    base: Any = copy.deepcopy(peft_model, shared).unload()  # type: ignore[arg-type]
+    plans = {name: plan_adapter(base, name, config) for name, config in configs.items()}
+    _refuse_offloaded(base, plans)
+    for name, plan in plans.items():
+        check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, weights[name])
 
 
 def write_weights(
@@ -256,20 +272,41 @@ def _convert_layers(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool, every: bool = False
 ) -> None:
     """Replace the layers that get their first adapter, and reserve one page for all of a layer's adapters."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
     router = router_of(model)
     rows: dict[str, int] = {}
     for plan in plans.values():
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
-    for index, (key, module) in enumerate(linear_layers(model).items()):
-        if key not in rows and not (every and module is not head):
-            continue
+    for index, key, module in _wanted(model, plans, every):
         if not isinstance(module, MultiLoRALinear):
             module = _replace(model, key, module, router, index, autocast)
         if len(plans) > 1 and key in rows:
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
+
+
+def _wanted(
+    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool
+) -> list[tuple[int, str, nn.Module]]:
+    """Index, name and module of the linear layers that get adapters, or all but the output head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    targets = {key for plan in plans.values() for key in plan}
+    return [
+        (index, key, module)
+        for index, (key, module) in enumerate(linear_layers(model).items())
+        if key in targets or (every and module is not head)
+    ]
+
+
+def _refuse_offloaded(
+    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False
+) -> None:
+    """Before anything is changed: accelerate's hooks sit on a module, and would be lost with it."""
+    for _, key, module in _wanted(model, plans, every):
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
+            )
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -280,10 +317,6 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _replace(
     model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
 ) -> MultiLoRALinear:
-    if hasattr(module, "_hf_hook"):
-        raise ValueError(
-            f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
-        )
     weight: Any = module.weight
     bias: Any = module.bias
     layer = MultiLoRALinear(

@@ -253,6 +253,27 @@ def test_refuses_second_conversion_and_unconverted_models() -> None:
         mx.adapter_parameters(llama(), "a")
 
 
+@pytest.mark.parametrize("where", ["convert_model", "every_linear", "add_adapter"])
+def test_offloaded_layers_are_refused_before_anything_changes(where: str) -> None:
+    model = llama()
+    if where == "add_adapter":
+        mx.convert_model(model, {"a": LoraConfig(r=2, target_modules=["k_proj"])})
+    model.model.layers[1].self_attn.v_proj._hf_hook = object()
+    before, state = [type(m) for m in model.modules()], dict(model.__dict__)
+    flags = [p.requires_grad for p in model.parameters()]
+    config = LoraConfig(r=2, target_modules=["o_proj" if where == "every_linear" else "v_proj"])
+    change = {
+        "convert_model": lambda: mx.convert_model(model, {"b": config}),
+        "every_linear": lambda: mx.convert_model(model, {"b": config}, every_linear=True),
+        "add_adapter": lambda: mx.add_adapter(model, "b", config),
+    }
+    with pytest.raises(ValueError, match=r"layer model\.layers\.1\.self_attn\.v_proj: is offloaded"):
+        change[where]()
+    assert [type(m) for m in model.modules()] == before
+    assert model.__dict__ == state
+    assert [p.requires_grad for p in model.parameters()] == flags
+
+
 def test_every_field_of_loraconfig_is_judged() -> None:
     """A field that a newer PEFT adds is refused when it is set, not ignored."""
     from dataclasses import dataclass

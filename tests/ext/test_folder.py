@@ -77,6 +77,36 @@ def test_from_peft() -> None:
     assert not any("base_layer" in key for key in model.state_dict())
 
 
+@pytest.mark.parametrize("what", ["embedding", "offloaded", "merged", "name"])
+def test_from_peft_refuses_before_it_takes_the_model_apart(what: str) -> None:
+    modules = ["q_proj", "embed_tokens"] if what == "embedding" else ["q_proj"]
+    name = "a" if what != "name" else "config"
+    peft = peft_model(
+        llama(), {name: LoraConfig(r=3, target_modules=modules, init_lora_weights=False)}
+    ).eval()
+    layer = peft.base_model.model.model.layers[1].self_attn.q_proj
+    if what == "offloaded":
+        layer.base_layer._hf_hook = object()
+    elif what == "merged":
+        layer.merge()
+    elif what == "name":
+        peft.peft_config["a.b"] = peft.peft_config.pop(name)
+    ids = token_ids(2, 5)
+    with torch.no_grad():
+        before = peft.base_model(input_ids=ids).logits
+        message = {
+            "embedding": "embed_tokens",
+            "offloaded": "is offloaded",
+            "merged": "unmerge",
+            "name": "a.b",
+        }
+        with pytest.raises(ValueError, match=message[what]):
+            mx.from_peft(peft)
+        assert torch.equal(peft.base_model(input_ids=ids).logits, before)
+    assert layer is peft.base_model.model.model.layers[1].self_attn.q_proj
+    assert layer.lora_A[name].weight.requires_grad
+
+
 def test_load_peft_folder_into_existing_adapter(tmp_path: Path) -> None:
     base, ids = llama().eval(), token_ids(1, 6)
     config = LoraConfig(r=3, target_modules=["q_proj"])
