@@ -155,6 +155,8 @@ def _check_layout(rows: int, adapters: int, layout: SegmentLayout) -> None:
 
 
 def _scaling_tensor(scaling: Sequence[float] | Tensor, adapters: int, device: torch.device) -> Tensor:
+    if isinstance(scaling, int | float):
+        raise ValueError(f"scaling: expected a list of one value per adapter ({adapters}), got {scaling}")
     tensor = torch.as_tensor(scaling, dtype=torch.float32, device=device)
     if list(tensor.shape) != [adapters]:
         raise ValueError(

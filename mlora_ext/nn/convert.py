@@ -398,14 +398,14 @@ def _stop_base_dropout(model: nn.Module) -> None:
 
 
 def _zero_dropout_fields(owner: object) -> int:
-    """Plain numbers such as `attention_dropout`, which attention functions read."""
+    """Probabilities such as `attention_dropout`, which attention functions read; counts are left alone."""
     found = [
         key
         for key, value in getattr(owner, "__dict__", {}).items()
         if ("dropout" in key or key.endswith("pdrop"))
         and not key.startswith("summary_")
-        and type(value) in (int, float)
-        and value > 0
+        and type(value) is float
+        and 0 < value < 1
     ]
     for key in found:
         setattr(owner, key, 0.0)

@@ -5,6 +5,7 @@ Hooks and `generate` sit on the instance; a deep copy or a pickled model has its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,4 +107,4 @@ def _rows_per_sample(value: Tensor) -> int:
     if value.dim() == 1:
         return 1
     integers = value.dtype in (torch.int64, torch.int32)
-    return value[0].numel() if integers else value[0].numel() // value.shape[-1]
+    return math.prod(value.shape[1:] if integers else value.shape[1:-1])

@@ -89,6 +89,10 @@ class Router:
             ValueError: if a name is unknown or twice, or the layout counts more adapters than there are
                 names.
         """
+        if isinstance(names, str):
+            raise ValueError(f"names: expected a list of adapters, got {names!r}; write [{names!r}]")
+        if isinstance(steps, int):
+            raise ValueError(f"steps: expected a list of one per name, got {steps}")
         default, names = names is None, tuple(self.adapters if names is None else names)
         self.check_names("names", names)
         if len(set(names)) != len(names):

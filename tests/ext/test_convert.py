@@ -195,9 +195,11 @@ def test_base_dropout_is_stopped_with_one_warning() -> None:
     for module in base.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
+    base.config.attention_dropout, base.config.dropout_layers = 0.1, 2
     with pytest.warns(UserWarning, match="dropouts of the base model were set to 0") as caught:
         model = mx.convert_model(base, {"a": config(fan_in_fan_out=True)}).train()
     assert len(caught) == 1
+    assert (base.config.attention_dropout, base.config.dropout_layers) == (0.0, 2)
     ids = token_ids(1, 9)
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 

@@ -189,6 +189,8 @@ def test_route_refusals() -> None:
         (["a", "a"], None, "names: expected each adapter once"),
         (["a", "z"], None, "names: no adapter 'z'"),
         (["a", "b"], [1], r"steps: expected one per name \(2\), got 1"),
+        (["a", "b"], 3, "steps: expected a list of one per name, got 3"),
+        ("ab", None, r"names: expected a list of adapters, got 'ab'"),
     ]:
         with pytest.raises(ValueError, match=message), mx.route(model, layout, names, steps=steps):
             pass
@@ -456,6 +458,14 @@ def test_any_module_can_be_converted() -> None:
     together = model(x, adapter_names=["b", "a", "b"])
     torch.testing.assert_close(model(x[1:2], adapter_names=["a"]), together[1:2])
     assert not torch.allclose(model(x[1:2], adapter_names=["b"]), together[1:2])
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (0, 3, 6)], ids=str)
+def test_batch_of_no_samples(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    mx.convert_model(model, {n: LoraConfig(r=2, target_modules=["0", "1"]) for n in "ab"})
+    y = model(torch.randn(shape), adapter_names=[])
+    assert y.shape == (*shape[:-1], 4)
 
 
 def test_autocast_trains() -> None:

@@ -29,6 +29,7 @@ def arguments(**changes: object) -> dict:
         ({"lora_b": [torch.randn(24, 4), torch.randn(24, 6)]}, r"lora_b\[1\]: expected \[24, 7\], got"),
         ({"lora_b": [torch.randn(24, 4), torch.ones(24, 7).int()]}, r"lora_b\[1\]: expected floating point"),
         ({"scaling": [1.0]}, r"scaling: expected one value per adapter \(2\), got shape \[1\]"),
+        ({"scaling": 2.0}, r"scaling: expected a list of one value per adapter \(2\), got 2.0"),
         ({"layout": mx.SegmentLayout.from_lengths([6, 4])}, r"layout: expected 11 rows .*, got 10"),
         ({"layout": mx.SegmentLayout.from_lengths([6, 5], [0, 2])}, r"layout: expected adapters below 2"),
         ({"dropout": mx.LoRADropout([0.1], [1])}, r"dropout: expected p for 2 adapters, got 1"),
