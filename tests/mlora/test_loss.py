@@ -35,7 +35,7 @@ def whole(
     scales: list[float],
     wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums and gradient by autograd from whole logits; in fp64 if `wide`."""
+    """Losses and gradient by autograd from whole logits; in fp64 if `wide`."""
     as_wide = (lambda t: t.double()) if wide else (lambda t: t)
     leaf = as_wide(hidden.detach()).requires_grad_()
     bias = None if head.bias is None else as_wide(head.bias)
@@ -43,7 +43,7 @@ def whole(
     logits = logits if wide else logits.float()
     losses = F.cross_entropy(logits, targets, reduction="none").split(COUNTS)
     sum(part.sum() * scale for part, scale in zip(losses, scales, strict=True)).backward()
-    return torch.stack([part.sum() for part in losses]), leaf.grad
+    return torch.cat(losses).detach(), leaf.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -54,10 +54,14 @@ def test_values_and_gradients(dtype: torch.dtype, rule: LogitRule) -> None:
     scales = [1.0, 1.0, 8.0, 0.5]
     total, sums = chunked_losses(hidden, head, rows, targets, COUNTS, scales)
     total.backward()
-    exact_sums, exact_grad = whole(hidden, head, rows, targets, scales, wide=True)
-    plain_sums, plain_grad = whole(hidden, head, rows, targets, scales, wide=False)
-    assert_as_exact(sums, plain_sums, exact_sums, "sums")
+    exact_losses, exact_grad = whole(hidden, head, rows, targets, scales, wide=True)
+    plain_losses, plain_grad = whole(hidden, head, rows, targets, scales, wide=False)
     assert_as_exact(hidden.grad, plain_grad, exact_grad, "gradient")
+    # every row its own owner: the policy is about many numbers, and there are only four sums
+    each = [1] * len(rows)
+    _, losses = chunked_losses(hidden.detach(), head, rows, targets, each, [1.0] * len(rows))
+    assert_as_exact(losses, plain_losses, exact_losses, "losses")
+    torch.testing.assert_close(sums, torch.stack([part.sum() for part in losses.split(COUNTS)]))
 
 
 def test_plain_losses_are_the_same() -> None:
