@@ -2,10 +2,12 @@
 
 from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
-from .convert import adapter_parameters, add_adapter, convert_model, from_peft, remove_adapter
+from .convert import add_adapter, convert_model, remove_adapter
 from .folder import load_adapter, save_adapter
 from .linear import MultiLoRALinear
+from .peft_model import from_peft
 from .routing import route
+from .weights import adapter_parameters
 
 __all__ = [
     "AdapterBank",

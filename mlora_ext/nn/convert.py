@@ -1,11 +1,10 @@
-"""Putting adapters on a model, and taking them off: convert_model, add_adapter, remove_adapter, from_peft."""
+"""Putting adapters on a model, and taking them off: convert_model, add_adapter, remove_adapter."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import math
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from . import checkpointing, forward
+from .base_dropout import stop_base_dropout
 from .linear import MultiLoRALinear
 from .routes import LayerGroup
 from .routing import AdapterInfo, Router, router_of
@@ -21,14 +21,14 @@ from .targets import (
     adapter_dtype,
     check_config,
     check_name,
-    features,
     init_kind,
     is_linear,
     target_layers,
 )
+from .weights import adapter_layers
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig
 
 
 def convert_model(
@@ -68,10 +68,10 @@ def convert_model(
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
-    _refuse_offloaded(model, plans, every_linear)
+    refuse_offloaded(model, plans, every_linear)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
-    _stop_base_dropout(model)
+    stop_base_dropout(model)
     forward.install(model)
     checkpointing.install(model)
     _convert_layers(model, plans, autocast_adapter_dtype, every_linear)
@@ -100,7 +100,7 @@ def add_adapter(
     if name in router.adapters:
         raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
     plan = plan_adapter(model, name, config)
-    _refuse_offloaded(model, {name: plan})
+    refuse_offloaded(model, {name: plan})
     _convert_layers(model, {name: plan}, autocast_adapter_dtype)
     _join(model, name, config, plan, seed)
     _regroup(model)
@@ -120,136 +120,6 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         del layer.specs[name]
     del router.adapters[name]
     _regroup(model)
-
-
-def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
-    """The layers that an adapter sits on, by name, in the model's order."""
-    return {
-        key: module
-        for key, module in model.named_modules()
-        if isinstance(module, MultiLoRALinear) and name in module.lora_A
-    }
-
-
-def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """An adapter's Parameters by their names in the model's state dict.
-
-    Args:
-        model: converted by `convert_model`, or a part of such a model.
-        name: of the adapter.
-
-    Returns:
-        `{"<layer>.lora_A.<name>.weight": [r, d_in], "<layer>.lora_B.<name>.weight": [d_out, r], ...}`, in the
-        model's order. The optimizer takes `.values()`.
-
-    Raises:
-        ValueError: if the model has no adapter of this name.
-    """
-    router_of(model).check_names("name", [name])
-    return {
-        f"{key}.{bank}.{name}.weight": getattr(layer, bank).parameter_of(name)
-        for key, layer in adapter_layers(model, name).items()
-        for bank in ("lora_A", "lora_B")
-    }
-
-
-def from_peft(peft_model: PeftModel, *, seed: int = 0) -> nn.Module:
-    """Turn a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
-
-    Args:
-        peft_model: its base model is taken out and converted in place; do not use the PEFT model afterwards.
-        seed: of dropout.
-
-    Returns:
-        The base model, converted.
-
-    Raises:
-        ValueError: if an adapter is not plain LoRA, is merged, or its config is not supported; the PEFT model
-            is as it was then.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    configs: dict[str, Any] = dict(peft_model.peft_config)
-    base: Any = peft_model.base_model.model
-    for name, config in configs.items():
-        check_name(name)
-        check_config(name, config)
-    weights: dict[str, dict[str, Any]] = {name: {} for name in configs}
-    for key, module in base.named_modules():
-        if isinstance(module, LoraLayer):
-            if module.merged:
-                raise ValueError(
-                    f"peft_model: adapters of {key} are merged into the base; unmerge_adapter first"
-                )
-            for name in module.lora_A:
-                weights[name][key] = (module.lora_A[name].weight.data, module.lora_B[name].weight.data)
-    _refuse_unloading(peft_model, configs, weights)
-    halves = all(
-        w.dtype in (torch.float16, torch.bfloat16)
-        for per in weights.values()
-        for ab in per.values()
-        for w in ab
-    )
-    model = convert_model(peft_model.unload(), configs, seed=seed, autocast_adapter_dtype=not halves)
-    for name, layers in weights.items():
-        write_weights(model, name, layers)
-    return model
-
-
-def _refuse_unloading(
-    peft_model: PeftModel, configs: Mapping[str, Any], weights: Mapping[str, dict[str, Any]]
-) -> None:
-    """Refuse on a copy that shares all tensors, so that a refused PEFT model keeps its adapters."""
-    shared = {id(tensor): tensor for tensor in (*peft_model.parameters(), *peft_model.buffers())}
-    base: Any = copy.deepcopy(peft_model, shared).unload()  # type: ignore[arg-type]
-    plans = {name: plan_adapter(base, name, config) for name, config in configs.items()}
-    _refuse_offloaded(base, plans)
-    for name, plan in plans.items():
-        check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, weights[name])
-
-
-def write_weights(
-    model: nn.Module, name: str, layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    """Copy `(A [r, d_in], B [d_out, r])` by layer name into an adapter, after checking all of them.
-
-    Raises:
-        ValueError: naming the first layer that is missing, unknown or of another shape.
-    """
-    mine = adapter_layers(model, name)
-    ranks = {key: layer.lora_A.parameter_of(name).shape[0] for key, layer in mine.items()}
-    check_weights(model, name, ranks, layers)
-    with torch.no_grad():
-        for key, (a, b) in layers.items():
-            mine[key].lora_A.parameter_of(name).copy_(a)
-            mine[key].lora_B.parameter_of(name).copy_(b)
-
-
-def check_weights(
-    model: nn.Module,
-    name: str,
-    ranks: Mapping[str, int],
-    layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    """Compare weights `(A, B)` by layer name with an adapter of these ranks, before anything is changed.
-
-    Raises:
-        ValueError: naming the first layer that is missing, unknown or of another shape.
-    """
-    for key in [*ranks, *layers]:
-        if key not in layers or key not in ranks:
-            side = "the weights to load" if key not in layers else "the model's adapter"
-            raise ValueError(
-                f"adapter {name!r}: layer {key} is missing in {side}; is it an adapter of another base?"
-            )
-        d_in, d_out = features(model.get_submodule(key))
-        expected = {"lora_A": [ranks[key], d_in], "lora_B": [d_out, ranks[key]]}
-        for (bank, shape), tensor in zip(expected.items(), layers[key], strict=True):
-            if list(tensor.shape) != shape:
-                raise ValueError(
-                    f"adapter {name!r}: layer {key}.{bank}: expected shape {shape}, "
-                    f"got {list(tensor.shape)}; is it an adapter of another base or rank?"
-                )
 
 
 def _refuse_peft(model: nn.Module) -> None:
@@ -298,7 +168,7 @@ def _wanted(
     ]
 
 
-def _refuse_offloaded(
+def refuse_offloaded(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False
 ) -> None:
     """Before anything is changed: accelerate's hooks sit on a module, and would be lost with it."""
@@ -379,34 +249,3 @@ def _regroup(model: nn.Module) -> None:
         key = (names, scaling, dropout, module.weight.device)
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
-
-
-def _stop_base_dropout(model: nn.Module) -> None:
-    """Set every dropout of the base to 0: a mask drawn for a whole batch ties its adapters together."""
-    stopped = 0
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            module.p = 0.0
-            stopped += 1
-        stopped += _zero_dropout_fields(module)
-    stopped += _zero_dropout_fields(getattr(model, "config", None))
-    if stopped:
-        warnings.warn(
-            f"{stopped} dropouts of the base model were set to 0; use lora_dropout to regularise an adapter",
-            stacklevel=3,
-        )
-
-
-def _zero_dropout_fields(owner: object) -> int:
-    """Probabilities such as `attention_dropout`, which attention functions read; counts are left alone."""
-    found = [
-        key
-        for key, value in getattr(owner, "__dict__", {}).items()
-        if ("dropout" in key or key.endswith("pdrop"))
-        and not key.startswith("summary_")
-        and type(value) is float
-        and 0 < value < 1
-    ]
-    for key in found:
-        setattr(owner, key, 0.0)
-    return len(found)

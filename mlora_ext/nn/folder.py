@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .convert import (
-    adapter_layers,
-    add_adapter,
-    check_weights,
-    convert_model,
-    plan_adapter,
-    write_weights,
-)
+from .convert import add_adapter, convert_model, plan_adapter
 from .linear import MultiLoRALinear
 from .routing import router_of
 from .targets import LayerSpec, portable_targets
+from .weights import adapter_layers, check_weights, write_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig

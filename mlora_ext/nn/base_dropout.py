@@ -1,0 +1,38 @@
+"""Dropouts of the base model: set to 0, with one warning."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+
+def stop_base_dropout(model: nn.Module) -> None:
+    """Set every dropout of the base to 0: a mask drawn for a whole batch ties its adapters together."""
+    stopped = 0
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            module.p = 0.0
+            stopped += 1
+        stopped += _zero_dropout_fields(module)
+    stopped += _zero_dropout_fields(getattr(model, "config", None))
+    if stopped:
+        warnings.warn(
+            f"{stopped} dropouts of the base model were set to 0; use lora_dropout to regularise an adapter",
+            stacklevel=3,
+        )
+
+
+def _zero_dropout_fields(owner: object) -> int:
+    """Probabilities such as `attention_dropout`, which attention functions read; counts are left alone."""
+    found = [
+        key
+        for key, value in getattr(owner, "__dict__", {}).items()
+        if ("dropout" in key or key.endswith("pdrop"))
+        and not key.startswith("summary_")
+        and type(value) is float
+        and 0 < value < 1
+    ]
+    for key in found:
+        setattr(owner, key, 0.0)
+    return len(found)
