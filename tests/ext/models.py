@@ -1,16 +1,22 @@
-"""Small random models and the PEFT models they are compared with."""
+"""Small random models, converted ones, and the PEFT models they are compared with."""
 
 import copy
 from collections.abc import Mapping
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tolerances import assert_same_up_to_rounding
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import mlora_ext as mx
 
 VOCABULARY = 61
+NAMES = ["a", "b", "__base__", "a"]
+CONFIGS = {
+    "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.4, init_lora_weights=False),
+    "b": LoraConfig(r=7, target_modules=["q_proj", "down_proj"], lora_dropout=0.2, init_lora_weights=False),
+}
 
 
 def llama(layers: int = 2) -> LlamaForCausalLM:
@@ -82,3 +88,20 @@ def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object
 
 def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, length))
+
+
+def converted(**configs: LoraConfig) -> nn.Module:
+    return mx.convert_model(llama(), configs or CONFIGS, seed=int(torch.randint(2**31, ())))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert one
+    for key, value in one.items():
+        assert_same_up_to_rounding(value, other[key], key)
