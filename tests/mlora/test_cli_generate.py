@@ -1,0 +1,76 @@
+"""`mlora generate`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from command_line import Run, only_line
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def test_generate_is_what_peft_generates(run: Run, trained: Path, tiny_base: Path) -> None:
+    from peft import PeftModel
+
+    prompts = ["ab", "a longer one", "xy"]
+    result = run(
+        "generate", trained, *(x for p in prompts for x in ("-p", p)), "--max-new-tokens", 6, "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(a["prompt"], a["adapter"]) for a in answers] == [
+        (p, n) for p in prompts for n in ("first", "second")
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    for name in ("first", "second"):
+        base = AutoModelForCausalLM.from_pretrained(tiny_base)
+        model = PeftModel.from_pretrained(base, trained / "adapters" / name)
+        for prompt in prompts:
+            ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+            output = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+            got = [a["completion"] for a in answers if (a["prompt"], a["adapter"]) == (prompt, name)]
+            assert got == [expected]
+
+
+def test_generate_from_one_folder_and_from_the_base(run: Run, trained: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    one = run("generate", trained / "adapters" / "first", "--prompts", prompts, "--max-new-tokens", 3)
+    assert one.exit_code == 0, one.stderr
+    assert one.stdout.startswith("[first] hello")
+    drawn = [
+        run("generate", trained, "-a", "__base__", "-p", "x", "--temperature", 1, "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert "has no trained adapter 'nope'; it has first, second" in only_line(
+        run("generate", trained, "-a", "nope", "-p", "x")
+    )
+    assert "no prompt: give --prompt TEXT" in only_line(run("generate", trained))
+    assert "top_p: must be above 0" in only_line(run("generate", trained, "-p", "x", "--top-p", 0))
+    assert "a prompt has no tokens" in only_line(run("generate", trained, "-p", ""))
+    assert "is neither a run's output_dir nor a PEFT adapter folder" in only_line(
+        run("generate", tmp_path, "-p", "x")
+    )
+
+
+def test_generate_from_odd_folders_and_prompts(run: Run, trained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "first.v1")
+    result = run("generate", folder, "-p", "x" * 62)  # the model has 64 positions
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("[first-v1] x")
+    assert "a prompt of 64 tokens leaves no room for an answer: the base model takes at most 64" in only_line(
+        run("generate", folder, "-p", "x" * 64)
+    )
+    (folder / "adapter_config.json").write_text("[1]")
+    assert "adapter_config.json: cannot be read: is not a JSON object" in only_line(
+        run("generate", folder, "-p", "x")
+    )
+
+
+def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None:
+    line = only_line(run("generate", trained, "-p", "x", "--device", "cuda:99"))
+    assert line.startswith("error: device: cuda:99 is not there")
+    line = only_line(run("generate", trained, "-p", "x", "--device", "fast"))
+    assert line == "error: device: must be cpu, cuda or cuda:<index>, got 'fast'"

@@ -1,0 +1,46 @@
+"""`init_from`, as the command line tells of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+from command_line import Run, only_line
+from tiny_run import run_data, save_base, write_run
+
+
+def test_adapter_folder_of_another_base(run: Run, trained: Path, tmp_path: Path) -> None:
+    other = save_base(tmp_path / "other", hidden=64)
+    data = run_data(other, tmp_path)
+    data["adapters"][0] |= {"lora": None, "init_from": str(trained / "adapters" / "first")}
+    result = run("train", write_run(tmp_path, data))
+    assert result.exit_code == 1
+    assert "is it an adapter of another base" in result.stderr.splitlines()[0]
+    line = only_line(run("generate", trained / "adapters" / "first", "-p", "x", "--base-model", other))
+    assert "is it an adapter of another base" in line
+
+
+def test_lora_beside_init_from_must_agree(run: Run, trained: Path, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"init_from": str(trained / "adapters" / "first")}
+    path = write_run(tmp_path, data)
+    result = run("validate", path)  # all-linear, as the folder was made, whatever names it lists
+    assert result.exit_code == 0, result.stderr
+    result = run("validate", path, "--set", "adapters.first.lora.r=5")
+    assert result.stderr.startswith(
+        "error: first: refused: lora.r: 5 does not agree with init_from, whose r is 4"
+    )
+    result = run("validate", path, "--set", "adapters.first.lora.target_modules=[q_proj]")
+    assert result.stderr.startswith("error: first: refused: lora.target_modules: ['q_proj'] does not agree")
+
+
+def test_folder_of_an_older_peft_agrees_with_the_defaults(
+    run: Run, trained: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "older")
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    del saved["use_rslora"]
+    (folder / "adapter_config.json").write_text(json.dumps(saved))
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"init_from": str(folder), "lora": {"r": 4, "use_rslora": False}}
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 0, result.stderr

@@ -1,0 +1,70 @@
+"""`mlora resume` and `mlora status`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import Run, bad_line, only_line
+from mlora.run_folder import Metrics
+from tiny_run import run_data, write_run
+
+
+def test_resume_and_status_of_a_finished_run(run: Run, trained: Path) -> None:
+    result = run("status", trained)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == f"finished: {trained}"
+    assert "9/9" in result.stdout
+    result = run("resume", trained)
+    assert result.exit_code == 0
+    assert "finished" in result.stdout
+
+
+def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (copy / "summary.json").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:6]) + '{"adapter": "fi')
+    result = run("status", copy)
+    assert result.stdout.startswith(f"not running; `mlora resume {copy}` continues from its last checkpoint")
+    assert [line.split()[1] for line in result.stdout.splitlines()[2:]] == ["unfinished", "unfinished"]
+    summary = json.loads((trained / "summary.json").read_text())
+    summary |= {"status": "running"}
+    summary["adapters"]["first"]["state"] = "running"
+    (copy / "summary.json").write_text(json.dumps(summary))
+    assert [line.split()[1] for line in run("status", copy).stdout.splitlines()[2:]] == [
+        "unfinished",
+        "finished",
+    ]
+    with Metrics(copy / "metrics.jsonl", keep_all=True):
+        assert run("status", copy).stdout.startswith(f"running: {copy}")
+    (copy / "metrics.jsonl").unlink()
+    shutil.rmtree(copy / "checkpoints")
+    result = run("status", copy)
+    assert "continues from the start, for it has no checkpoint" in result.stdout
+    assert "holds no config.yaml" in only_line(run("status", tmp_path))
+    assert "holds no config.yaml" in only_line(run("resume", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("config.yaml", "adapters: 3", "config.yaml: has no list of adapters with names"),
+        ("summary.json", "{}", "summary.json: cannot be read: is not a run's summary"),
+        ("metrics.jsonl", "3\n", "metrics.jsonl:1: is not a line of metrics"),
+    ],
+)
+def test_status_of_broken_files(
+    run: Run, trained: Path, tmp_path: Path, file: str, text: str, expected: str
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / file).write_text(text)
+    assert expected in only_line(run("status", folder))
+
+
+def test_resume_of_a_failed_run_names_the_fault_again(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path, defaults={"max_steps": 1})
+    bad_line(tmp_path, "{oops")
+    assert run("train", write_run(tmp_path, data)).exit_code == 1
+    assert only_line(run("resume", tmp_path / "run")).startswith("error: first: refused: ")

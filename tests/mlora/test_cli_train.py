@@ -1,0 +1,128 @@
+"""`mlora train`: what it prints, what it overwrites, and one clear line for every bad input."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Run, bad_line, only_line
+from safetensors.torch import load_file
+from tiny_run import run_data, write_run
+
+
+def test_train_prints_plain_lines_and_a_table(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    result = run("train", path, "--set", "adapters.second.max_steps=4", "--set", "defaults.logging_steps=3")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "first: 11 samples, 6 steps"
+    assert next(line for line in lines if line.startswith("second: step")).startswith(
+        "second: step 3/4 loss "
+    )
+    assert "second: finished at step 4" in lines
+    assert lines[-4].split() == ["adapter", "state", "step", "loss", "eval", "loss", "before", "after"]
+    assert lines[-2].split()[:3] == ["second", "finished", "4/4"]
+    assert lines[-1].endswith(f"s: {tmp_path}/run")
+    assert "\x1b" not in result.stdout
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    assert run("train", path).exit_code == 0
+    assert "is not empty; continue it with `mlora resume" in only_line(run("train", path))
+    short = ("--set", "adapters.first.max_steps=1", "--set", "adapters.second.max_steps=1")
+    assert run("train", path, "--overwrite", *short).exit_code == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.pt"))
+
+    (tmp_path / "run" / "adapters" / "first" / "notes.txt").write_text("mine")
+    line = only_line(run("train", path, "--overwrite"))
+    assert line == (
+        f"error: output_dir: {tmp_path}/run/adapters/first/notes.txt was not written by a run; "
+        "move it away before --overwrite"
+    )
+    assert (tmp_path / "run" / "adapters" / "second" / "adapter_model.safetensors").is_file()
+
+
+def test_overwrite_keeps_its_hands_off_other_folders(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years")
+    assert "holds no config.yaml" in only_line(run("train", path, "--overwrite"))
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "years"
+
+
+def test_overwrite_does_not_remove_what_the_run_reads(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    assert run("train", path).exit_code == 0
+    first = tmp_path / "run" / "adapters" / "first"
+    again = ("--set", f"adapters.first.init_from={first}", "--set", "adapters.first.lora=null")
+    assert f"--overwrite would remove {first}" in only_line(run("train", path, "--overwrite", *again))
+    assert (first / "adapter_model.safetensors").is_file()
+
+
+# What is wrong, how a run of two adapters is made so, and what the line says; `first` is at fault.
+REFUSED: list[tuple[str, Callable[[dict[str, Any], Path], object], str]] = [
+    ("missing data", lambda d, f: (f / "one.jsonl").unlink(), "one.jsonl: cannot be read: No such file"),
+    ("malformed line", lambda d, f: bad_line(f, "{oops"), "one.jsonl:12: is not JSON"),
+    ("empty data", lambda d, f: (f / "one.jsonl").write_text(""), "the dataset 'one' is empty"),
+    (
+        "id out of range",
+        lambda d, f: bad_line(f, '{"input_ids": [260]}'),
+        "one.jsonl:12: token id 260 is outside",
+    ),
+    (
+        "labels of another length",
+        lambda d, f: bad_line(f, '{"input_ids": [1, 2], "labels": [1]}'),
+        "one.jsonl:12: 'labels' has 1 entries, but 'input_ids' has 2",
+    ),
+    (
+        "NaN in data",
+        lambda d, f: bad_line(f, '{"input_ids": [1, NaN]}'),
+        "one.jsonl:12: 'input_ids' must hold whole",
+    ),
+    (
+        "targets that match nothing",
+        lambda d, f: d["adapters"][0]["lora"].update(target_modules=["w_proj"]),
+        "target_modules={'w_proj'}",
+    ),
+    (
+        "a feature that is not there",
+        lambda d, f: d["adapters"][0]["lora"].update(use_dora=True),
+        "use_dora=True is not supported",
+    ),
+    (
+        "no adapter folder",
+        lambda d, f: d["adapters"][0].update(lora=None, init_from="nowhere"),
+        "nowhere is not a PEFT folder: it holds no adapter_config.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "expected"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
+def test_bad_input_refuses_one_adapter(
+    run: Run, tiny_base: Path, tmp_path: Path, break_it: Callable[..., object], expected: str
+) -> None:
+    data = run_data(tiny_base, tmp_path, defaults={"max_steps": 1})
+    data["adapters"][1]["max_steps"] = 1
+    break_it(data, tmp_path)
+    result = run("train", write_run(tmp_path, data))
+    assert result.exit_code == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: first: refused: ")
+    assert expected in lines[0]
+    assert "Traceback" not in result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [summary["adapters"][name]["state"] for name in ("first", "second")] == ["refused", "finished"]
+    assert (tmp_path / "run" / "adapters" / "second" / "adapter_model.safetensors").is_file()
+
+
+def test_saved_adapters_hold_finite_weights(trained: Path) -> None:
+    for name in ("first", "second"):
+        weights = load_file(trained / "adapters" / name / "adapter_model.safetensors")
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+        assert any(tensor.abs().max() > 0 for key, tensor in weights.items() if "lora_B" in key)
