@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from ..dropout import check_probability
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 _HONOURED = {
     "r",
@@ -177,7 +178,7 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     """A copy with PEFT's own expansion of `all-linear` and of a model type's default targets."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
 
-    config = copy.deepcopy(config)
+    config = _translated(model, name, config)
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = sorted(_all_linear(model, config))
     if config.target_modules is None:
@@ -190,6 +191,30 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
             )
         config.target_modules = sorted(DEFAULT_TARGETS[kind])
     return config
+
+
+def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
+    """A copy with PEFT's own translation of names of layers that Transformers 5 has fused into parameters."""
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_config_for_transformers,
+        get_model_conversion_mapping,
+    )
+
+    translated, base = copy.deepcopy(config), cast("PreTrainedModel", model)
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return translated
+    try:
+        convert_peft_config_for_transformers(translated, base, get_model_conversion_mapping(base))
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: target_modules: {error}") from error
+    if translated.target_parameters:
+        others = [short for short in _linear_names(model) if short in (translated.target_modules or ())]
+        raise ValueError(
+            f"adapter {name!r}: target_modules={config.target_modules!r}: PEFT puts it on parameters of the "
+            f"model's experts ({', '.join(sorted(translated.target_parameters))}), which are no layers and "
+            f"not supported; name layers outside of the experts: {', '.join(others) or 'none of these are'}"
+        )
+    return translated
 
 
 def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
