@@ -12,17 +12,33 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from mlora.hub import is_hub_id
 from mlora.lora_fields import check_lora
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NOT_IN_THIS_VERSION = "is not available in this version"
+WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
+WITH_PROMPTS = ("prompt_completion", "alpaca")
 
 
 def _resolve(value: str, info: ValidationInfo) -> str:
-    folder = (info.context or {}).get("folder", ".")
-    return str((Path(folder) / Path(value).expanduser()).resolve())
+    try:
+        path = (Path((info.context or {}).get("folder", ".")) / Path(value).expanduser()).resolve()
+        path.exists()
+    except OSError as error:  # a name that is too long, a folder that is closed
+        raise ValueError(f"{value} cannot be reached: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ValueError(f"{value}: there is no such user's folder") from error
+    return str(path)
 
 
 class _Strict(BaseModel):
@@ -33,7 +49,8 @@ class TrainingFields(_Strict):
     """What may stand under ``defaults`` and be overridden by an adapter.
 
     Steps that are given as a fraction below 1 (``warmup_steps``, ``eval_steps``, ``logging_steps``,
-    ``save_steps``) are a ratio of the adapter's total steps, as in Transformers.
+    ``save_steps``) are a ratio of the adapter's total steps, as in Transformers. ``max_length`` and
+    ``assistant_only_loss`` are TRL's.
     """
 
     per_device_train_batch_size: int = Field(default=8, ge=1)
@@ -69,6 +86,7 @@ class TrainingFields(_Strict):
     early_stopping_patience: int | None = Field(default=None, ge=1)
     early_stopping_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_length: int = Field(default=1024, ge=2)
+    assistant_only_loss: bool = False
     shuffle: bool = True
     logging_steps: float = Field(default=500, gt=0, allow_inf_nan=False)
     save_steps: float | None = Field(default=500, gt=0, allow_inf_nan=False)
@@ -146,20 +164,24 @@ class AdapterConfig(TrainingFields):
 
 
 class DatasetConfig(_Strict):
-    """A named jsonl file and how its lines are read."""
+    """A named jsonl file and how its lines are read.
+
+    What is trained is what TRL's ``SFTTrainer`` trains on such data:
+
+    - ``tokens``: ``input_ids``, or ``labels`` where given (-100 = not trained).
+    - ``text``: ``text`` and the end token.
+    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. Both may be lists of
+      messages; then the chat template ends the completion, and nothing is added.
+    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, where
+      it is there and not empty, ``input``.
+    - ``messages``: every token of the conversation as the chat template writes it; with
+      ``assistant_only_loss`` those that the template marks as the assistant's.
+    - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
+    """
 
     name: str = Field(min_length=1)
     path: str = Field(min_length=1)
-    format: Literal["tokens", "text", "prompt_completion"]
-
-    @field_validator("format", mode="before")
-    @classmethod
-    def _later(cls, value: Any) -> Any:
-        if value in ("alpaca", "sharegpt", "messages"):
-            raise ValueError(
-                f"the format {value!r} {NOT_IN_THIS_VERSION}; use tokens, text or prompt_completion"
-            )
-        return value
+    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"]
 
     @field_validator("path")
     @classmethod
@@ -217,6 +239,17 @@ class RunConfig(_Strict):
     adapters: list[AdapterConfig] = Field(min_length=1)
     scheduler: SchedulerConfig = SchedulerConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    _folder: str = PrivateAttr(default=".")
+
+    @property
+    def base_folder(self) -> str:
+        """The folder that ``base_model`` names; of a hub id, the one that is not there."""
+        return str((Path(self._folder) / self.base_model).resolve())
+
+    def model_post_init(self, context: Any) -> None:
+        """Remember where the folder of a hub id's name was looked for."""
+        if not Path(self.base_model).is_absolute():
+            self._folder = (context or {}).get("folder", ".")
 
     @model_validator(mode="before")
     @classmethod
@@ -237,7 +270,7 @@ class RunConfig(_Strict):
         if Path(folder).is_dir():
             return folder
         beside_others = "/" in value and Path(folder).parent.is_dir()
-        if beside_others or not HUB_ID.fullmatch(value) or value.startswith("."):
+        if beside_others or not is_hub_id(value):
             raise ValueError(f"no such folder: {folder}")
         return value
 
@@ -273,10 +306,15 @@ class RunConfig(_Strict):
                     raise ValueError(
                         f"adapters[{index}].{key}: no dataset is named {name!r}; datasets: {known}"
                     )
-            if adapter.eval_exact_match and formats[str(adapter.eval_dataset)] != "prompt_completion":
+                if name is not None and adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
+                    raise ValueError(
+                        f"adapters[{index}].assistant_only_loss: needs a {key} of messages "
+                        f"({', '.join(WITH_MESSAGES)}), got {formats[name]!r}"
+                    )
+            if adapter.eval_exact_match and formats[str(adapter.eval_dataset)] not in WITH_PROMPTS:
                 raise ValueError(
-                    f"adapters[{index}].eval_exact_match: needs an eval_dataset of format prompt_completion, "
-                    f"got {formats[str(adapter.eval_dataset)]!r}"
+                    f"adapters[{index}].eval_exact_match: needs an eval_dataset of format "
+                    f"{' or '.join(WITH_PROMPTS)}, got {formats[str(adapter.eval_dataset)]!r}"
                 )
         return self
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import Dataset, load_dataset
 from mlora.errors import RunError, first_line
+from mlora.hub import check_base
 from mlora.lora_fields import build_lora
 from mlora.optimizer import OptimConfig
 from mlora.sampler import BatchPlan, derive_seed
@@ -105,29 +106,31 @@ class BaseInfo:
 
     Args:
         name: a folder or a hub id.
+        folder: the folder that was looked for where ``name`` is a hub id.
 
     Attributes:
-        name: the same.
+        name: as given.
         config: its Transformers config.
 
     Raises:
         RunError: nothing is there, or Transformers cannot read it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: str | None = None) -> None:
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         self.name = name
         try:
+            check_base(name, folder)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
         except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-            if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-                raise RunError(f"base_model: {name} holds no config.json") from error
-            nor = "" if Path(name).is_dir() else "; nor is there such a folder"
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
-            raise RunError(f"base_model: cannot load {name}: {reason}{nor}") from error
+            raise RunError(f"base_model: cannot load {name}: {reason}") from error
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -197,7 +200,7 @@ class BaseInfo:
 
 
 class TaskBuilder:
-    """Builds the tasks of a run, reading each dataset once for each ``max_length``.
+    """Builds the tasks of a run, reading each dataset once for each way in which adapters read it.
 
     Args:
         config: the run's config.
@@ -212,7 +215,7 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._loaded: dict[tuple[str, int], Dataset] = {}
+        self._loaded: dict[tuple[str, int, bool], Dataset] = {}
 
     def build(self, adapter: AdapterConfig) -> Task:
         """Read an adapter's data and check what can be checked without the model's weights.
@@ -235,8 +238,8 @@ class TaskBuilder:
                 lora = build_lora(adapter.lora or {})
             except ValueError as error:
                 raise RunError(f"lora: {first_line(error)}") from error
-        data = self._load(adapter.dataset, adapter.max_length)
-        eval_data = self._load(adapter.eval_dataset, adapter.max_length) if adapter.eval_dataset else None
+        data = self._load(adapter.dataset, adapter)
+        eval_data = self._load(adapter.eval_dataset, adapter) if adapter.eval_dataset else None
         if adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
         plan = BatchPlan(
@@ -249,18 +252,19 @@ class TaskBuilder:
         total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
         return Task(adapter, seed, data, eval_data, plan, total, lora, optim_config(adapter, total))
 
-    def _load(self, name: str, max_length: int) -> Dataset:
-        key = (name, max_length)
+    def _load(self, name: str, adapter: AdapterConfig) -> Dataset:
+        key = (name, adapter.max_length, adapter.assistant_only_loss)
         if key not in self._loaded:
             dataset: DatasetConfig = self._datasets[name]
             self._loaded[key] = load_dataset(
                 name,
                 dataset.path,
                 dataset.format,
-                max_length=max_length,
+                max_length=adapter.max_length,
                 vocab_size=self._base.vocab_size,
                 max_positions=self._base.max_positions,
                 tokenizer=None if dataset.format == "tokens" else self._base.tokenizer(),
+                assistant_only_loss=adapter.assistant_only_loss,
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
@@ -269,7 +273,7 @@ class TaskBuilder:
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
     where = f"eval_exact_match: the dataset {adapter.eval_dataset!r}"
     if not data.prompts:
-        raise RunError(f"{where} has no sample within max_length")
+        raise RunError(f"{where} has no sample within max_length whose completion holds the end token")
     if not all(prompt.input_ids for prompt in data.prompts):
         raise RunError(f"{where} has a prompt without tokens; generation needs at least one")
 

@@ -50,7 +50,7 @@ def test_defaults_are_those_of_training_arguments() -> None:
 
     theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     # ours where Transformers leaves the choice to the run, or has no such setting
-    own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "shuffle"}
+    own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "assistant_only_loss", "shuffle"}
     own |= {"early_stopping_patience", "early_stopping_threshold"}
     for name, field in TrainingFields.model_fields.items():
         if name not in own:
@@ -151,12 +151,12 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "datasets.0.format",
             "csv",
-            "datasets[0].format: must be one of tokens, text, prompt_completion, got",
+            "format: must be one of tokens, text, prompt_completion, alpaca, sharegpt, messages, got 'csv'",
         ),
         (
-            "datasets.0.format",
-            "alpaca",
-            "datasets[0].format: the format 'alpaca' is not available in this version",
+            "defaults.assistant_only_loss",
+            True,
+            "adapters[0].assistant_only_loss: needs a dataset of messages (messages, sharegpt, ",
         ),
         (
             "scheduler.memory_limit",
@@ -268,3 +268,12 @@ def test_config_is_frozen(tmp_path: Path, base: dict) -> None:
     assert isinstance(config, RunConfig)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
+
+
+def test_every_field_of_peft_is_known() -> None:
+    from mlora.lora_fields import CHOICES, NOTES
+    from peft import LoraConfig
+
+    fields = {field.name for field in dataclasses.fields(LoraConfig) if field.init}
+    assert fields <= {*CHOICES, *NOTES}
+    assert len(CHOICES) + len(NOTES) == len({*CHOICES, *NOTES})

@@ -65,7 +65,7 @@ class _Joining:
         return {"input_ids": [ord(text[start]) for start in range(0, len(text), 2)]}
 
 
-def test_prompt_that_joins_its_completion_is_masked_by_its_length_as_in_trl(tmp_path: Path) -> None:
+def test_prompt_that_joins_its_completion_is_masked_as_far_as_it_stays_as_in_trl(tmp_path: Path) -> None:
     class Growing(_Joining):
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {
@@ -80,9 +80,10 @@ def test_prompt_that_joins_its_completion_is_masked_by_its_length_as_in_trl(tmp_
     data = load(path, "prompt_completion", tokenizer=Growing())
     ids = data.samples[0].input_ids
     assert len(ids) == 4
-    assert data.samples[0].labels == (-100, -100, *ids[2:])
+    assert data.samples[0].labels == (-100, *ids[1:])
+    assert data.prompts[0].completion_tokens == 3
     assert len(data.warnings) == 1
-    assert "in 1 of 2 samples the prompt's last token changes" in data.warnings[0]
+    assert "1 of 2 samples have a prompt whose last token changes" in data.warnings[0]
 
 
 def test_long_samples_are_cut_and_counted_once(tmp_path: Path) -> None:
