@@ -106,13 +106,15 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         seed: of dropout.
 
     Raises:
-        ValueError: if a file is missing, the config is not supported, or a layer is missing or has another
-            shape, as that of an adapter of another base has; the model is left as it was.
+        ValueError: if a file is missing, the config is not supported, a layer is missing or has another
+            shape, as that of an adapter of another base has, or the folder holds weights of the base, as PEFT
+            stores embeddings and heads, that differ from the model's; the model is left as it was.
     """
     path = Path(folder)
     config = _read_config(path)
     plan = plan_adapter(model, name, config)
-    weights = _read_weights(path)
+    weights, others = _read_weights(path)
+    _check_others(model, path, others)
     converted = any(isinstance(module, MultiLoRALinear) for module in model.modules())
     if converted and name in router_of(model).adapters:
         _check_scaling(model, name, plan)
@@ -198,7 +200,8 @@ def _read_config(path: Path) -> LoraConfig:
     return config
 
 
-def _read_weights(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """A and B by layer name, and the folder's other tensors by their keys."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -212,12 +215,29 @@ def _read_weights(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     else:
         raise ValueError(f"folder: expected {path} to have {_WEIGHTS} or {_OLD_WEIGHTS}")
     halves: dict[str, dict[str, Tensor]] = {}
+    others = {}
     for key, tensor in state.items():
         layer, _, bank = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        if bank not in ("lora_A", "lora_B") or not key.endswith(".weight"):
-            raise ValueError(f"folder: {path} has the tensor {key}, which plain LoRA adapters do not have")
-        halves.setdefault(layer, {})[bank] = tensor
+        if bank in ("lora_A", "lora_B") and key.endswith(".weight"):
+            halves.setdefault(layer, {})[bank] = tensor
+        else:
+            others[key] = tensor
     for layer, pair in halves.items():
         if len(pair) != 2:
             raise ValueError(f"folder: {path} has only {', '.join(pair)} of layer {layer}")
-    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in halves.items()}
+    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in halves.items()}, others
+
+
+def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """PEFT also stores head and embeddings where they are targeted or resized: the model must have them."""
+    base = dict(model.named_parameters(remove_duplicate=False)) if tensors else {}
+    for key, tensor in tensors.items():
+        own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        if own is None:
+            raise ValueError(f"folder: {path} has the tensor {key}, which plain LoRA adapters do not have")
+        if own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
+            raise ValueError(
+                f"folder: {path} has the tensor {key}, which PEFT stores with targeted or resized "
+                f"embeddings: expected that of this model ({list(own.shape)}), got other values "
+                f"({list(tensor.shape)}); load the base that the adapter was trained on"
+            )
