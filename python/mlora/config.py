@@ -71,8 +71,8 @@ class TrainingFields(_Strict):
     ] = "linear"
     lr_scheduler_kwargs: dict[str, Any] | None = None
     warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)
-    max_steps: int = -1
-    num_train_epochs: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    max_steps: int = Field(default=-1, le=10**15)
+    num_train_epochs: float = Field(default=3.0, gt=0, le=1e12)
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)

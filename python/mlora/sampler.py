@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchPlan:
     """The micro-batches of one task and the optimizer steps that they make.
 
     Shuffled, an epoch ends as it does in Transformers' ``Trainer``: its last micro-batch holds what is left,
     and its last optimizer step holds the micro-batches that are left. In file order, batches are always full
-    and wrap around the file's end.
+    and wrap around the file's end. The order of one epoch is kept, the one asked for last.
 
     Args:
         samples: number of samples.
@@ -29,6 +32,8 @@ class BatchPlan:
     accumulation: int
     shuffle: bool
     seed: int
+    _epoch: int = field(default=-1, init=False, repr=False, compare=False)
+    _order: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -48,8 +53,11 @@ class BatchPlan:
             start = index * self.batch_size
             return [position % self.samples for position in range(start, start + self.batch_size)]
         epoch, place = divmod(index, self.batches_per_epoch)
-        order = epoch_order(self.samples, self.seed, epoch)
-        return list(order[place * self.batch_size : (place + 1) * self.batch_size])
+        if self._order is None or epoch != self._epoch:
+            self._epoch, self._order = epoch, epoch_order(self.samples, self.seed, epoch)
+        start = place * self.batch_size
+        rows: list[int] = self._order[start : min(start + self.batch_size, self.samples)].tolist()
+        return rows
 
     def ends_step(self, index: int) -> bool:
         """Say whether an optimizer step follows a micro-batch.
@@ -80,8 +88,7 @@ class BatchPlan:
         return math.ceil(epochs * math.ceil(self.batches_per_epoch / self.accumulation))
 
 
-@lru_cache(maxsize=64)
-def epoch_order(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
+def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
     """Return the order of samples in one epoch.
 
     Args:
@@ -90,12 +97,12 @@ def epoch_order(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
         epoch: counted from 0.
 
     Returns:
-        A permutation of ``range(samples)``.
+        A permutation of ``range(samples)``, int64.
     """
     import torch
 
     generator = torch.Generator().manual_seed(derive_seed(seed, f"epoch {epoch}"))
-    return tuple(torch.randperm(samples, generator=generator).tolist())
+    return torch.randperm(samples, generator=generator)
 
 
 def derive_seed(seed: int, name: str) -> int:

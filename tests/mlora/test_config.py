@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from mlora.config import RunConfig, TrainingFields, parse_size
-from mlora.config_file import apply_overrides, dump_config, load_config, read_yaml, resolve_config
+from mlora.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.result import RunResult
@@ -136,6 +136,9 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.eval_steps", 5, "adapters[0]: eval_steps needs an eval_dataset"),
         ("adapters.0.priority", 1, "adapters[0].priority: 1: an order of adapters is not available"),
         ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),
+        ("adapters.0.max_steps", 10**400, "adapters[0].max_steps: must be less than or equal to 10000"),
+        ("adapters.0.num_train_epochs", 1e300, "num_train_epochs: must be less than or equal to 10000"),
+        ("adapters.0.num_train_epochs", float("inf"), "num_train_epochs: must be less than or equal to"),
         ("defaults.learning_rate", "fast", "defaults.learning_rate: must be a valid number"),
         ("defaults.learning_rate", float("nan"), "defaults.learning_rate: must be a finite number, got nan"),
         (
@@ -225,14 +228,17 @@ def test_yaml_reads_exponents_and_refuses_a_key_twice(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
-    changed = apply_overrides(
-        base,
-        ["adapters.b.learning_rate=1e-3", "adapters.0.lora.r=9", "scheduler.memory_limit=null", "seed=7"],
-    )
-    assert changed["adapters"][1]["learning_rate"] == 1e-3
-    assert changed["adapters"][0]["lora"] == {"r": 9}
-    assert changed["scheduler"] == {"memory_limit": None}
-    assert changed["seed"] == 7
+    assert apply_override(base, "adapters.b.learning_rate=1e-3") == ("adapters", 1, "learning_rate")
+    assert apply_override(base, "adapters.0.lora.r=9") == ("adapters", 0, "lora", "r")
+    assert apply_override(base, "adapters[1].lora.r=3") == ("adapters", 1, "lora", "r")
+    apply_override(base, "scheduler.memory_limit=null")
+    apply_override(base, "datasets[0]={name: e}")
+    apply_override(base, "seed=7")
+    assert base["adapters"][1]["learning_rate"] == 1e-3
+    assert [adapter["lora"]["r"] for adapter in base["adapters"]] == [9, 3]
+    assert base["scheduler"] == {"memory_limit": None}
+    assert base["datasets"] == [{"name": "e"}]
+    assert base["seed"] == 7
 
 
 @pytest.mark.parametrize(
@@ -242,12 +248,27 @@ def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
         ("adapters.2.learning_rate=1", "no item is named '2'"),
         ("seed", "must be key=value"),
         ("base_model.x=1", "nothing stands under 'x'"),
-        ("seed=[1", "cannot read '\\[1'"),
+        ("adapters[2].learning_rate=1", "no item is named '2'"),
+        ("seed=[1", r"--set seed=\[1: '\[1' is not YAML: expected ',' or '\]'"),
     ],
 )
 def test_overrides_that_lead_nowhere_are_refused(base: dict, override: str, expected: str) -> None:
     with pytest.raises(RunError, match=expected):
-        apply_overrides(base, [override])
+        apply_override(base, override)
+
+
+def test_faults_of_an_override_name_it(tmp_path: Path, base: dict) -> None:
+    overrides = ["adapters.b.lora.r=0", "defaults.max_steps=many", "adapters[0].lora.rank_pattern.q_proj=x"]
+    with pytest.raises(RunError) as error:
+        load_config(write(tmp_path, base | {"sede": 1}), overrides)
+    assert sorted(str(error.value).splitlines()) == [
+        "--set adapters.b.lora.r=0: adapters[1].lora.r: a rank must be a whole number of at least 1, got 0",
+        "--set adapters[0].lora.rank_pattern.q_proj=x: adapters[0].lora.rank_pattern.q_proj: a rank must be "
+        "a whole number of at least 1, got 'x'",
+        "--set defaults.max_steps=many: defaults.max_steps: must be a valid integer, unable to parse string "
+        "as an integer, got 'many'",
+        f"{tmp_path}/run.yaml: sede: unknown key; did you mean 'seed'?",
+    ]
 
 
 def test_sizes() -> None:

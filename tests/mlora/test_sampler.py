@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+import torch
 from mlora.sampler import BatchPlan, derive_seed, epoch_order
 
 
@@ -35,9 +36,35 @@ def test_shuffled_epochs_hold_every_sample_once(case: int) -> None:
 
 
 def test_epochs_and_seeds_have_their_own_orders() -> None:
-    orders = [epoch_order(30, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [tuple(epoch_order(30, seed, epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(orders)) == 4
-    assert epoch_order(30, 0, 1) == orders[1]
+    assert tuple(epoch_order(30, 0, 1).tolist()) == orders[1]
+
+
+def test_an_order_is_drawn_once_an_epoch_for_any_number_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def counted(samples: int, seed: int, epoch: int) -> torch.Tensor:
+        drawn.append((seed, epoch))
+        return epoch_order(samples, seed, epoch)
+
+    monkeypatch.setattr("mlora.sampler.epoch_order", counted)
+    plans = [plan(seed=seed) for seed in range(100)]
+    per_epoch = plans[0].batches_per_epoch
+    rows = [[of.batch(index) for of in plans] for index in range(3 * per_epoch)]
+    assert len(drawn) == len(set(drawn)) == 300
+    anew = plan(seed=7)  # as a resumed run asks: from the middle, and back
+    assert [anew.batch(index) for index in (per_epoch + 1, 0)] == [rows[per_epoch + 1][7], rows[0][7]]
+
+
+def test_a_hundred_thousand_million_epochs_take_no_more_than_one() -> None:
+    of = plan(samples=1000, batch=8)
+    epochs = 10**11
+    assert of.steps_of(float(epochs)) == epochs * math.ceil(125 / 2)
+    last = epochs * of.batches_per_epoch - 1
+    assert len(of.batch(last)) == 8
+    assert of.ends_step(last)
+    assert sorted(plan(batch=10**30).batch(1)) == list(range(11))
 
 
 def test_file_order_wraps_around_the_end() -> None:
