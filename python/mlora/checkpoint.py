@@ -11,7 +11,7 @@ from typing import IO, Any
 from mlora.errors import RunError, first_line
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 1
+FORMAT = 2
 
 
 def sync_folder(folder: Path) -> None:

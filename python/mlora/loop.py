@@ -267,7 +267,8 @@ class TrainingLoop:
             "base_gemm": self._engine.base_gemm,
             "config": self._run.config.model_dump(),
             "refused": self._run.refused,
-            "data": {task.name: fingerprints(task) for task in self._run.tasks},
+            "data": {task.name: fingerprints(task) for task in self._running()},
+            "total_steps": {task.name: task.total_steps for task in self._run.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._run.tasks},
             "adapters": {task.name: self._engine.state_dict(task.name) for task in self._running()},
         }

@@ -67,12 +67,15 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
             checkpoint.
     """
     choose_device(config.device, dtype_of(config))  # at the start: reading the data may take long
-    base = BaseInfo(config.base_model)
+    base = BaseInfo(config.base_model, config.base_folder)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     tasks = []
     for adapter in config.adapters:
         if adapter.name in refused:
+            continue
+        if checkpoint and checkpoint["tasks"][adapter.name]["state"] != "running":
+            tasks.append(builder.ended(adapter, checkpoint["total_steps"][adapter.name]))
             continue
         try:
             tasks.append(builder.build(adapter))
@@ -174,11 +177,11 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any], 
     except ValueError as error:
         reporter.warn(f"{first_line(error)}; this part of the run may differ from the one before in rounding")
     for task in tasks:
-        if fingerprints(task) != checkpoint["data"][task.name]:
-            raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
         task.progress = Progress(**checkpoint["tasks"][task.name])
         if task.progress.state != "running":
             continue
+        if fingerprints(task) != checkpoint["data"][task.name]:
+            raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
         try:
             create_adapter(engine, task)
             engine.load_state_dict(task.name, checkpoint["adapters"][task.name])

@@ -229,7 +229,6 @@ class TaskBuilder:
         Raises:
             RunError: its data, its ``lora`` block or its ``init_from`` folder is wrong.
         """
-        seed = derive_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed
         if adapter.init_from is not None:
             check_init_from(adapter, self._base)
         lora = None
@@ -242,15 +241,34 @@ class TaskBuilder:
         eval_data = self._load(adapter.eval_dataset, adapter) if adapter.eval_dataset else None
         if adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
-        plan = BatchPlan(
+        plan = self._plan(adapter, data)
+        total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
+        return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim_config(adapter, total))
+
+    def ended(self, adapter: AdapterConfig, total_steps: int) -> Task:
+        """Return the task of an adapter that has nothing left to do, without reading its data.
+
+        Args:
+            adapter: one of the config's adapters.
+            total_steps: the optimizer steps that it had to make.
+
+        Returns:
+            A task without samples.
+        """
+        data = Dataset([], [], [], "")
+        plan = self._plan(adapter, data)
+        return Task(
+            adapter, plan.seed, data, None, plan, total_steps, None, optim_config(adapter, total_steps)
+        )
+
+    def _plan(self, adapter: AdapterConfig, data: Dataset) -> BatchPlan:
+        return BatchPlan(
             samples=len(data.samples),
             batch_size=adapter.per_device_train_batch_size,
             accumulation=adapter.gradient_accumulation_steps,
             shuffle=adapter.shuffle,
-            seed=seed,
+            seed=derive_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed,
         )
-        total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
-        return Task(adapter, seed, data, eval_data, plan, total, lora, optim_config(adapter, total))
 
     def _load(self, name: str, adapter: AdapterConfig) -> Dataset:
         key = (name, adapter.max_length, adapter.assistant_only_loss)

@@ -103,6 +103,31 @@ def test_a_run_resumes_after_the_adapter_on_the_head_has_left(tiny_base: Path, t
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
+def test_the_data_of_an_adapter_that_has_ended_is_not_read_again(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    write_jsonl(tmp_path / "eval.jsonl", random_tokens(3, 5))
+    data["datasets"].append({"name": "eval", "path": "eval.jsonl", "format": "tokens"})
+    data["adapters"][0] |= {"max_steps": -1, "num_train_epochs": 0.5, "eval_dataset": "eval"}
+    train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
+    result = train(resolve_config(data, folder=tmp_path), reporter=Interrupting(5))
+    assert result.adapters["first"].state == "finished"
+    (tmp_path / "one.jsonl").unlink()
+    (tmp_path / "eval.jsonl").write_text("changed")
+    again = resume(tmp_path / "run", reporter=Interrupting(2))  # its checkpoint, too, does without the data
+    assert again.adapters["first"] == result.adapters["first"]
+    assert again.adapters["first"].max_steps == 1
+    assert resume(tmp_path / "run").exit_code == 0
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_the_data_of_a_running_adapter_is_needed(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
+    (tmp_path / "two.jsonl").unlink()
+    with pytest.raises(RunError, match=r"first: .*two\.jsonl: cannot be read: No such file"):
+        resume(tmp_path / "run")
+
+
 def test_a_killed_run_resumes_from_its_last_checkpoint(whole: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConnectionAbortedError):
         train(resolve_config(whole, folder=tmp_path), reporter=Crashing(9))
