@@ -172,11 +172,13 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Load the operators, and keep the progress bars and notices of Transformers out of the output."""
+    """Load the operators, and keep the bars and notices of Transformers and the hub out of the output."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     from mlora.device import load_operators
 
+    hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     load_operators()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ MODELS: dict[str, type[BaseModel]] = {
     "scheduler": SchedulerConfig,
     "pipeline": PipelineConfig,
 }
+
+
+Location = tuple[int | str, ...]
+INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -82,67 +86,53 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return data
 
 
-def parse_value(text: str) -> Any:
-    """Read the right side of ``--set key=value`` as YAML would.
+def apply_override(data: dict[str, Any], override: str) -> Location:
+    """Apply an override ``a.b=c`` to a config's raw data, in place.
 
-    Args:
-        text: for example ``1e-3``, ``true``, ``[q_proj, v_proj]``.
-
-    Returns:
-        The value.
-
-    Raises:
-        RunError: the text is not YAML.
-    """
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RunError(f"--set: cannot read {text!r}: {first_line(error)}") from error
-
-
-def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply ``a.b=c`` overrides to a config's raw data, in place.
-
-    A part of the path names a key of a mapping, an index of a list, or the ``name`` of a list's item.
+    A part of the path names a key of a mapping, an index of a list, or the ``name`` of a list's item. The
+    value is read as YAML reads it.
 
     Args:
         data: the mapping of a YAML file.
-        overrides: for example ``["defaults.max_steps=20", "adapters.sums-r8.lora.r=4",
-            "datasets.0.path=a.jsonl"]``.
+        override: for example ``defaults.max_steps=20``, ``adapters.sums-r8.lora.r=4``,
+            ``adapters[0].lora.target_modules=[q_proj]``.
 
     Returns:
-        The same mapping.
+        Where the value stands now: keys and indices.
 
     Raises:
-        RunError: an override without ``=``, or a path that leads nowhere.
+        RunError: there is no ``=``, the path leads nowhere, or the value is not YAML.
     """
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals or not path.strip():
-            raise RunError(f"--set {override}: must be key=value, for example --set defaults.max_steps=20")
-        _assign(data, path.strip().split("."), parse_value(text), override)
-    return data
+    path, equals, text = override.partition("=")
+    if not equals or not path.strip():
+        raise RunError(f"--set {override}: must be key=value, for example --set defaults.max_steps=20")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or first_line(error)
+        raise RunError(f"--set {override}: {text!r} is not YAML: {reason}") from error
+    return _assign(data, INDEX.sub(r"\1.\2", path.strip()).split("."), value, override)
 
 
-def _assign(node: Any, parts: Sequence[str], value: Any, override: str) -> None:
+def _assign(node: Any, parts: Sequence[str], value: Any, override: str) -> Location:
+    location: Location = ()
     while True:
+        key: int | str
         if isinstance(node, list):
-            index, used = _find(node, parts, override)
-            if used == len(parts):
-                node[index] = value
-                return
-            node, parts = node[index], parts[used:]
-        elif not isinstance(node, dict):
+            key, used = _find(node, parts, override)
+        elif isinstance(node, dict):
+            key, used = parts[0], 1
+            if len(parts) > 1 and node.get(key) is None:
+                node[key] = {}
+        else:
             raise RunError(
                 f"--set {override}: nothing stands under {parts[0]!r}; the value there is {node!r}"
             )
-        elif len(parts) == 1:
-            node[parts[0]] = value
-            return
-        else:
-            if node.get(parts[0]) is None:
-                node[parts[0]] = {}
-            node, parts = node[parts[0]], parts[1:]
+        location += (key,)
+        if used == len(parts):
+            node[key] = value
+            return location
+        node, parts = node[key], parts[used:]
 
 
 def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, int]:
@@ -163,7 +153,7 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
 
     Args:
         path: the YAML file; relative paths in it resolve against its folder.
-        overrides: ``a.b=c`` texts, see :func:`apply_overrides`.
+        overrides: ``a.b=c`` texts, see :func:`apply_override`.
 
     Returns:
         The resolved config.
@@ -172,17 +162,25 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
         RunError: one line for each fault, with the path of the key (``adapters[1].lora.rr``).
     """
     path = Path(path)
-    data = apply_overrides(read_yaml(path), overrides)
-    return resolve_config(data, folder=path.parent, where=str(path))
+    data = read_yaml(path)
+    given = {apply_override(data, override): f"--set {override}" for override in overrides}
+    return resolve_config(data, folder=path.parent, where=str(path), given=given)
 
 
-def resolve_config(data: dict[str, Any], *, folder: Path | str = ".", where: str = "config") -> RunConfig:
+def resolve_config(
+    data: dict[str, Any],
+    *,
+    folder: Path | str = ".",
+    where: str = "config",
+    given: Mapping[Location, str] | None = None,
+) -> RunConfig:
     """Resolve a config's raw data.
 
     Args:
         data: the mapping of a YAML file.
         folder: what relative paths resolve against.
         where: the name of the source in error lines.
+        given: the name of another source by the location of what comes from there.
 
     Returns:
         The resolved config.
@@ -193,7 +191,7 @@ def resolve_config(data: dict[str, Any], *, folder: Path | str = ".", where: str
     try:
         return RunConfig.model_validate(data, context={"folder": str(folder)})
     except ValidationError as error:
-        raise RunError("\n".join(_explain(error, data, where))) from error
+        raise RunError("\n".join(_explain(error, data, where, given or {}))) from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -201,7 +199,9 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
-def _explain(error: ValidationError, data: dict[str, Any], where: str) -> list[str]:
+def _explain(
+    error: ValidationError, data: dict[str, Any], where: str, given: Mapping[Location, str]
+) -> list[str]:
     lines = []
     for fault in error.errors():
         location = list(fault["loc"])
@@ -209,8 +209,10 @@ def _explain(error: ValidationError, data: dict[str, Any], where: str) -> list[s
             continue
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, LoraKeyError):
-            location.append(cause.key)
-        lines.append(": ".join(part for part in (where, _path(location), _message(fault, location)) if part))
+            location += cause.key.split(".")
+        starts = (tuple(location[:end]) for end in range(len(location), 0, -1))
+        source = next((given[start] for start in starts if start in given), where)
+        lines.append(": ".join(part for part in (source, _path(location), _message(fault, location)) if part))
     return lines
 
 

@@ -17,7 +17,7 @@ def first_line(error: BaseException) -> str:
         error: any exception, for example one of a library whose messages run over many lines.
 
     Returns:
-        One line of text.
+        One line of text, without the full stop at its end.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].removesuffix(".") if lines else type(error).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import re
@@ -40,29 +39,54 @@ class LoraKeyError(ValueError):
         self.key = key
 
 
-# What PEFT notes in an adapter's folder about where it comes from; a run sets or ignores them.
-NOTES = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-    }
-)
-
-
-def lora_keys() -> dict[str, Any]:
-    """Return PEFT's ``LoraConfig`` fields and their defaults."""
-    from peft import LoraConfig
-
-    default = LoraConfig()
-    names = [field.name for field in dataclasses.fields(LoraConfig) if field.init]
-    return {name: getattr(default, name) for name in names}
+# The fields of PEFT's LoraConfig, written down because importing PEFT takes seconds; a test compares them.
+CHOICES = [
+    "r",
+    "target_modules",
+    "exclude_modules",
+    "lora_alpha",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "bias",
+    "use_rslora",
+    "modules_to_save",
+    "init_lora_weights",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "task_type",
+    "megatron_config",
+    "trainable_token_indices",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "use_dora",
+    "velora_config",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "monteclora_config",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "ensure_weight_tying",
+]
+# What PEFT notes in an adapter's folder about where it comes from, and the value that says nothing.
+NOTES: dict[str, Any] = {
+    "auto_mapping": None,
+    "base_model_name_or_path": None,
+    "inference_mode": False,
+    "megatron_core": "megatron.core",
+    "peft_type": "LORA",
+    "peft_version": None,
+    "qalora_group_size": 16,
+    "revision": None,
+    "runtime_config": None,
+}
 
 
 def check_lora(values: dict[str, Any]) -> dict[str, Any]:
@@ -75,14 +99,13 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
         The same values.
 
     Raises:
-        LoraKeyError: an unknown key (with the nearest name), a rank below 1, a dropout outside ``[0, 1)`` or
-            a value of the wrong type.
+        LoraKeyError: an unknown key (with the nearest name), a rank below 1, an alpha of 0, a dropout outside
+            ``[0, 1)`` or a value of the wrong type.
     """
-    known = lora_keys()
     for key, value in values.items():
-        if key not in known:
-            raise LoraKeyError(str(key), f"unknown key; {nearest(str(key), list(known))}")
-        if key in NOTES and value != known[key]:
+        if key not in CHOICES and key not in NOTES:
+            raise LoraKeyError(str(key), f"unknown key; {nearest(str(key), CHOICES)}")
+        if key in NOTES and value != NOTES[key]:
             raise LoraKeyError(key, "says nothing that a run could follow; remove the key")
     _check_rank("r", values.get("r", 8))
     for key in ("rank_pattern", "alpha_pattern"):
@@ -91,8 +114,8 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
             raise LoraKeyError(key, f"must be a mapping from module name to number, got {pattern!r}")
         for module, value in pattern.items():
             _check_pattern(key, module)
-            (_check_rank if key == "rank_pattern" else _check_number)(f"{key}.{module}", value)
-    _check_number("lora_alpha", values.get("lora_alpha", 8))
+            (_check_rank if key == "rank_pattern" else _check_alpha)(f"{key}.{module}", value)
+    _check_alpha("lora_alpha", values.get("lora_alpha", 8))
     dropout = values.get("lora_dropout", 0.0)
     _check_number("lora_dropout", dropout)
     if not 0 <= dropout < 1:
@@ -108,6 +131,12 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
 def _check_rank(key: str, value: Any) -> None:
     if type(value) is not int or value < 1:
         raise LoraKeyError(key, f"a rank must be a whole number of at least 1, got {value!r}")
+
+
+def _check_alpha(key: str, value: Any) -> None:
+    _check_number(key, value)
+    if value == 0:
+        raise LoraKeyError(key, "must not be 0, which scales the adapter away: nothing would be trained")
 
 
 def _check_number(key: str, value: Any) -> None:

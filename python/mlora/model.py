@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import mlora_ext
 from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
+from mlora.hub import check_base
 from mlora.loss import Head, LogitRule
 from mlora.packing import PackedBatch
 from mlora.probe import check_packing
@@ -174,11 +175,7 @@ def load_base(source: str | Path | PreTrainedModel, device: torch.device, dtype:
 
 
 def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    folder = Path(source)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"base_model: {source} has no config.json; is it a model's folder?")
-    if not folder.exists() and (folder.is_absolute() or str(source).count("/") != 1):
-        raise ValueError(f"base_model: there is no folder {source}, and it is not a hub id like owner/name")
+    check_base(str(source))
     try:
         AutoConfig.from_pretrained(str(source))
         found: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, output_loading_info=True)

@@ -22,6 +22,22 @@ def test_help_comes_without_torch() -> None:
     assert done.stdout.endswith("False\n")
 
 
+def test_faults_of_the_config_come_without_torch(tmp_path: Path) -> None:
+    data = run_data(tmp_path, tmp_path)
+    data["adapters"][0]["lora"]["rr"] = 4
+    code = "import sys, mlora.cli as c; c.app(sys.argv[1:], standalone_mode=0); print('torch' in sys.modules)"
+    for command in ("validate", "train"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, command, str(write_run(tmp_path, data))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert "adapters[0].lora.rr: unknown key; did you mean 'r'?" in done.stderr
+        assert done.stdout.endswith("False\n")
+
+
 CONFIG_FAULTS = [
     ("adapters.0.lora.rr=4", "adapters[0].lora.rr: unknown key; did you mean 'r'?"),
     ("adapters.0.lora.r=0", "adapters[0].lora.r: a rank must be a whole number of at least 1, got 0"),

@@ -1,0 +1,72 @@
+"""Where a base model is: a folder, or a model on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+SECONDS = 5.0
+
+
+def is_hub_id(name: str) -> bool:
+    """Say whether a name can be a model's on the hub: ``name`` or ``owner/name``, unlike any other path."""
+    return HUB_ID.fullmatch(name) is not None
+
+
+def check_base(name: str, folder: Path | str | None = None) -> None:
+    """Check that a base model is a folder with a config, in the hub's cache or on the hub.
+
+    The hub is asked once: its client's own retries take half a minute where there is no network.
+
+    Args:
+        name: a folder or a hub id.
+        folder: the folder that was looked for where ``name`` is none; by default the one of that name.
+
+    Raises:
+        ValueError: it is not there; in one line that names the folder and what the hub says.
+    """
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"base_model: {name} holds no config.json; is it a model's folder?")
+        return
+    nowhere = f"base_model: no such folder: {folder or Path(name).resolve()}"
+    if not is_hub_id(name):
+        raise ValueError(nowhere)
+    reason = _hub_says(name)
+    if reason:
+        raise ValueError(f"{nowhere}, and the hub does not give {name}: {reason}")
+
+
+def _hub_says(name: str) -> str | None:
+    """Why the hub does not give a model, or None where it does, or did before."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS)
+    except GatedRepoError:
+        return f"it is gated; ask for access at https://huggingface.co/{name} and `hf auth login`"
+    except RepositoryNotFoundError:
+        return "there is no such model, or it is private and needs `hf auth login`"
+    except EntryNotFoundError:
+        return "it holds no config.json"
+    except HFValidationError:
+        return "it is no model's name"
+    except OfflineModeIsEnabled:
+        return "it is not in the cache, and HF_HUB_OFFLINE keeps from asking"
+    except HfHubHTTPError as error:
+        return error.server_message or f"status {error.response.status_code}"
+    except HTTPError as error:
+        return f"no answer ({error or type(error).__name__})"
+    return None
