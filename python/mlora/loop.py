@@ -123,10 +123,7 @@ class TrainingLoop:
         status: Status = "interrupted" if self._running() else "failed" if failed else "finished"
         result = self._write_summary(status, caught)
         names = [task.name for task in self._run.tasks]
-        try:
-            plot_losses(self._folder.plot, names, read_metrics(self._folder.metrics))
-        except OSError as error:
-            raise RunError(f"{self._folder.plot}: cannot be saved: {error.strerror}") from error
+        plot_losses(self._folder.plot, names, read_metrics(self._folder.metrics))
         return result
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:

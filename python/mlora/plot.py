@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.checkpoint import write_file
+from mlora.errors import RunError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
         records: lines of ``metrics.jsonl``.
 
     Raises:
-        OSError: the file cannot be written.
+        RunError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,7 +48,10 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
         figure.legend(
             handles.values(), handles.keys(), loc="outside upper right", ncols=3, fontsize=8, frameon=False
         )
-    write_file(path, lambda file: canvas.print_png(file))
+    try:
+        write_file(path, lambda file: canvas.print_png(file))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
 
 
 def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:

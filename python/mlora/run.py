@@ -10,10 +10,11 @@ from mlora.config import RunConfig
 from mlora.config_file import load_config
 from mlora.errors import RunError
 from mlora.loop import TrainingLoop, catch_signals
+from mlora.plot import plot_losses
 from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
-from mlora.run_folder import Metrics, RunFolder
+from mlora.run_folder import Metrics, RunFolder, read_metrics
 
 # keys that may differ when a run goes on: none of them changes what it computes
 FREE = {"output_dir", "device", "gradient_checkpointing", "save_total_limit", "logging_steps", "save_steps"}
@@ -90,6 +91,9 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
         for name, adapter in done.adapters.items():
             if adapter.state in ("stopped", "refused"):
                 reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
+        if not folder.plot.is_file():  # the disk was full when the run ended
+            names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
+            plot_losses(folder.plot, names, read_metrics(folder.metrics))
         return done
     with Metrics(folder.metrics, keep_all=True) as metrics:
         checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)

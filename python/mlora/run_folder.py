@@ -178,11 +178,14 @@ class Metrics:
             size: how many.
 
         Raises:
-            RunError: the file is shorter.
+            RunError: the file is shorter, or cannot be cut.
         """
         if os.fstat(self._file.fileno()).st_size < size:
             raise RunError(f"{self._path}: is shorter than its checkpoint says; train anew with --overwrite")
-        self._file.truncate(size)
+        try:
+            self._file.truncate(size)
+        except OSError as error:
+            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def write(self, **record: Any) -> None:
         """Append one object as a line.

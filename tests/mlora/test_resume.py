@@ -18,7 +18,7 @@ from mlora.errors import RunError
 from mlora.report import Silent
 from mlora.run import resume, train
 from mlora.run_folder import read_metrics
-from tiny_run import random_tokens, run_data, write_jsonl
+from tiny_run import lines, random_tokens, run_data, weights, write_jsonl
 
 
 class Interrupting(Silent):
@@ -56,18 +56,6 @@ class Collector(Silent):
 
     def warn(self, line: str) -> None:
         self.lines.append(line)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without what a clock or the machine says."""
-    records = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k not in ("seconds", "peak_memory_bytes")} for r in records]
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {
-        path.parent.name: path.read_bytes() for path in folder.glob("adapters/*/adapter_model.safetensors")
-    }
 
 
 @pytest.fixture

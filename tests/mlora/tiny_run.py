@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import yaml
+from mlora.run_folder import read_metrics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -104,3 +105,16 @@ def write_run(folder: Path, data: dict[str, Any]) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of a run without what a clock or the machine says."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k not in ("seconds", "peak_memory_bytes")} for r in records]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The files of the adapters of a run."""
+    return {
+        path.parent.name: path.read_bytes() for path in folder.glob("adapters/*/adapter_model.safetensors")
+    }
