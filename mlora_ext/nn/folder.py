@@ -106,8 +106,8 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         seed: of dropout.
 
     Raises:
-        ValueError: if a file is missing, the config is not supported, a layer is missing or has another
-            shape, as that of an adapter of another base has, or the folder holds weights of the base, as PEFT
+        ValueError: if a file is missing, the config is not supported, a weight is NaN or infinite, a layer is
+            missing or has another shape, as that of an adapter of another base has, or the folder holds weights of the base, as PEFT
             stores embeddings and heads, that differ from the model's; the model is left as it was.
     """
     path = Path(folder)
@@ -219,6 +219,8 @@ def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[st
     for key, tensor in state.items():
         layer, _, bank = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if bank in ("lora_A", "lora_B") and key.endswith(".weight"):
+            if not tensor.float().isfinite().all():
+                raise ValueError(f"folder: {path}: the tensor {key} holds NaN or infinity")
             halves.setdefault(layer, {})[bank] = tensor
         else:
             others[key] = tensor

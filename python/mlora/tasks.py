@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import Dataset, load_dataset
 from mlora.errors import RunError, first_line
 from mlora.hub import check_base
+from mlora.init_from import check_init_from
 from mlora.lora_fields import build_lora
 from mlora.optimizer import OptimConfig
 from mlora.sampler import BatchPlan, derive_seed
@@ -230,7 +229,8 @@ class TaskBuilder:
             RunError: its data, its ``lora`` block or its ``init_from`` folder is wrong.
         """
         if adapter.init_from is not None:
-            check_init_from(adapter, self._base)
+            doubt = check_init_from(adapter, self._base)
+            self.warnings += [doubt] if doubt else []
         lora = None
         if adapter.init_from is None:
             try:
@@ -320,62 +320,3 @@ def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:
         warmup_steps=int(warmup) if warmup >= 1 else math.ceil(total_steps * warmup),
         total_steps=total_steps,
     )
-
-
-TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-
-
-def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> None:
-    """Check that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it says the same.
-
-    What a block targets is compared as the modules that it reaches in the base model, so ``all-linear``
-    agrees with the list of names that PEFT saves for it.
-
-    Args:
-        adapter: an adapter with ``init_from``.
-        base: the base model.
-
-    Raises:
-        RunError: the folder is not one of PEFT's, or ``lora`` says something else.
-    """
-    folder = Path(str(adapter.init_from))
-    if not (folder / "adapter_config.json").is_file():
-        raise RunError(f"init_from: {folder} is not a PEFT folder: it holds no adapter_config.json")
-    try:
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"init_from: cannot read {folder / 'adapter_config.json'}: {first_line(error)}"
-        ) from error
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        raise RunError(f"init_from: {folder} is not a LoRA adapter")
-    saved = {**build_lora({}).to_dict(), **saved}  # an older PEFT wrote fewer keys
-    for key, value in (adapter.lora or {}).items():
-        if key not in TARGETING and value != saved[key]:
-            _disagree(key, value, saved[key])
-    given = {key: value for key, value in (adapter.lora or {}).items() if key in TARGETING}
-    if any(value != saved.get(key) for key, value in given.items()) and base.targets(given) != _tuned(folder):
-        key = "target_modules" if "target_modules" in given else next(iter(given))
-        _disagree(key, given[key], saved.get(key))
-
-
-def _disagree(key: str, value: Any, there: Any) -> None:
-    raise RunError(
-        f"lora.{key}: {value!r} does not agree with init_from, whose {key} is {there!r}; "
-        "make them agree or remove the lora block"
-    )
-
-
-def _tuned(folder: Path) -> set[str]:
-    from safetensors import SafetensorError, safe_open
-
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise RunError(
-            f"init_from: {folder} holds no adapter_model.safetensors; remove the lora block to load it"
-        )
-    try:
-        with safe_open(file, "pt") as weights:
-            return {key.rpartition(".lora_")[0] for key in weights.keys() if ".lora_" in key}  # noqa: SIM118
-    except SafetensorError as error:
-        raise RunError(f"init_from: cannot read {file}: {error}") from error

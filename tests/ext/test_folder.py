@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,18 @@ def test_incomplete_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     (saved / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"to have adapter_model\.safetensors or adapter_model\.bin"):
         mx.load_adapter(llama(), "a", saved)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(value: float, saved: Path) -> None:
+    weights = load_file(saved / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    weights[key][5, 2] = value
+    save_file(weights, saved / "adapter_model.safetensors")
+    model = mx.convert_model(llama(), {"b": LoraConfig(r=2)})
+    with pytest.raises(ValueError, match=rf"{saved}: the tensor {re.escape(key)} holds NaN or infinity"):
+        mx.load_adapter(model, "a", saved)
+    assert list(model.mlora_router.adapters) == ["b"]
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*should not be contained")

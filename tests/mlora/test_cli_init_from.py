@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from command_line import Run, only_line
+from safetensors.torch import load_file, save_file
 from tiny_run import run_data, save_base, write_run
 
 
@@ -14,9 +15,53 @@ def test_adapter_folder_of_another_base(run: Run, trained: Path, tmp_path: Path)
     data["adapters"][0] |= {"lora": None, "init_from": str(trained / "adapters" / "first")}
     result = run("train", write_run(tmp_path, data))
     assert result.exit_code == 1
-    assert "is it an adapter of another base" in result.stderr.splitlines()[0]
+    assert result.stderr.startswith(f"warning: first: init_from: {trained}/adapters/first was trained on ")
+    assert "is it an adapter of another base" in result.stderr.splitlines()[1]
     line = only_line(run("generate", trained / "adapters" / "first", "-p", "x", "--base-model", other))
     assert "is it an adapter of another base" in line
+
+
+def test_a_folder_that_names_another_base_is_warned_of(
+    run: Run, trained: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    data = run_data(tiny_base, tmp_path)
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "mine")
+    data["adapters"][0] |= {"lora": None, "init_from": str(folder)}
+    path = write_run(tmp_path, data)
+    assert run("validate", path).stderr == ""
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    for named, warned in (
+        ("someone/llama", True),
+        (f"elsewhere/{tiny_base.name}", False),
+        (None, False),
+        ("", False),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(saved | {"base_model_name_or_path": named}))
+        result = run("validate", path)
+        assert result.exit_code == 0
+        assert result.stderr == (
+            f"warning: first: init_from: {folder} was trained on someone/llama, "
+            f"and this run's base_model is {tiny_base}\n"
+            if warned
+            else ""
+        )
+
+
+def test_weights_that_are_no_numbers_are_refused(
+    run: Run, trained: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "mine")
+    weights = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    weights[key][0, 0] = float("nan")
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"lora": None, "init_from": str(folder)}
+    expected = f"folder: {folder}: the tensor {key} holds NaN or infinity"
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[0] == f"error: first: refused: {expected}"
+    assert only_line(run("generate", folder, "-p", "x")) == f"error: {expected}"
 
 
 def test_lora_beside_init_from_must_agree(run: Run, trained: Path, tiny_base: Path, tmp_path: Path) -> None:

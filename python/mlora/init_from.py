@@ -1,0 +1,84 @@
+"""``init_from``: whether a PEFT folder can be where an adapter of a run begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlora.errors import RunError, first_line
+from mlora.lora_fields import build_lora
+
+if TYPE_CHECKING:
+    from mlora.config import AdapterConfig
+    from mlora.tasks import BaseInfo
+
+TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+
+
+def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
+    """Check that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it says the same.
+
+    What a block targets is compared as the modules that it reaches in the base model, so ``all-linear``
+    agrees with the list of names that PEFT saves for it.
+
+    Args:
+        adapter: an adapter with ``init_from``.
+        base: the base model.
+
+    Returns:
+        A line of warning where the folder says that it was trained on another base, or none.
+
+    Raises:
+        RunError: the folder is not one of PEFT's, or ``lora`` says something else.
+    """
+    folder = Path(str(adapter.init_from))
+    if not (folder / "adapter_config.json").is_file():
+        raise RunError(f"init_from: {folder} is not a PEFT folder: it holds no adapter_config.json")
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"init_from: cannot read {folder / 'adapter_config.json'}: {first_line(error)}"
+        ) from error
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        raise RunError(f"init_from: {folder} is not a LoRA adapter")
+    saved = {**build_lora({}).to_dict(), **saved}  # an older PEFT wrote fewer keys
+    for key, value in (adapter.lora or {}).items():
+        if key not in TARGETING and value != saved[key]:
+            _disagree(key, value, saved[key])
+    given = {key: value for key, value in (adapter.lora or {}).items() if key in TARGETING}
+    if any(value != saved.get(key) for key, value in given.items()) and base.targets(given) != _tuned(folder):
+        key = "target_modules" if "target_modules" in given else next(iter(given))
+        _disagree(key, given[key], saved.get(key))
+    named = saved.get("base_model_name_or_path")
+    if not named or _same_base(str(named), base.name):
+        return None
+    return f"{adapter.name}: init_from: {folder} was trained on {named}, and this run's base_model is {base.name}"
+
+
+def _same_base(one: str, other: str) -> bool:
+    """Whether two names of a base model can be the same: folders move, and so do owners on the hub."""
+    return Path(one).resolve() == Path(other).resolve() or Path(one).name == Path(other).name
+
+
+def _disagree(key: str, value: Any, there: Any) -> None:
+    raise RunError(
+        f"lora.{key}: {value!r} does not agree with init_from, whose {key} is {there!r}; "
+        "make them agree or remove the lora block"
+    )
+
+
+def _tuned(folder: Path) -> set[str]:
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise RunError(
+            f"init_from: {folder} holds no adapter_model.safetensors; remove the lora block to load it"
+        )
+    try:
+        with safe_open(file, "pt") as weights:
+            return {key.rpartition(".lora_")[0] for key in weights.keys() if ".lora_" in key}  # noqa: SIM118
+    except SafetensorError as error:
+        raise RunError(f"init_from: cannot read {file}: {error}") from error
