@@ -107,8 +107,9 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
 
     Raises:
         ValueError: if a file is missing, the config is not supported, a weight is NaN or infinite, a layer is
-            missing or has another shape, as that of an adapter of another base has, or the folder holds weights of the base, as PEFT
-            stores embeddings and heads, that differ from the model's; the model is left as it was.
+            missing or has another shape, as that of an adapter of another base has, or the folder holds
+            weights of the base, as PEFT stores embeddings and heads, that differ from the model's; the model
+            is left as it was.
     """
     path = Path(folder)
     config = _read_config(path)

@@ -54,7 +54,10 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
     named = saved.get("base_model_name_or_path")
     if not named or _same_base(str(named), base.name):
         return None
-    return f"{adapter.name}: init_from: {folder} was trained on {named}, and this run's base_model is {base.name}"
+    return (
+        f"{adapter.name}: init_from: {folder} was trained on {named}, "
+        f"and this run's base_model is {base.name}"
+    )
 
 
 def _same_base(one: str, other: str) -> bool:

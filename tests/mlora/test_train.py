@@ -218,7 +218,8 @@ def test_an_adapter_whose_loss_is_not_a_number_stops_alone(
     broken = tmp_path / "broken"
     shutil.copytree(tmp_path / "alone" / "adapters" / "second", broken)
     weights = load_file(broken / "adapter_model.safetensors")
-    weights["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"][0, 0] = float("nan")
+    for bank in ("lora_A", "lora_B"):  # finite, and too large for what they are multiplied by
+        weights[f"base_model.model.model.layers.1.self_attn.v_proj.{bank}.weight"].fill_(3e38)
     save_file(weights, broken / "adapter_model.safetensors", metadata={"format": "pt"})
     data["adapters"][0] |= {"lora": None, "init_from": str(broken)}
     if not evaluated:
