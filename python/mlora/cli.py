@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlora.errors import RunError
+from mlora.output import guarded_output
 
 if TYPE_CHECKING:
     from mlora.report import Reporter
@@ -46,7 +47,7 @@ def train(
     overwrite: Annotated[bool, typer.Option(help="replace an earlier run in output_dir")] = False,
 ) -> None:
     """Train every adapter of RUN.yaml together."""
-    with errors_as_lines():
+    with command(goes_on=True):
         from mlora.config_file import load_config
 
         config = load_config(run, set_ or [])
@@ -59,7 +60,7 @@ def train(
 @app.command()
 def resume(run_dir: RunDir) -> None:
     """Continue a run from its last checkpoint."""
-    with errors_as_lines():
+    with command(goes_on=True):
         begin()
         from mlora.run import resume
 
@@ -69,7 +70,7 @@ def resume(run_dir: RunDir) -> None:
 @app.command()
 def validate(run: RunFile, set_: Overrides = None) -> None:
     """Check a config, its data, its base model and its adapters; train nothing and write nothing."""
-    with errors_as_lines():
+    with command():
         from mlora.config_file import load_config
 
         config = load_config(run, set_ or [])
@@ -90,7 +91,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 @app.command()
 def status(run_dir: RunDir) -> None:
     """Show how far a run has come, from its files."""
-    with errors_as_lines():
+    with command():
         from mlora.status import read_status
 
         state, rows = read_status(run_dir)
@@ -129,7 +130,7 @@ def generate(
     json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
 ) -> None:
     """Complete each prompt with each adapter, all in one batch."""
-    with errors_as_lines():
+    with command():
         begin()
         from mlora.generate import Sampling
         from mlora.serve import answer, print_answers, read_prompts
@@ -151,6 +152,20 @@ def generate(
             device=device,
         )
         print_answers(answers, as_json=json_lines)
+
+
+@contextmanager
+def command(*, goes_on: bool = False) -> Iterator[None]:
+    """What every command does around its work: errors become lines, and so does output that goes away.
+
+    Args:
+        goes_on: the work goes on when standard output cannot be written.
+
+    Raises:
+        typer.Exit: after an error, or with 130 after an interrupt.
+    """
+    with errors_as_lines(), guarded_output(goes_on=goes_on), errors_as_lines():
+        yield
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""Output that goes away while a command writes to it: a closed pipe, a full disk, no output at all."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from mlora.cli import app
+from tiny_run import run_data, write_run
+
+
+@pytest.fixture(params=["Broken pipe", "No space left on device"])
+def broken(request: pytest.FixtureRequest) -> Iterator[tuple[TextIO, str]]:
+    """A stream that cannot be written, and why."""
+    if request.param == "Broken pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        stream = os.fdopen(writer, "w")
+    else:
+        stream = open("/dev/full", "w")  # noqa: SIM115 - closed below
+    yield stream, request.param
+    stream.close()  # with what it still held, which would fail here
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run a command with its output going elsewhere."""
+
+    def run(stdout: TextIO | None, *arguments: object) -> int:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code = app([str(argument) for argument in arguments], standalone_mode=False)
+        assert sys.stdout is stdout
+        return code or 0
+
+    return run
+
+
+def test_training_goes_on(
+    call: Callable[..., int],
+    broken: tuple[TextIO, str],
+    tiny_base: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stream, reason = broken
+    assert call(stream, "train", write_run(tmp_path, run_data(tiny_base, tmp_path))) == 0
+    assert capfd.readouterr().err == (
+        f"warning: standard output: cannot be written: {reason}; the run goes on, "
+        "and `mlora status` shows it\n"
+    )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6 + 9 + 3
+
+
+def test_other_commands_end(
+    call: Callable[..., int],
+    broken: tuple[TextIO, str],
+    trained: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stream, reason = broken
+    assert call(stream, "status", trained) == 1
+    assert capfd.readouterr().err == f"error: standard output: cannot be written: {reason}\n"
+
+
+def test_both_outputs_gone(
+    call: Callable[..., int], broken: tuple[TextIO, str], tiny_base: Path, tmp_path: Path
+) -> None:
+    stream, _ = broken
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    with open(os.dup(stream.fileno()), "w") as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", other)
+        assert call(stream, "train", path) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_an_error_is_told_before_the_output_is(
+    call: Callable[..., int],
+    broken: tuple[TextIO, str],
+    tiny_base: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stream, _ = broken
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    assert call(stream, "validate", path, "--set", "sede=1") == 1
+    assert capfd.readouterr().err == "error: --set sede=1: sede: unknown key; did you mean 'seed'?\n"
+
+
+def test_no_output_at_all(call: Callable[..., int], trained: Path, tiny_base: Path, tmp_path: Path) -> None:
+    assert call(None, "status", trained) == 0
+    assert call(None, "train", write_run(tmp_path, run_data(tiny_base, tmp_path))) == 0
