@@ -210,6 +210,6 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
     folder.check_writable()
-    if folder.path.exists() and any(folder.path.iterdir()):
+    if folder.holds_something():
         reporter.warn(f"output_dir: {folder.path} is not empty; `mlora train` will ask for --overwrite")
     return prepare(config, reporter)

@@ -55,15 +55,12 @@ def train(
     inputs.append(config.base_model)
     folder.check_free(overwrite=overwrite, inputs=inputs)
     prepared = prepare(config, reporter)
-    folder.check_free(
-        overwrite=overwrite, inputs=inputs
-    )  # loading takes long enough for another run to begin
-    try:
+    with folder.take() as metrics:
+        # loading takes long enough for another run to begin and to end
+        folder.check_contents(overwrite=overwrite, inputs=inputs)
         folder.clear()
-    except OSError as error:
-        raise RunError(f"output_dir: {folder.path} cannot be cleared: {error.strerror}") from error
-    folder.write_config(config)
-    with Metrics(folder.metrics) as metrics:
+        metrics.cut(0)
+        folder.write_config(config)
         return _run(prepared, folder, metrics, reporter)
 
 
@@ -95,7 +92,7 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
             names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
             plot_losses(folder.plot, names, read_metrics(folder.metrics))
         return done
-    with Metrics(folder.metrics, keep_all=True) as metrics:
+    with folder.take() as metrics:
         checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
         prepared = _continued(config, folder, checkpoint, reporter)
         metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)

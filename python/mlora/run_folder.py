@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,34 @@ class RunFolder:
         self.summary = self.path / "summary.json"
 
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
-        """Check that a new run may be written here, changing nothing.
+        """Check that a new run may be written here and no process is at work, changing nothing.
 
         Args:
             overwrite: an earlier run may be replaced.
             inputs: files and folders that the new run reads.
 
         Raises:
-            RunError: the folder cannot be written, holds something, or holds what no run wrote.
+            RunError: the folder cannot be written, another process runs there, or as
+                :meth:`check_contents`.
         """
         self.check_writable()
-        if not self.path.exists() or not any(self.path.iterdir()):
-            return
         if is_running(self.metrics):
             raise RunError(f"output_dir: another process is running the run in {self.path}")
+        self.check_contents(overwrite=overwrite, inputs=inputs)
+
+    def check_contents(self, *, overwrite: bool, inputs: list[str]) -> None:
+        """Check that nothing in the folder is in a new run's way, changing nothing.
+
+        Args:
+            overwrite: an earlier run may be replaced.
+            inputs: files and folders that the new run reads.
+
+        Raises:
+            RunError: the folder holds something, or, with ``overwrite``, what no run wrote or the new one
+                reads.
+        """
+        if not self.holds_something():
+            return
         if not overwrite:
             raise RunError(
                 f"output_dir: {self.path} is not empty; continue it with `mlora resume {self.path}`, "
@@ -86,29 +101,59 @@ class RunFolder:
             parent = parent.parent
         if not parent.is_dir():
             raise RunError(f"output_dir: {self.path} cannot be made: {parent} is not a folder")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise RunError(f"output_dir: {self.path} cannot be written: no permission for {parent}")
+        try:
+            with tempfile.TemporaryFile(dir=parent):  # without a name, where the system can
+                pass
+        except OSError as error:
+            raise RunError(
+                f"output_dir: {self.path} cannot be written: {parent}: {error.strerror}"
+            ) from error
 
-    def clear(self) -> None:
-        """Remove what a run wrote; :meth:`check_free` has seen that nothing else is there.
+    def holds_something(self) -> bool:
+        """Say whether there is more in the folder than an empty ``metrics.jsonl``, which is only a lock."""
+        if not self.path.exists():
+            return False
+        return any(path != self.metrics or path.stat().st_size for path in self.path.iterdir())
+
+    def take(self) -> Metrics:
+        """Make the folder and take its lock.
+
+        Returns:
+            The run's metrics, as they are.
 
         Raises:
-            OSError: the system refuses.
+            RunError: another process has the lock, or the folder cannot be made or written.
         """
-        for file in (self.metrics, self.plot, self.summary):
-            file.unlink(missing_ok=True)
-        for folder in (self.checkpoints, self.adapters):
-            if folder.exists():
-                shutil.rmtree(folder)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"output_dir: {self.path} cannot be made: {error.strerror}") from error
+        return Metrics(self.metrics)
+
+    def clear(self) -> None:
+        """Remove what a run wrote, all but its config and metrics, which the next one writes anew.
+
+        :meth:`check_contents` has seen that nothing else is there; the caller holds the lock.
+
+        Raises:
+            RunError: the system refuses.
+        """
+        try:
+            for file in (self.plot, self.summary):
+                file.unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.adapters):
+                if folder.exists():
+                    shutil.rmtree(folder)
+        except OSError as error:
+            raise RunError(f"output_dir: {self.path} cannot be cleared: {error.strerror}") from error
 
     def write_config(self, config: RunConfig) -> None:
-        """Write the resolved config, making the folder.
+        """Write the resolved config.
 
         Raises:
             RunError: the folder cannot be written.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             write_file(self.config, lambda file: _discard(file.write(dump_config(config).encode())))
         except OSError as error:
             raise RunError(f"output_dir: {self.path} cannot be written: {error.strerror}") from error
@@ -150,14 +195,13 @@ class Metrics:
     """``metrics.jsonl``, open for appending; its lock says that a run is at work here.
 
     Args:
-        path: the file.
-        keep_all: leave what is there; otherwise it begins empty.
+        path: the file; what is there stays.
 
     Raises:
         RunError: another process has it, or it cannot be written.
     """
 
-    def __init__(self, path: Path, *, keep_all: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         try:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
@@ -168,8 +212,6 @@ class Metrics:
         except BlockingIOError as error:
             self._file.close()
             raise RunError(f"{path.parent}: another process is running this run") from error
-        if not keep_all:
-            self.cut(0)
 
     def cut(self, size: int) -> None:
         """Keep the first bytes only.

@@ -37,7 +37,7 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
         "unfinished",
         "finished",
     ]
-    with Metrics(copy / "metrics.jsonl", keep_all=True):
+    with Metrics(copy / "metrics.jsonl"):
         assert run("status", copy).stdout.startswith(f"running: {copy}")
     (copy / "metrics.jsonl").unlink()
     shutil.rmtree(copy / "checkpoints")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from command_line import Run, bad_line, only_line
+from mlora.prepare import prepare
+from mlora.run_folder import Metrics
 from safetensors.torch import load_file
 from tiny_run import run_data, write_run
 
@@ -43,6 +45,25 @@ def test_overwrite_replaces_a_run_and_nothing_else(run: Run, tiny_base: Path, tm
         "move it away before --overwrite"
     )
     assert (tmp_path / "run" / "adapters" / "second" / "adapter_model.safetensors").is_file()
+
+
+def test_overwrite_leaves_a_run_that_began_meanwhile(
+    run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    assert run("train", path).exit_code == 0
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    running = []
+
+    def prepare_slowly(*arguments: Any) -> Any:
+        running.append(Metrics(tmp_path / "run" / "metrics.jsonl"))
+        return prepare(*arguments)
+
+    monkeypatch.setattr("mlora.run.prepare", prepare_slowly)
+    line = only_line(run("train", path, "--overwrite", "--set", "seed=4"))
+    assert line == f"error: {tmp_path}/run: another process is running this run"
+    running[0].close()
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
 def test_overwrite_keeps_its_hands_off_other_folders(run: Run, tiny_base: Path, tmp_path: Path) -> None:

@@ -41,8 +41,15 @@ def test_output_folders_that_cannot_be_written(run: Run, tiny_base: Path, tmp_pa
     if os.geteuid() != 0:
         closed = tmp_path / "closed"
         closed.mkdir(mode=0o500)
-        line = only_line(run("train", path, "--set", f"output_dir={closed}/run"))
-        assert line == f"error: output_dir: {closed}/run cannot be written: no permission for {closed}"
+        line = only_line(run("validate", path, "--set", f"output_dir={closed}/run"))
+        assert line == f"error: output_dir: {closed}/run cannot be written: {closed}: Permission denied"
+    if Path("/proc").is_dir():  # closed to root, too
+        line = only_line(run("validate", path, "--set", "output_dir=/proc/run"))
+        assert line.startswith("error: output_dir: /proc/run cannot be written: /proc: ")
+    line = only_line(run("validate", path, "--set", f"output_dir={tmp_path}/{'x' * 300}"))
+    assert line.endswith("cannot be reached: File name too long")
+    line = only_line(run("validate", path, "--set", "output_dir=~no-one-of-this-name/run"))
+    assert line.endswith("output_dir: ~no-one-of-this-name/run: there is no such user's folder")
 
 
 def test_a_tokenizer_is_asked_for_only_where_it_is_needed(run: Run, tiny_base: Path, tmp_path: Path) -> None:

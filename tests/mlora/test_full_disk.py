@@ -77,7 +77,7 @@ def test_config(run_file: Path, tmp_path: Path, fill: Fill) -> None:
     fill("config.yaml", 1)
     expected = f"error: output_dir: {tmp_path}/run cannot be written: No space left on device"
     assert fails("train", run_file) == expected
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]  # only the lock
     assert CliRunner().invoke(app, ["train", str(run_file)]).exit_code == 0
     before = (tmp_path / "run" / "config.yaml").read_bytes()
     fill("config.yaml", 1)
@@ -126,9 +126,10 @@ def test_metrics_that_cannot_be_written(
             room = 3000 - self.tell()
             return super().write(bytes(data)[:room])  # as a disk does that fills up in the middle of a line
 
-    monkeypatch.setattr(
-        "mlora.run_folder.open", lambda path, mode, buffering: Filling(path, "a"), raising=False
-    )
+    def opened(path: Path, mode: str, **options: int) -> Any:
+        return Filling(path, "a") if mode == "ab" else builtins.open(path, mode, **options)
+
+    monkeypatch.setattr("mlora.run_folder.open", opened, raising=False)
     assert fails("train", run_file) == f"error: {path}: cannot be written: No space left on device"
     assert path.stat().st_size == 3000
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")[: len(lines(tmp_path / "run"))]
