@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from mlora.errors import RunError, first_line
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mlora.errors import RunError, first_fault
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
 FORMAT = 2
+
+
+class _Payload(BaseModel):
+    """What a checkpoint holds, as far as the run reads it before its adapters do."""
+
+    model_config = ConfigDict(strict=True)
+
+    iteration: int = Field(ge=0)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    metrics_bytes: int = Field(ge=0)
+    base_gemm: dict[str, str]
+    config: dict[str, Any]
+    refused: dict[str, str]
+    data: dict[str, list[str]]
+    tasks: dict[str, dict[str, Any]]
+    total_steps: dict[str, int]
+    adapters: dict[str, dict[str, Any]]
 
 
 def sync_folder(folder: Path) -> None:
@@ -78,9 +98,8 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise RunError(
-            f"{path}: cannot be saved: {cause.strerror}; earlier checkpoints are intact"
-        ) from error
+        intact = "; earlier checkpoints are intact" if list_checkpoints(folder) else ""
+        raise RunError(f"{path}: cannot be saved: {cause.strerror}{intact}") from error
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink()
     return path
@@ -108,7 +127,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]
         What :func:`save_checkpoint` was given, on the CPU, or none where there is no checkpoint.
 
     Raises:
-        RunError: there are checkpoints, but none can be read.
+        RunError: there are checkpoints, but none can be read, or the newest whole file is no checkpoint.
     """
     import pickle
 
@@ -119,10 +138,18 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]
         try:
             payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            warn(f"{path}: cannot be read: {first_line(error)}; trying the one before")
+            # torch seeks before the start of a file that was cut short
+            named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
+            reason = named or "it is damaged or not whole"
+            then = "" if path == paths[0] else "; trying the one before"
+            warn(f"{path}: cannot be read: {reason}{then}")
             continue
         if not isinstance(payload, dict) or payload.get("format") != FORMAT:
             raise RunError(f"{path}: was written by another version of mlora")
+        try:
+            _Payload.model_validate(payload)
+        except ValidationError as error:
+            raise RunError(f"{path}: is no checkpoint of a run: {first_fault(error)}") from error
         return payload
     if paths:
         raise RunError(f"{folder}: no checkpoint can be read; train anew with --overwrite")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class RunError(ValueError):
     """Something in a run's config, data or folder is wrong; the message names the thing and what to do.
@@ -21,3 +26,9 @@ def first_line(error: BaseException) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removesuffix(".") if lines else type(error).__name__
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first of the faults that pydantic found, such as ``tasks.a.step: Field required``."""
+    fault = error.errors()[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.config import RunConfig
 from mlora.device import choose_device
 from mlora.engine import Engine
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, first_fault, first_line
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
 from mlora.tasks import BaseInfo, Progress, Task, TaskBuilder
@@ -74,7 +75,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
     for adapter in config.adapters:
         if adapter.name in refused:
             continue
-        if checkpoint and checkpoint["tasks"][adapter.name]["state"] != "running":
+        if checkpoint and _progress(adapter.name, checkpoint).state != "running":
             tasks.append(builder.ended(adapter, checkpoint["total_steps"][adapter.name]))
             continue
         try:
@@ -177,7 +178,7 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any], 
     except ValueError as error:
         reporter.warn(f"{first_line(error)}; this part of the run may differ from the one before in rounding")
     for task in tasks:
-        task.progress = Progress(**checkpoint["tasks"][task.name])
+        task.progress = _progress(task.name, checkpoint)
         if task.progress.state != "running":
             continue
         if fingerprints(task) != checkpoint["data"][task.name]:
@@ -187,6 +188,29 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any], 
             engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
         except ValueError as error:
             raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{task.name}: cannot be restored: its checkpoint does not hold an adapter's state "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
+
+
+def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
+    """How far an adapter had come.
+
+    Raises:
+        RunError: its checkpoint does not say so.
+    """
+    needed = ["tasks", "total_steps"]
+    if checkpoint["tasks"].get(name, {}).get("state") == "running":
+        needed += ["data", "adapters"]
+    lacking = [key for key in needed if name not in checkpoint[key]]
+    if lacking:
+        raise RunError(f"{name}: cannot be restored: its checkpoint lacks {lacking[0]}.{name}")
+    try:
+        return TypeAdapter(Progress).validate_python(checkpoint["tasks"][name])
+    except ValidationError as error:
+        raise RunError(f"{name}: cannot be restored: tasks.{name}.{first_fault(error)}") from error
 
 
 def fingerprints(task: Task) -> list[str]:

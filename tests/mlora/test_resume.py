@@ -5,14 +5,14 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mlora.checkpoint import list_checkpoints, save_checkpoint
+from mlora.checkpoint import FORMAT, list_checkpoints, save_checkpoint
 from mlora.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.report import Silent
@@ -165,7 +165,7 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     said = Collector()
     assert resume(tmp_path / "run", reporter=said).exit_code == 0
-    assert said.lines[0].startswith(f"{newest}: cannot be read: ")
+    assert said.lines[0] == f"{newest}: cannot be read: it is damaged or not whole; trying the one before"
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
         path.write_bytes(b"no")
@@ -179,6 +179,32 @@ def test_a_file_that_is_no_checkpoint_is_one_line(whole: dict[str, Any], tmp_pat
     torch.save([1], list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
     with pytest.raises(RunError, match="was written by another version of mlora"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "expected"),
+    [
+        (dict.clear, "is no checkpoint of a run: iteration: Field required"),
+        (lambda c: c.update(metrics_bytes="many"), "a run: metrics_bytes: Input should be a valid integer"),
+        (lambda c: c.update(metrics_bytes=10**15), "metrics.jsonl: is shorter than its checkpoint says"),
+        (lambda c: c["tasks"].pop("first"), "first: cannot be restored: its checkpoint lacks tasks.first"),
+        (lambda c: c["adapters"].clear(), "first: cannot be restored: its checkpoint lacks adapters.first"),
+        (lambda c: c["tasks"]["first"].update(step="x"), "tasks.first.step: Input should be a valid integer"),
+        (lambda c: c["adapters"]["first"].clear(), r"not hold an adapter's state \(KeyError: 'weights'\)"),
+        (lambda c: c["adapters"]["first"].update(weights=3), "not hold an adapter's state"),
+    ],
+)
+def test_a_checkpoint_of_other_contents_is_one_line(
+    whole: dict[str, Any], tmp_path: Path, break_it: Callable[[dict[str, Any]], object], expected: str
+) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(4))
+    path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    checkpoint = torch.load(path, weights_only=True)
+    break_it(checkpoint)
+    torch.save(checkpoint | {"format": FORMAT}, path)
+    with pytest.raises(RunError, match=expected) as error:
+        resume(tmp_path / "run")
+    assert "\n" not in str(error.value)
 
 
 def test_changed_data_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:
