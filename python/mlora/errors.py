@@ -31,4 +31,4 @@ def first_line(error: BaseException) -> str:
 def first_fault(error: ValidationError) -> str:
     """Return the first of the faults that pydantic found, such as ``tasks.a.step: Field required``."""
     fault = error.errors()[0]
-    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+    return ": ".join(part for part in (".".join(map(str, fault["loc"])), fault["msg"]) if part)

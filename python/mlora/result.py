@@ -6,9 +6,10 @@ import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.tasks import Progress, Task
+if TYPE_CHECKING:
+    from mlora.tasks import Progress, Task
 
 Status = Literal["running", "finished", "failed", "interrupted"]
 Pair = dict[str, float | None]

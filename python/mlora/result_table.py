@@ -26,10 +26,10 @@ def result_table(summary: dict[str, Any]) -> list[list[str]]:
                 "unfinished" if waits else entry["state"],
                 f"{entry['step']}{total}",
                 _number(entry["loss"], ".4f"),
-                _number(loss["before"], ".4f"),
-                _number(loss["after"], ".4f"),
-                _number(exact["before"], ".1%"),
-                _number(exact["after"], ".1%"),
+                _number(loss.get("before"), ".4f"),
+                _number(loss.get("after"), ".4f"),
+                _number(exact.get("before"), ".1%"),
+                _number(exact.get("after"), ".1%"),
             ]
         )
     used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]

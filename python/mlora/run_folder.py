@@ -12,16 +12,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from mlora.checkpoint import write_file
 from mlora.config import RunConfig
 from mlora.config_file import dump_config
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, first_fault, first_line
+from mlora.result import AdapterResult
 
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json)(\.tmp)?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
 )
+
+
+class _Summary(BaseModel):
+    """What stands in ``summary.json``."""
+
+    status: str
+    seconds: float
+    adapters: dict[str, AdapterResult]
 
 
 class RunFolder:
@@ -177,14 +188,13 @@ class RunFolder:
             RunError: it cannot be read.
         """
         try:
-            data: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
-            if not (isinstance(data, dict) and data.keys() >= {"status", "seconds", "adapters"}):
-                raise ValueError("is not a run's summary")
+            return _Summary.model_validate_json(self.summary.read_bytes()).model_dump()
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.summary}: cannot be read: {first_line(error)}") from error
-        return data
+        except ValidationError as error:
+            raise RunError(f"{self.summary}: is not a run's summary: {first_fault(error)}") from error
+        except OSError as error:
+            raise RunError(f"{self.summary}: cannot be read: {error.strerror}") from error
 
 
 def _discard(_: object) -> None:
@@ -307,8 +317,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             records.append(json.loads(line))
-            if not (isinstance(records[-1], dict) and records[-1].keys() >= {"adapter", "step"}):
-                raise ValueError("no adapter and step")
+            if not (isinstance(records[-1], dict) and isinstance(records[-1].get("step"), int)):
+                raise ValueError("no step")
+            if not isinstance(records[-1].get("adapter"), str):
+                raise ValueError("no adapter")
         except ValueError as error:
             raise RunError(f"{path}:{number}: is not a line of metrics: {first_line(error)}") from error
     return records

@@ -51,8 +51,15 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     ("file", "text", "expected"),
     [
         ("config.yaml", "adapters: 3", "config.yaml: has no list of adapters with names"),
-        ("summary.json", "{}", "summary.json: cannot be read: is not a run's summary"),
-        ("metrics.jsonl", "3\n", "metrics.jsonl:1: is not a line of metrics"),
+        ("summary.json", "{}", "summary.json: is not a run's summary: status: Field required"),
+        ("summary.json", "{oops", "summary.json: is not a run's summary: Invalid JSON"),
+        (
+            "summary.json",
+            '{"status": "finished", "seconds": 1, "adapters": {"first": {"step": 1}}}',
+            "summary.json: is not a run's summary: adapters.first.state: Field required",
+        ),
+        ("metrics.jsonl", "3\n", "metrics.jsonl:1: is not a line of metrics: no step"),
+        ("metrics.jsonl", '{"adapter": [], "step": 1}\n', "metrics.jsonl:1: is not a line of metrics: no"),
     ],
 )
 def test_status_of_broken_files(
