@@ -64,8 +64,10 @@ class Generate:
             return own(self.model, *args, **kwargs)
 
 
+@torch.compiler.disable
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     router = router_of(model)
+    router.turn.check()
     names = kwargs.pop("adapter_names", None)
     shape = _batch_shape(args, kwargs)
     route = None
@@ -85,6 +87,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return args, kwargs
 
 
+@torch.compiler.disable
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     router_of(model).end_call(output, model.training)
 

@@ -7,7 +7,7 @@ backward, as activation checkpointing does, needs its own route again: see `chec
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,31 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..segments import SegmentLayout
+from .flights import Flights, attach_token
 from .routes import BASE, LayerGroup, Route, RouteTensors
+from .turn import Turn
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear
-
-_TOKEN = "mlora_ext"
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A training forward pass whose backward pass may still come.
-
-    `token` dies with its autograd graph; `used`: a backward that frees the graph has recomputed it.
-    """
-
-    route: Route
-    token: weakref.ref[Any] | None
-    used: bool = False
-
-    def alive(self) -> bool:
-        return self.token is None or self.token() is not None
-
-
-class _Token:
-    """Held by the autograd graph of a forward pass, so that we notice when the graph is gone."""
 
 
 @dataclass(eq=False)
@@ -58,25 +39,26 @@ class Router:
     Attributes:
         adapters: the model's adapters by name, in the order in which they joined.
         groups: distinct sets of adapters among the layers.
-        step: dropout step of foreign training loops; the top-level training forward advances it.
+        step: dropout step of foreign training loops; the top-level training forward advances it. No state
+            dict holds it: a loop that stops and resumes stores it and sets it again, else it counts from 0.
+        turn: the thread that is inside of a route or of a forward pass.
     """
 
     def __init__(self) -> None:
         self.adapters: dict[str, AdapterInfo] = {}
         self.groups: list[LayerGroup] = []
         self.step = 0
+        self.turn = Turn()
         self.active: Route | None = None
         self._entered_in_backward = False
-        self._flights: list[_Flight] = []
-        self._has_recorded = False
-        self._calls: list[tuple[Route | None, bool]] = []
+        self._flights = Flights()
+        self._calls: list[tuple[Route | None, bool, int]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
             "active": None,
             "_entered_in_backward": False,
-            "_flights": [],
             "_calls": [],
         }
 
@@ -139,13 +121,19 @@ class Router:
 
     @contextmanager
     def entered(self, route: Route | None) -> Iterator[None]:
-        """Make a route the active one inside the context."""
-        before, before_backward = self.active, self._entered_in_backward
-        self._set(route, _in_backward())
+        """Make a route the active one inside the context.
+
+        Raises:
+            RuntimeError: if another thread is inside of one.
+        """
+        self.turn.take()
+        before = self.active, self._entered_in_backward
         try:
+            self._set(route, _in_backward())
             yield
         finally:
-            self._set(before, before_backward)
+            self._set(*before)
+            self.turn.give()
 
     def _set(self, route: Route | None, in_backward: bool) -> None:
         self.active = route
@@ -177,16 +165,21 @@ class Router:
         Raises:
             ValueError: if no route says which adapter the rows belong to, it describes other rows, or several
                 forward passes are in flight and the one that is being recomputed is unknown.
+            RuntimeError: if another thread is inside of a route.
         """
-        rows = x.numel() // x.shape[-1]
-        recomputing = _in_backward() and not self._entered_in_backward
+        rows, in_backward = x.numel() // x.shape[-1], _in_backward()
+        recomputing = in_backward and not self._entered_in_backward
+        self.turn.check(self._entered_in_backward and not in_backward)
         active = layer.group.active
         if self.active is not None and torch.is_grad_enabled():
             self.active.trained = True
         if active is not None and active.rows == rows and not recomputing:
             return active
         samples = x.shape[0] if x.dim() > 2 else 1
-        route = self._recomputed(samples) if recomputing else self.active or self._only_adapter(samples)
+        if recomputing:
+            route = self._recomputed(layer, samples)
+        else:
+            route = self.active or self._unrouted(layer, samples)
         if not route.accepts(x, rows):
             expected = route.rows if route.rows is not None else f"a multiple of {len(route.samples)} samples"
             raise ValueError(
@@ -206,13 +199,24 @@ class Router:
             )
         return self._route(tuple(self.adapters), None, samples=(0 if self.adapters else -1,) * samples)
 
-    def _recomputed(self, samples: int) -> Route:
+    def _unrouted(self, layer: MultiLoRALinear, samples: int) -> Route:
+        """The only adapter's route, for a layer called outside of the model's forward and of any route."""
+        route = self._only_adapter(samples)
+        if layer.training and any(layer.group.dropout) and torch.is_grad_enabled():
+            raise ValueError(
+                f"layer {layer.name}: a part of the model trains with lora_dropout outside of the model's "
+                "own forward and of any route, so every step would draw the same masks: call the converted "
+                "model itself, or this part of it inside mlora_ext.route(...)"
+            )
+        return route
+
+    def _recomputed(self, layer: MultiLoRALinear, samples: int) -> Route:
         """The route of the forward pass that backward is recomputing: all that are in flight are alike."""
-        flights = [flight for flight in self._flights if flight.alive()]
+        flights = self._flights.alive()
         routes = [flight.route for flight in flights]
         if self.active is not None and not self.active.recorded:
             routes.append(self.active)
-        unknown = not routes and (self._has_recorded or len(self.adapters) > 1)
+        unknown = not routes and (self._flights.recorded or len(self.adapters) > 1)
         if unknown or len({self._identity(route) for route in routes}) > 1:
             raise ValueError(
                 f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which is "
@@ -222,7 +226,7 @@ class Router:
             )
         if len(flights) == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
             flights[0].used = True
-        return routes[0] if routes else self._only_adapter(samples)
+        return routes[0] if routes else self._unrouted(layer, samples)
 
     def _identity(self, route: Route) -> Hashable:
         """Equal for routes along which a recomputation gives the same bits."""
@@ -240,7 +244,8 @@ class Router:
 
     def begin_call(self, route: Route | None, samples: int, rows: int | None) -> None:
         """A top-level forward begins: enter its route, or the only adapter's if none is active."""
-        self._calls.append((self.active, self._entered_in_backward))
+        self.turn.take()
+        self._calls.append((self.active, self._entered_in_backward, threading.get_ident()))
         if route is None and self.active is None and len(self.adapters) <= 1:
             route = self._only_adapter(samples)
         if route is None and self.active is not None and self.active.layout is None:
@@ -253,18 +258,20 @@ class Router:
 
     def end_call(self, output: object, training: bool) -> None:
         """A top-level forward has ended, or failed (`output` None): leave its route, advance the step."""
-        if not self._calls:
+        call = self._calls[-1:]
+        if not call or call[0][2] != threading.get_ident():
             return  # the call was refused before it began
         route = self.active
-        before, in_backward = self._calls.pop()
+        before, in_backward, _ = self._calls.pop()
         if output is not None and training and torch.is_grad_enabled() and not _in_backward():
             self.step += 1
-            token = _attach_token(output)
+            token = attach_token(output)
             if route is not None and token is not None:
-                self.record(route, token)
+                self._flights.record(route, token)
             if before is not None and before.automatic:
                 before = self._advanced(before)
         self._set(before, in_backward)
+        self.turn.give()
 
     def _advanced(self, route: Route) -> Route:
         steps = (self.step,) * len(route.names)
@@ -278,15 +285,6 @@ class Router:
             recorded=True,
             rows=route.rows,
         )
-
-    def record(self, route: Route, token: weakref.ref[Any] | None) -> None:
-        """Remember a training forward pass while its autograd graph lives, or until it is recomputed."""
-        kept = [flight for flight in self._flights if flight.alive() and not flight.used]
-        lasting = [flight for flight in kept if flight.token is None]
-        # Without a token nobody tells when the graph is gone: more than the last would stay for ever.
-        kept = [flight for flight in kept if flight.token is not None or flight is lasting[-1]]
-        self._flights = [*kept, _Flight(route, token)]
-        self._has_recorded = route.recorded = True
 
 
 def _only_used(
@@ -303,17 +301,6 @@ def _only_used(
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _attach_token(output: object) -> weakref.ref[Any] | None:
-    """Hang one token on the autograd nodes of all differentiable tensors of a model's output."""
-    token, attached = _Token(), False
-    for leaf in torch.utils._pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            metadata: Any = leaf.grad_fn.metadata
-            metadata.setdefault(_TOKEN, []).append(token)
-            attached = True
-    return weakref.ref(token) if attached else None
 
 
 def router_of(model: nn.Module) -> Router:
@@ -342,18 +329,19 @@ def route(
 ) -> Iterator[None]:
     """Run a converted model on packed rows: each segment's rows belong to one adapter.
 
-    The route is captured at forward; backward needs no context.
+    The route is captured at forward; backward needs no context. One thread at a time.
 
     Args:
         model: converted by `convert_model`, or a part of such a model.
         layout: rows of each segment; its adapters count `names`.
         names: adapters; every one gets a gradient, zero if it has no rows. Default: the layout counts all of
             the model's, in the order in which they joined, and those with rows get a gradient.
-        steps: dropout step of each of these adapters. Default: a counter that the top-level training forward
-            advances.
+        steps: dropout step of each of these adapters. Default: the counter `model.mlora_router.step`, which
+            every training forward of the model advances, and a context in which only parts of it are called.
 
     Raises:
         ValueError: if a name is unknown or given twice, or the counts disagree.
+        RuntimeError: if another thread is inside of a route or of the model's forward.
 
     Example:
         >>> with route(model, SegmentLayout.from_lengths([7, 5]), names=["a", "b"]):
@@ -366,4 +354,6 @@ def route(
         # Layers inside a reentrant checkpoint see no gradients: only the model knows whether they are off.
         trained = entered.trained or (torch.is_grad_enabled() and not entered.called)
         if trained and model.training and not _in_backward() and not entered.recorded:
-            router.record(entered, None)
+            router._flights.record(entered, None)
+            if entered.automatic and not entered.called:
+                router.step += 1

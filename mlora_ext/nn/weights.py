@@ -24,6 +24,10 @@ def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
 def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """An adapter's Parameters by their names in the model's state dict.
 
+    `lora_B` is a transposed view of rows and not contiguous. `torch.optim.LBFGS` and
+    `torch.nn.utils.parameters_to_vector` fail on it ("view size is not compatible"); other optimizers do not.
+    For those two give it memory of its own, `p.data = p.data.contiguous()`, and anew after each `.to`.
+
     Args:
         model: converted by `convert_model`, or a part of such a model.
         name: of the adapter.

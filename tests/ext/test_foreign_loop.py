@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import assert_same, converted, copy_weights, gradients, llama, peft_model, token_ids
+from models import CONFIGS, assert_same, converted, copy_weights, gradients, llama, peft_model, token_ids
 from peft import LoraConfig
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import Trainer, TrainingArguments
 
 import mlora_ext as mx
@@ -21,6 +23,91 @@ def test_each_training_forward_is_a_step() -> None:
         model(input_ids=ids, adapter_names=["a"])
     model.eval()(input_ids=ids, adapter_names=["a"])
     assert model.mlora_router.step == 2
+
+
+def test_step_set_again_resumes_with_the_same_masks() -> None:
+    """The counter is no state dict's: `model.mlora_router.step` is what a loop stores."""
+    model, ids = converted().train(), token_ids(2, 5)
+    clone = copy.deepcopy(model)
+    expected = [model(ids, adapter_names=["a", "b"]).logits for _ in range(4)]
+    assert not any("step" in key for key in model.state_dict())
+    clone.mlora_router.step = 2
+    for logits in expected[2:]:
+        assert torch.equal(clone(ids, adapter_names=["a", "b"]).logits, logits)
+
+
+def test_each_route_that_trains_parts_is_a_step() -> None:
+    model, ids = converted().train(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([5])
+
+    def hidden(part: nn.Module, **options: object) -> torch.Tensor:
+        with mx.route(part, layout, ["a"], **options):
+            return part(ids).last_hidden_state
+
+    one, two = hidden(model.model), hidden(model.model)
+    assert model.mlora_router.step == 2
+    assert not torch.allclose(one, two, atol=1e-3)
+    assert torch.equal(hidden(model.model, steps=[1]), two)
+    with torch.no_grad():
+        assert torch.equal(hidden(model.model, steps=[0]), one)
+        hidden(model.model)
+    hidden(model.model.eval())
+    assert model.mlora_router.step == 2
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_parts_do_not_train_with_the_same_masks_for_ever(reentrant: bool | None) -> None:
+    """Outside of the model's forward and of routes nobody counts steps."""
+    model, ids = converted(a=CONFIGS["a"]).train(), token_ids(2, 5)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with pytest.raises(ValueError, match=r"every step would draw the same masks: call the converted model"):
+        model.model(ids).last_hidden_state.sum().backward()
+    with torch.no_grad():
+        model.model(ids)
+    model.eval().model(ids).last_hidden_state.sum().backward()
+    plain = converted(a=LoraConfig(r=4, target_modules=["q_proj"])).train()
+    plain.model(ids).last_hidden_state.sum().backward()
+    assert gradients(plain)
+
+
+def test_lbfgs_needs_contiguous_parameters() -> None:
+    """Given memory of their own, LBFGS trains them as it trains PEFT's (in fp64: it amplifies rounding)."""
+    base, config, ids = (
+        llama().double(),
+        {"x": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])},
+        token_ids(2, 6),
+    )
+    peft = peft_model(base, config)
+    model = mx.convert_model(base, config)
+    copy_weights(peft, model, config)
+
+    def losses(trained: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
+        optimizer = torch.optim.LBFGS(parameters, lr=0.01, max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = trained(input_ids=ids, labels=ids).loss
+            loss.backward()
+            return loss
+
+        return [float(optimizer.step(closure)) for _ in range(3)]
+
+    parameters = list(mx.adapter_parameters(model, "x").values())
+    for fails in (lambda: losses(model, parameters), lambda: parameters_to_vector(parameters)):
+        with mx.use_backend("reference"), pytest.raises(RuntimeError, match="view size is not compatible"):
+            fails()
+    for parameter in parameters:
+        parameter.data = parameter.data.contiguous()
+    state = dict(peft.named_parameters())
+    theirs = losses(peft, [state[f"base_model.model.{key}"] for key in mx.adapter_parameters(model, "x")])
+    with mx.use_backend("reference"):
+        assert losses(model, parameters) == pytest.approx(theirs, rel=1e-9)
+    assert theirs[-1] < theirs[0]
+    vector = parameters_to_vector(parameters)
+    vector_to_parameters(vector + 1, parameters)
+    assert torch.equal(parameters_to_vector(parameters), vector + 1)
 
 
 @pytest.mark.parametrize("how", ["forward", "generate", "route"])
