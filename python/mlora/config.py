@@ -25,6 +25,7 @@ from pydantic import (
 from mlora.hub import is_hub_id
 from mlora.lora_fields import check_lora
 
+MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
 NOT_IN_THIS_VERSION = "is not available in this version"
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 WITH_PROMPTS = ("prompt_completion", "alpaca")
@@ -53,9 +54,9 @@ class TrainingFields(_Strict):
     ``assistant_only_loss`` are TRL's.
     """
 
-    per_device_train_batch_size: int = Field(default=8, ge=1)
-    per_device_eval_batch_size: int = Field(default=8, ge=1)
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=MOST)
+    per_device_eval_batch_size: int = Field(default=8, ge=1, le=MOST)
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=MOST)
     learning_rate: float = Field(default=5e-5, ge=0, allow_inf_nan=False)
     lr_scheduler_type: Literal[
         "linear",
@@ -70,9 +71,9 @@ class TrainingFields(_Strict):
         "warmup_stable_decay",
     ] = "linear"
     lr_scheduler_kwargs: dict[str, Any] | None = None
-    warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)
-    max_steps: int = Field(default=-1, le=10**15)
-    num_train_epochs: float = Field(default=3.0, gt=0, le=1e12)
+    warmup_steps: float = Field(default=0, ge=0, le=MOST)
+    max_steps: int = Field(default=-1, le=MOST)
+    num_train_epochs: float = Field(default=3.0, gt=0, le=MOST)
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -297,6 +298,11 @@ class RunConfig(_Strict):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
+        by_case: dict[str, str] = {}
+        for adapter in self.adapters:  # their folders would be one where the disk knows no case
+            other = by_case.setdefault(adapter.name.casefold(), adapter.name)
+            if other != adapter.name:
+                raise ValueError(f"adapters: {other!r} and {adapter.name!r} differ by case only")
         formats = {dataset.name: dataset.format for dataset in self.datasets}
         for index, adapter in enumerate(self.adapters):
             for key in ("dataset", "eval_dataset"):

@@ -39,7 +39,10 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
         if backend_for(place, dtype) == "cpu":
             check_library()
     except ValueError as error:
-        raise RunError(f"device: {chosen}: {first_line(error)}") from error
+        reason = first_line(error).partition(";")[0]
+        default = "" if device else ", the default because this torch sees CUDA"
+        instead = "" if place.type == "cpu" else "; set device: cpu (generate: --device cpu)"
+        raise RunError(f"device: {chosen}{default}: {reason}{instead}") from error
     except RuntimeError as error:
         raise RunError(first_line(error)) from error
     return chosen
@@ -58,3 +61,12 @@ def load_operators() -> None:
             f"the compiled operators cannot be loaded: {first_line(error)}; build them anew for this torch "
             "with `pip install --no-build-isolation .` or `make build` in the source folder"
         ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether memory ran out, for which torch's allocator on the CPU has no type of its own.
+
+    Args:
+        error: any.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

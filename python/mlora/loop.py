@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from mlora.checkpoint import save_checkpoint
+from mlora.device import is_out_of_memory
 from mlora.engine import BatchResult
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
@@ -272,15 +273,6 @@ class TrainingLoop:
         save_checkpoint(
             self._folder.checkpoints, self._run.iteration, payload, self._run.config.save_total_limit
         )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Say whether memory ran out, for which torch's allocator on the CPU has no type of its own.
-
-    Args:
-        error: any.
-    """
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def peak_memory(device: str | None) -> int:

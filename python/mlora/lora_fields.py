@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def nearest(word: str, words: list[str]) -> str:
+def nearest(word: str, words: list[str], what: str = "known keys") -> str:
     """Return the end of an error line: the nearest of the known words, or all of them.
 
     Args:
         word: what came.
         words: what is known.
+        what: what they are.
 
     Returns:
         ``did you mean 'r'?`` or ``known keys: ...``.
@@ -24,7 +25,7 @@ def nearest(word: str, words: list[str]) -> str:
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if not close:
         close = [known for known in words if word.startswith(known) and len(word) <= len(known) + 2][:1]
-    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(words)}"
+    return f"did you mean {close[0]!r}?" if close else f"{what}: {', '.join(words)}"
 
 
 class LoraKeyError(ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.config import RunConfig
-from mlora.device import choose_device
+from mlora.device import choose_device, is_out_of_memory
+from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.report import Reporter, Silent
@@ -71,6 +72,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
     base = BaseInfo(config.base_model, config.base_folder)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
+    faults: dict[str, str] = {}
     tasks = []
     for adapter in config.adapters:
         if adapter.name in refused:
@@ -83,7 +85,8 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
         except RunError as error:
             if checkpoint:
                 raise RunError(f"{adapter.name}: {error}") from error
-            _refuse(refused, adapter.name, str(error), reporter)
+            faults[adapter.name] = str(error)
+    _tell(faults, reporter)
     for line in builder.warnings:
         reporter.warn(line)
     if not tasks:
@@ -95,15 +98,30 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
             return Prepared(
                 config, base, engine, tasks, refused, checkpoint["iteration"], checkpoint["seconds"]
             )
-        for task in list(tasks):
-            try:
-                create_adapter(engine, task)
-            except ValueError as error:
-                tasks.remove(task)
-                _refuse(refused, task.name, str(error), reporter)
+        late = _create(engine, tasks, reporter)
+    _tell(late, reporter)
+    tasks = [task for task in tasks if task.name not in late]
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
-    return Prepared(config, base, engine, tasks, refused)
+    return Prepared(config, base, engine, tasks, faults | late)
+
+
+def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[str, str]:
+    """Create the adapters of tasks, and return by name why some were refused."""
+    faults = {}
+    for task in tasks:
+        try:
+            create_adapter(engine, task)
+        except ValueError as error:
+            faults[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
+        else:
+            for line in lora_doubts(engine.model, task.name, task.lora) if task.lora else ():
+                reporter.warn(line)
+    return faults
 
 
 @contextmanager
@@ -121,9 +139,13 @@ def warnings_to(reporter: Reporter) -> Iterator[None]:
         reporter.warn(line)
 
 
-def _refuse(refused: dict[str, str], name: str, message: str, reporter: Reporter) -> None:
-    refused[name] = message
-    reporter.fault(f"{name}: refused: {message}")
+def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
+    """Tell why adapters are refused, those of one fault, such as a missing file, in one line."""
+    names: dict[str, list[str]] = {}
+    for name, message in faults.items():
+        names.setdefault(message, []).append(name)
+    for message, refused in names.items():
+        reporter.fault(f"{', '.join(refused)}: refused: {message}")
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:

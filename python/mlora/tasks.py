@@ -243,7 +243,13 @@ class TaskBuilder:
             _check_prompts(adapter, eval_data)
         plan = self._plan(adapter, data)
         total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
-        return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim_config(adapter, total))
+        optim = optim_config(adapter, total)
+        if optim.warmup_steps > total and optim.lr_scheduler_type != "constant":  # which has no warm-up
+            self.warnings.append(
+                f"{adapter.name}: warmup_steps is {optim.warmup_steps}, and its training ends before, at "
+                f"step {total}: the learning rate never comes to {optim.learning_rate:g}"
+            )
+        return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim)
 
     def ended(self, adapter: AdapterConfig, total_steps: int) -> Task:
         """Return the task of an adapter that has nothing left to do, without reading its data.

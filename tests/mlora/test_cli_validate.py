@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from command_line import Run, only_line
 from tiny_run import random_tokens, run_data, write_jsonl, write_run
 
@@ -31,6 +32,63 @@ def test_validate_names_every_adapter_at_fault(run: Run, tiny_base: Path, tmp_pa
     assert lines[1].startswith("error: first: refused: ")
     assert "w_proj" in lines[1]
     assert lines[2].endswith("2 of 3 adapters would be refused")
+
+
+def test_doubts_are_warned_of_once(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    first, second = data["adapters"]
+    first |= {
+        "warmup_steps": 7,
+        "lora": {"r": 33, "target_modules": ["q_proj", "k_porj", "self_attn.v_proj"]},
+    }
+    second["lora"] = {
+        "r": 2,
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 3, "self_attn.q_proj": 4, "up_proj$": 5},
+        "alpha_pattern": {"lm_head": 3},
+    }
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "warning: first: warmup_steps is 7, and its training ends before, at step 6: the learning rate never "
+        "comes to 0.005",
+        "warning: first: lora.target_modules: 'k_porj' matches nothing in the model; did you mean 'k_proj'?",
+        "warning: first: lora.r: 33 is more than 32, the most that model.layers.0.self_attn.q_proj can use",
+        "warning: second: lora.rank_pattern: 'self_attn.q_proj' decides for none of the adapter's layers",
+        "warning: second: lora.alpha_pattern: 'lm_head' decides for none of the adapter's layers",
+    ]
+    result = run("train", tmp_path / "run.yaml", "--set", "defaults.max_steps=1")
+    assert result.stderr.count("k_porj") == 1
+
+
+def test_one_line_for_a_file_that_several_adapters_miss(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    (tmp_path / "two.jsonl").unlink()
+    assert run("validate", write_run(tmp_path, data)).stderr.splitlines() == [
+        f"error: first, second: refused: {tmp_path}/two.jsonl: cannot be read: No such file or directory",
+        "error: every adapter was refused; nothing to train",
+    ]
+
+
+def test_a_rank_beyond_memory(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    line = only_line(run("validate", path, "--set", "adapters.first.lora.r=1000000000000"))
+    assert line == "error: first: out of memory for its weights; lower lora.r"
+
+
+def test_the_default_device_is_never_another_one_silently(
+    run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = run_data(tiny_base, tmp_path)
+    del data["device"]
+    path = write_run(tmp_path, data)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert only_line(run("validate", path)) == (
+        "error: device: cuda, the default because this torch sees CUDA: no compiled backend for device "
+        "'cuda' in this build; set device: cpu (generate: --device cpu)"
+    )
+    assert run("validate", path, "--set", "device=cpu").exit_code == 0
 
 
 def test_output_folders_that_cannot_be_written(run: Run, tiny_base: Path, tmp_path: Path) -> None:
