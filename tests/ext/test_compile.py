@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import llama
 from peft import LoraConfig
+from tolerances import assert_same_up_to_rounding
 
 import mlora_ext as mx
 
@@ -67,3 +68,43 @@ def test_row_counts_recompile_nothing(model: torch.nn.Module) -> None:
         ):
             for one, other in zip(run(block, model, x, rotary), run(layer, model, x, rotary), strict=True):
                 torch.testing.assert_close(one, other)
+
+
+def test_inductor(model: torch.nn.Module) -> None:
+    """The default backend: compiled to C++, once for all layouts, steps and layers."""
+    rows = 24
+    blocks = [torch.compile(layer, fullgraph=True) for layer in model.model.layers]
+    for step in range(3):
+        x = torch.randn(1, rows, 32)
+        rotary = model.model.rotary_emb(x, torch.arange(rows).unsqueeze(0))
+        with mx.route(model, random_layout(rows), NAMES, steps=[step, 2 * step, 7]):
+            for index, (layer, block) in enumerate(zip(model.model.layers, blocks, strict=True)):
+                with torch._dynamo.config.patch(error_on_recompile=step + index > 0):
+                    got = run(block, model, x, rotary)
+                for place, (one, other) in enumerate(zip(got, run(layer, model, x, rotary), strict=True)):
+                    assert_same_up_to_rounding(one, other, f"step {step}, layer {index}, result {place}")
+
+
+@pytest.mark.parametrize("how", ["adapter_names", "route"])
+def test_whole_model_is_one_graph(model: torch.nn.Module, how: str) -> None:
+    """Its own forward builds the route outside of the graph."""
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ids = torch.randint(2, 61, (3, 8))
+
+    def gradients(forward: torch.nn.Module, step: int) -> tuple[torch.Tensor, ...]:
+        model.mlora_router.step = step
+        if how == "route":
+            with mx.route(model, layout, NAMES):
+                loss = forward(input_ids=ids, labels=ids).loss
+        else:
+            loss = forward(input_ids=ids, labels=ids, adapter_names=names).loss
+        assert model.mlora_router.step == step + 1
+        return (loss, *torch.autograd.grad(loss, parameters))
+
+    for step in range(4):
+        layout, names = random_layout(24), [NAMES[(step + i) % 3] for i in range(3)]
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            got = gradients(compiled, step)
+        for one, other in zip(got, gradients(model, step), strict=True):
+            torch.testing.assert_close(one, other)
