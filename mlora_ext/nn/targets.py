@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -159,12 +160,22 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
             )
         layers[key] = _layer_spec(resolved, key)
     if not layers:
-        raise ValueError(
-            f"adapter {name!r}: target_modules={config.target_modules!r} (with exclude_modules, "
-            f"layers_to_transform) "
-            f"match nothing; linear layers of this model: {', '.join(_linear_names(model)) or 'none'}"
-        )
+        raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
     return layers
+
+
+def _no_match(model: nn.Module, config: LoraConfig) -> str:
+    """What to say where no layer matches; of names in a list, what they may have meant."""
+    wanted, known = config.target_modules, _linear_names(model)
+    names = [] if wanted is None or isinstance(wanted, str) else sorted(wanted)
+    near = [close for name in names for close in difflib.get_close_matches(name, known, n=1)]
+    others = [key for key in ("exclude_modules", "layers_to_transform") if getattr(config, key) is not None]
+    beside = f" (with {', '.join(others)})" if others else ""
+    hint = f"did you mean {', '.join(map(repr, dict.fromkeys(near)))}? " if near else ""
+    return (
+        f"target_modules={names or wanted!r}{beside} match nothing; {hint}"
+        f"linear layers of this model: {', '.join(known) or 'none'}"
+    )
 
 
 def matches(config: LoraConfig, key: str) -> bool:

@@ -160,7 +160,11 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
-            except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits, too
+            except json.JSONDecodeError as error:  # its own line is always 1, or 2 at the end of this one
+                raise RunError(
+                    f"{path}:{number}: is not JSON: {error.msg} at character {error.pos + 1}"
+                ) from error
+            except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits
                 raise RunError(f"{path}:{number}: is not JSON: {first_line(error)}") from error
             if not isinstance(fields, dict):
                 raise RunError(f"{path}:{number}: must be a JSON object, got {type(fields).__name__}")

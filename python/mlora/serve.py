@@ -129,6 +129,8 @@ def answer(
             )
     if not chosen:
         raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` tells how far it is")
+    if not (base_model or named):
+        raise RunError(f"{source}: names no base model; give it with --base-model")
     base = BaseInfo(base_model or named)
     tokenizer = base.tokenizer()
     engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)

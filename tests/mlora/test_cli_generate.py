@@ -63,6 +63,11 @@ def test_generate_from_odd_folders_and_prompts(run: Run, trained: Path, tmp_path
     assert "a prompt of 64 tokens leaves no room for an answer: the base model takes at most 64" in only_line(
         run("generate", folder, "-p", "x" * 64)
     )
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(saved | {"base_model_name_or_path": None}))
+    assert only_line(run("generate", folder, "-p", "x")).endswith(
+        "names no base model; give it with --base-model"
+    )
     (folder / "adapter_config.json").write_text("[1]")
     assert "adapter_config.json: cannot be read: is not a JSON object" in only_line(
         run("generate", folder, "-p", "x")

@@ -86,7 +86,16 @@ def test_overwrite_does_not_remove_what_the_run_reads(run: Run, tiny_base: Path,
 # What is wrong, how a run of two adapters is made so, and what the line says; `first` is at fault.
 REFUSED: list[tuple[str, Callable[[dict[str, Any], Path], object], str]] = [
     ("missing data", lambda d, f: (f / "one.jsonl").unlink(), "one.jsonl: cannot be read: No such file"),
-    ("malformed line", lambda d, f: bad_line(f, "{oops"), "one.jsonl:12: is not JSON"),
+    (
+        "malformed line",
+        lambda d, f: bad_line(f, "{oops"),
+        "one.jsonl:12: is not JSON: Expecting property name enclosed in double quotes at character 2",
+    ),
+    (
+        "cut line",
+        lambda d, f: bad_line(f, '{"input_ids": [1'),
+        "is not JSON: Expecting ',' delimiter at char",
+    ),
     ("empty data", lambda d, f: (f / "one.jsonl").write_text(""), "the dataset 'one' is empty"),
     (
         "id out of range",
@@ -106,7 +115,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any], Path], object], str]] = [
     (
         "targets that match nothing",
         lambda d, f: d["adapters"][0]["lora"].update(target_modules=["w_proj"]),
-        "target_modules={'w_proj'}",
+        "target_modules=['w_proj'] match nothing; did you mean 'v_proj'? linear layers of this model: q_proj",
     ),
     (
         "a feature that is not there",

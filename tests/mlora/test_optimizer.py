@@ -146,3 +146,27 @@ def test_a_schedule_without_a_number_is_refused_before_it_begins() -> None:
                 total_steps=9,
             )
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "expected"),
+    [
+        (
+            "linear",
+            {"min_lr": 1e-5},
+            "lr_scheduler_kwargs: the schedule 'linear' has no 'min_lr'; it has none",
+        ),
+        ("cosine", {"cycles": 2}, "the schedule 'cosine' has no 'cycles'; it has num_cycles"),
+        ("warmup_stable_decay", None, "the schedule 'warmup_stable_decay' needs num_decay_steps"),
+        (
+            "cosine",
+            {"num_cycles": "x"},
+            "'cosine': could not convert .*; lr_scheduler_kwargs: {'num_cycles': 'x'}",
+        ),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_have(name: str, kwargs: dict | None, expected: str) -> None:
+    config = OptimConfig(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, total_steps=9)
+    with pytest.raises(ValueError, match=expected) as error:
+        schedule_of(config)
+    assert "()" not in str(error.value)
