@@ -14,6 +14,17 @@ from tiny_models import VOCABULARY, make, samples
 
 STEPS = 30
 ALL = "all-linear"
+# Layers of families that name or fuse them differently than Llama.
+FUSED = {
+    "phi3": {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "up_proj": "gate_up_proj"},
+    "gpt2": {
+        "q_proj": "c_attn",
+        "v_proj": "c_attn",
+        "up_proj": "c_fc",
+        "down_proj": "mlp.c_proj",
+        "o_proj": "attn.c_proj",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ class Trained:
     folders: Path
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "phi3", "gpt2"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Both ways of training, from the same folders and data.
 
@@ -86,9 +97,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     steps = {name: case.steps(index) for index, (name, case) in enumerate(CASES.items())}
     for name, case in CASES.items():
         lora = LoraConfig(**case.lora)
-        if family == "gpt2" and lora.target_modules != ALL:
-            lora.target_modules = {"c_attn", "c_fc"}
-            lora.fan_in_fan_out = True
+        if lora.target_modules != ALL:
+            lora.target_modules = {
+                FUSED.get(family, {}).get(target, target) for target in lora.target_modules
+            }
+        lora.fan_in_fan_out = family == "gpt2"
         save_initial(make(family), lora, folders / name)
         engine.create_adapter(name, None, case.optim, init_from=folders / name)
         peft[name] = PeftModel.from_pretrained(make(family), folders / name, is_trainable=True)
