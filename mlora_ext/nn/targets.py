@@ -166,14 +166,16 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
 
 def _no_match(model: nn.Module, config: LoraConfig) -> str:
     """What to say where no layer matches; of names in a list, what they may have meant."""
-    wanted, known = config.target_modules, _linear_names(model)
-    names = [] if wanted is None or isinstance(wanted, str) else sorted(wanted)
+    known, wanted = _linear_names(model), config.target_modules
+    if isinstance(wanted, set):
+        wanted = sorted(wanted)
+    names = [wanted] if isinstance(wanted, str) else wanted or []
     near = [close for name in names for close in difflib.get_close_matches(name, known, n=1)]
     others = [key for key in ("exclude_modules", "layers_to_transform") if getattr(config, key) is not None]
     beside = f" (with {', '.join(others)})" if others else ""
     hint = f"did you mean {', '.join(map(repr, dict.fromkeys(near)))}? " if near else ""
     return (
-        f"target_modules={names or wanted!r}{beside} match nothing; {hint}"
+        f"target_modules={wanted!r}{beside} match nothing; {hint}"
         f"linear layers of this model: {', '.join(known) or 'none'}"
     )
 

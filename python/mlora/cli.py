@@ -61,6 +61,9 @@ def train(
 def resume(run_dir: RunDir) -> None:
     """Continue a run from its last checkpoint."""
     with command(goes_on=True):
+        from mlora.run_folder import RunFolder
+
+        RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
         begin()
         from mlora.run import resume
 

@@ -80,9 +80,7 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
     """
     reporter = reporter or Silent()
     folder = RunFolder(Path(run_dir).resolve())
-    if not folder.config.is_file():
-        raise RunError(f"{folder.path}: holds no config.yaml, so there is no run to resume")
-    config = load_config(folder.config).model_copy(update={"output_dir": str(folder.path)})
+    config = folder.read_config()
     done = finished_result(folder)
     if done is not None:
         for name, adapter in done.adapters.items():

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from mlora.checkpoint import write_file
 from mlora.config import RunConfig
-from mlora.config_file import dump_config
+from mlora.config_file import dump_config, load_config
 from mlora.errors import RunError, first_fault, first_line
 from mlora.result import AdapterResult
 
@@ -157,6 +157,16 @@ class RunFolder:
                     shutil.rmtree(folder)
         except OSError as error:
             raise RunError(f"output_dir: {self.path} cannot be cleared: {error.strerror}") from error
+
+    def read_config(self) -> RunConfig:
+        """Return the run's config, with the folder's place of today.
+
+        Raises:
+            RunError: there is none, or it is wrong.
+        """
+        if not self.config.is_file():
+            raise RunError(f"{self.path}: holds no config.yaml, so there is no run to resume")
+        return load_config(self.config).model_copy(update={"output_dir": str(self.path)})
 
     def write_config(self, config: RunConfig) -> None:
         """Write the resolved config.

@@ -1,5 +1,6 @@
 """The command line: its help, its error lines, and the machine it finds."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +27,11 @@ def test_faults_of_the_config_come_without_torch(tmp_path: Path) -> None:
     data = run_data(tmp_path, tmp_path)
     data["adapters"][0]["lora"]["rr"] = 4
     code = "import sys, mlora.cli as c; c.app(sys.argv[1:], standalone_mode=0); print('torch' in sys.modules)"
-    for command in ("validate", "train"):
+    path = write_run(tmp_path, data)
+    shutil.copy(path, tmp_path / "config.yaml")
+    for command in (["validate", path], ["train", path], ["resume", tmp_path]):
         done = subprocess.run(
-            [sys.executable, "-c", code, command, str(write_run(tmp_path, data))],
+            [sys.executable, "-c", code, *map(str, command)],
             capture_output=True,
             text=True,
             timeout=60,
