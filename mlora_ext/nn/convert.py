@@ -49,7 +49,8 @@ def convert_model(
         model: any module with `nn.Linear` or `Conv1D` layers.
         adapters: PEFT's `LoraConfig` by adapter name.
         seed: of initial values and dropout.
-        autocast_adapter_dtype: keep adapters of a bf16 or fp16 base in fp32, as PEFT does.
+        autocast_adapter_dtype: keep adapters of a bf16 or fp16 base in fp32, as PEFT does. Unlike PEFT's,
+            `scaling x A^T` keeps the dtype of x: in an fp16 base values above 65504 are inf.
         every_linear: replace the linear layers that no adapter targets as well, all but the output head, so
             that they too use the base GEMM that was measured to be the fastest.
 
