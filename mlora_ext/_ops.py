@@ -51,35 +51,56 @@ def lora_linear(
             x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
         )
         return y
-    return _LoRALinear.apply(
-        x, weight, bias, segments, scaling, dropout_p, dropout_rng, layer, len(lora_a), *lora_a, *lora_b
-    )
+    plan = (segments, scaling, dropout_p, dropout_rng, layer)
+    return _LoRALinear.apply(x, weight, bias, plan, len(lora_a), *lora_a, *lora_b)
 
 
 class _LoRALinear(torch.autograd.Function):
-    """Eager mode. Tensor lists are spread over the arguments, as `Function` asks."""
+    """Eager mode. Tensor lists are spread over the arguments, as `Function` asks.
+
+    Adapters and plan are kept beside the saved tensors with a version check of their own: a saved tensor
+    costs more than a microsecond, and a layer has dozens of them.
+    """
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, x, weight, bias, segments, scaling, p, rng, layer, n, *adapters
-    ):
+    def forward(ctx: Any, x, weight, bias, plan, n, *adapters):  # type: ignore[no-untyped-def]
         lora_a, lora_b = adapters[:n], adapters[n:]
         with torch._C._AutoDispatchBelowAutograd():
-            y, s = torch.ops.mlora_ext.lora_linear.default(
-                x, weight, bias, lora_a, lora_b, segments, scaling, p, rng, layer
-            )
-        _save(ctx, x, weight, lora_a, lora_b, s, (segments, scaling, p, rng, layer))
+            y, s = torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan)
+        if True in ctx.needs_input_grad:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(x, weight, s)
+            ctx.lora_a, ctx.lora_b, ctx.plan = lora_a, lora_b, plan
+            ctx.versions = [tensor._version for tensor in adapters]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None):  # type: ignore[no-untyped-def]
-        n, needs = ctx.num_adapters, ctx.needs_input_grad
-        need_a, need_b = needs[9 : 9 + n], needs[9 + n :]
+        needs = ctx.needs_input_grad
         if dy is None:
             return (None,) * len(needs)
-        dx, da, db = _gradients(ctx, dy, needs[0], any(need_a), any(need_b))
-        return (dx, *(None,) * 8, *da, *db)
+        lora_a, lora_b = ctx.lora_a, ctx.lora_b
+        n = len(lora_a)
+        if [tensor._version for tensor in (*lora_a, *lora_b)] != ctx.versions:
+            raise RuntimeError("adapter modified in place")
+        x, weight, s = ctx.saved_tensors
+        if dy.stride(-1) != 1:
+            dy = dy.contiguous()
+        da, db = True in needs[5 : 5 + n], True in needs[5 + n :]
+        grad_x, grad_a, grad_b = torch.ops.mlora_ext.lora_linear_backward.default(
+            dy, x, weight, lora_a, lora_b, s, *ctx.plan, needs[0], da, db
+        )
+        none = (None,) * n
+        return (
+            grad_x if needs[0] else None,
+            None,
+            None,
+            None,
+            None,
+            *(grad_a if da else none),
+            *(grad_b if db else none),
+        )
 
 
 def _library_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
