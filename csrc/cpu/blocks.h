@@ -263,7 +263,7 @@ void grad_block(const GradColumnsArgs& args, const RowBlock& block, const typena
                                    cols};
     T* dx = static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin;
     if (staged.bits) {
-      broadcast_gemm<Op>(expand, AddKept<T>{dx, args.dx_stride, staged.bits, staged.words});
+      broadcast_gemm<Op>(expand, AddKept<T>{{dx, args.dx_stride}, staged.bits, staged.words});
     } else {
       broadcast_gemm<Op>(expand, AddTo<T>{dx, args.dx_stride});
     }
