@@ -113,8 +113,6 @@ def ours(layer: Layer) -> Run:
     p, rng, index = dropout.tensors("cpu") if layer.p else (None, None, None)
 
     def run() -> list[Tensor]:
-        if rng is not None:
-            rng[:, 1] = layer.step
         y = lora_linear_rows(
             layer.x, layer.weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index
         )

@@ -40,20 +40,15 @@ struct RowBlock {
 
 constexpr int64_t kBlockRows = 64;
 
-// An adapter ready for the kernels. "Rows" operands are read along their columns by dot products (shrink),
-// "cols" operands are broadcast against (expand); both are in the kernels' compute type.
+// An adapter ready for the kernels: rows of A and of B transposed, dense and in the kernels' compute type.
 struct AdapterView {
   int64_t rank = 0;
   float scaling = 0.0f;
   Dropout dropout;
-  const void* a_rows = nullptr;
-  const void* a_cols = nullptr;
-  const void* b_rows = nullptr;
-  const void* b_cols = nullptr;
-  int64_t a_rows_stride = 0;
-  int64_t a_cols_stride = 0;
-  int64_t b_rows_stride = 0;
-  int64_t b_cols_stride = 0;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  int64_t a_stride = 0;
+  int64_t b_stride = 0;
   int32_t first_block = -1;
 };
 

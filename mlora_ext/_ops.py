@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
+_Plan = tuple[Tensor | None, ...]
+
 LIBRARY = Path(__file__).parent / "libmlora_ops.so"
 
 
@@ -51,93 +54,110 @@ def lora_linear(
             x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
         )
         return y
-    return _LoRALinear.apply(
-        x, weight, bias, segments, scaling, dropout_p, dropout_rng, layer, len(lora_a), *lora_a, *lora_b
-    )
+    plan = (segments, scaling, dropout_p, dropout_rng, layer)
+    if not torch.is_grad_enabled():
+        return _below_autograd(x, weight, bias, lora_a, lora_b, plan)[0]
+    return _LoRALinear.apply(x, weight, bias, plan, len(lora_a), *lora_a, *lora_b)
+
+
+def _below_autograd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    plan: _Plan,
+) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan)  # type: ignore[no-any-return]
 
 
 class _LoRALinear(torch.autograd.Function):
-    """Eager mode. Tensor lists are spread over the arguments, as `Function` asks."""
+    """Eager mode. Tensor lists are spread over the arguments, as `Function` asks.
+
+    Saved are x itself, the weight and s; never a copy or a mask. Adapters and plan are kept beside them, with
+    a version check of our own: the saving and unpacking of dozens of small tensors costs more than that.
+    """
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, x, weight, bias, segments, scaling, p, rng, layer, n, *adapters
-    ):
+    def forward(ctx: Any, x, weight, bias, plan, n, *adapters):  # type: ignore[no-untyped-def]
         lora_a, lora_b = adapters[:n], adapters[n:]
-        with torch._C._AutoDispatchBelowAutograd():
-            y, s = torch.ops.mlora_ext.lora_linear.default(
-                x, weight, bias, lora_a, lora_b, segments, scaling, p, rng, layer
-            )
-        _save(ctx, x, weight, lora_a, lora_b, s, (segments, scaling, p, rng, layer))
+        y, s = _below_autograd(x, weight, bias, lora_a, lora_b, plan)
+        if True in ctx.needs_input_grad:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(x, weight, s)
+            ctx.lora_a, ctx.lora_b, ctx.plan = lora_a, lora_b, plan
+            ctx.versions = _versions(*adapters, *plan)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None):  # type: ignore[no-untyped-def]
-        n, needs = ctx.num_adapters, ctx.needs_input_grad
-        need_a, need_b = needs[9 : 9 + n], needs[9 + n :]
+        needs, n = ctx.needs_input_grad, len(ctx.lora_a)
         if dy is None:
             return (None,) * len(needs)
-        dx, da, db = _gradients(ctx, dy, needs[0], any(need_a), any(need_b))
-        return (dx, *(None,) * 8, *da, *db)
+        if _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
+            raise RuntimeError(_changed(ctx))
+        x, weight, s = ctx.saved_tensors
+        wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
+        dx, da, db = _gradients(dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, wanted)
+        return (dx, None, None, None, None, *da, *db)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor._version for tensor in tensors]
+
+
+def _changed(ctx: Any) -> str:
+    """Names the first tensor that is not what it was in the forward pass."""
+    n = len(ctx.lora_a)
+    names = [f"lora_a[{i}]" for i in range(n)] + [f"lora_b[{i}]" for i in range(n)] + [*_PLAN]
+    now = _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
+    name = next(name for name, new, old in zip(names, now, ctx.versions, strict=True) if new != old)
+    return (
+        f"{name}: modified by an in-place operation between forward and backward, as by an optimizer step; "
+        "run the backward pass first"
+    )
 
 
 def _library_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, lora_a, lora_b, *rest = inputs
+    x, weight, _, lora_a, lora_b, *plan = inputs
+    ctx.num_adapters = len(lora_a)
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    _save(ctx, x, weight, lora_a, lora_b, output[1], tuple(rest))
+    ctx.save_for_backward(x, weight, output[1], *plan, *lora_a, *lora_b)
 
 
 def _library_backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
     n = ctx.num_adapters
     if dy is None:
         return (None, None, None, [None] * n, [None] * n, None, None, None, None, None)
+    x, weight, s, *plan = ctx.saved_tensors[:8]
+    lora_a, lora_b = ctx.saved_tensors[8 : 8 + n], ctx.saved_tensors[8 + n :]
     needs = ctx.needs_input_grad
-    dx, da, db = _gradients(ctx, dy, needs[0], any(needs[3]), any(needs[4]))
-    return (dx, None, None, da[:n], db[:n], None, None, None, None, None)
+    wanted = needs[0], any(needs[3]), any(needs[4])
+    dx, da, db = _gradients(dy, x, weight, lora_a, lora_b, s, tuple(plan), wanted)
+    return (dx, None, None, list(da), list(db), None, None, None, None, None)
 
 
-def _save(
-    ctx: Any,
+def _gradients(
+    dy: Tensor,
     x: Tensor,
     weight: Tensor,
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
     s: Tensor,
-    plan: tuple[Tensor | None, ...],
-) -> None:
-    """Keep x itself, s, and what dropout masks are drawn from; never a copy or a mask."""
-    ctx.num_adapters = len(lora_a)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, s, *plan, *lora_a, *lora_b)
-
-
-def _gradients(
-    ctx: Any, dy: Tensor, need_dx: bool, need_da: bool, need_db: bool
+    plan: _Plan,
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
-    """The autograd formula: `lora_linear_backward` on what `_save` kept."""
-    x, weight, s, segments, scaling, p, rng, layer, *adapters = ctx.saved_tensors
-    n = ctx.num_adapters
+    """The autograd formula: dx, and dA and dB of every adapter, as far as they are wanted."""
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
     dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(
-        dy,
-        x,
-        weight,
-        adapters[:n],
-        adapters[n:],
-        s,
-        segments,
-        scaling,
-        p,
-        rng,
-        layer,
-        need_dx,
-        need_da,
-        need_db,
+        dy, x, weight, lora_a, lora_b, s, *plan, *wanted
     )
-    none: Sequence[None] = (None,) * n
-    return dx if need_dx else None, da if need_da else none, db if need_db else none
+    none: Sequence[None] = (None,) * len(lora_a)
+    return dx if wanted[0] else None, da if wanted[1] else none, db if wanted[2] else none
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]

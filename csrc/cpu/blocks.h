@@ -37,16 +37,23 @@ class Scratch {
   char* memory_;
 };
 
+// Columns of y that one pass of the low-rank part covers: its rows of B stay in the nearest cache.
+template <class Op>
+constexpr int64_t kExpandColumns = 512 * Op::kUnits;
+
 template <class Op>
 int64_t scratch_bytes(int64_t max_rank) {
-  const int64_t row_blocks = aligned(kBlockRows * max_rank * 4) * 3;
+  const int64_t row_blocks = aligned(kBlockRows * max_rank * 4) * 2;
   const int64_t panel =
       aligned(Simd::kDotRows * kPanelStride<Op> * static_cast<int64_t>(sizeof(typename Op::Element))) +
       aligned(kBlockRows * words_of(kDotElements<Op>) * 8);
   const int64_t columns = aligned(kBlockRows * kGradColumns * 4) +
                           aligned(kBlockRows * words_of(kGradColumns) * 8) +
-                          aligned(max_rank * kGradColumns * 4);
-  return (row_blocks + panel > columns ? row_blocks + panel : columns) + 64;
+                          2 * aligned(max_rank * kGradColumns * 4);
+  const int64_t expand =
+      Op::kUnits == 1 ? 0 : aligned(units_of(max_rank, Op::kUnits) * kExpandColumns<Op> * 4);
+  const int64_t rows = row_blocks + (panel > expand ? panel : expand);
+  return (rows > columns ? rows : columns) + 64;
 }
 
 // sums[i][j] = sum over columns of drop(rows)[i] * a[j].
@@ -102,8 +109,8 @@ void forward(const ForwardArgs& args) {
   float* sums = scratch.take<float>(block.rows * rank);
   Unit* s_units = scratch.take<Unit>(block.rows * units);
   shrink<Op, T>(static_cast<const T*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows,
-                args.d_in, static_cast<const Element*>(adapter.a_rows), adapter.a_rows_stride, rank,
-                adapter.dropout, block.philox_row, scratch, sums);
+                args.d_in, static_cast<const Element*>(adapter.a), adapter.a_stride, rank, adapter.dropout,
+                block.philox_row, scratch, sums);
   const float scale = adapter.scaling * adapter.dropout.keep_scale;
   for (int64_t i = 0; i < block.rows; ++i) {
     T* s = static_cast<T*>(args.s) + (block.begin + i) * args.s_stride;
@@ -115,10 +122,16 @@ void forward(const ForwardArgs& args) {
       from_float(0.0f, row + rank);
     }
   }
-  const BroadcastArgs<Op> expand{
-      s_units, units,     1, block.rows, static_cast<const Unit*>(adapter.b_cols), adapter.b_cols_stride,
-      units,   args.d_out};
-  broadcast_gemm<Op>(expand, AddTo<T>{static_cast<T*>(args.y) + block.begin * args.y_stride, args.y_stride});
+  const Element* b = static_cast<const Element*>(adapter.b);
+  T* y = static_cast<T*>(args.y) + block.begin * args.y_stride;
+  Unit* memory = Op::kUnits == 1 ? nullptr : scratch.take<Unit>(units * kExpandColumns<Op>);
+  for (int64_t c = 0; c < args.d_out; c += kExpandColumns<Op>) {
+    const int64_t n = args.d_out - c < kExpandColumns<Op> ? args.d_out - c : kExpandColumns<Op>;
+    int64_t stride;
+    const Unit* q =
+        stage_columns<Op, Element>(b + c, adapter.b_stride, rank, n, nullptr, 0, memory, n, &stride);
+    broadcast_gemm<Op>({s_units, units, 1, block.rows, q, stride, units, n}, AddTo<T>{y + c, args.y_stride});
+  }
 }
 
 // Rows of units along the rank -> units along the rows.
@@ -154,8 +167,8 @@ void grad_rows(const GradRowsArgs& args) {
   Scratch scratch(args.scratch);
   float* sums = scratch.take<float>(block.rows * rank);
   shrink<Op, T>(static_cast<const T*>(args.dy) + block.begin * args.dy_stride, args.dy_stride, block.rows,
-                args.d_out, static_cast<const Element*>(adapter.b_rows), adapter.b_rows_stride, rank,
-                Dropout{}, 0, scratch, sums);
+                args.d_out, static_cast<const Element*>(adapter.b), adapter.b_stride, rank, Dropout{}, 0,
+                scratch, sums);
   const float scale = adapter.scaling * adapter.dropout.keep_scale;
   Unit* ds = static_cast<Unit*>(args.ds_rows) + block.begin * args.ds_rows_stride;
   for (int64_t i = 0; i < block.rows; ++i) {
@@ -218,7 +231,8 @@ StagedBlock<Op> stage_block(const GradColumnsArgs& args, const RowBlock& block, 
 }
 
 template <class Op, typename T>
-void grad_block(const GradColumnsArgs& args, const RowBlock& block, Scratch scratch, float* sums) {
+void grad_block(const GradColumnsArgs& args, const RowBlock& block, const typename Op::Unit* a,
+                int64_t a_stride, Scratch scratch, float* sums) {
   using Unit = typename Op::Unit;
   const AdapterView& adapter = *args.adapter;
   const int64_t cols = args.end - args.begin;
@@ -243,13 +257,13 @@ void grad_block(const GradColumnsArgs& args, const RowBlock& block, Scratch scra
                                    args.ds_rows_stride,
                                    1,
                                    block.rows,
-                                   static_cast<const Unit*>(adapter.a_cols) + args.begin,
-                                   adapter.a_cols_stride,
+                                   a,
+                                   a_stride,
                                    units_of(adapter.rank, Op::kUnits),
                                    cols};
     T* dx = static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin;
     if (staged.bits) {
-      broadcast_gemm<Op>(expand, AddKept<T>{dx, args.dx_stride, staged.bits, staged.words});
+      broadcast_gemm<Op>(expand, AddKept<T>{{dx, args.dx_stride}, staged.bits, staged.words});
     } else {
       broadcast_gemm<Op>(expand, AddTo<T>{dx, args.dx_stride});
     }
@@ -258,6 +272,7 @@ void grad_block(const GradColumnsArgs& args, const RowBlock& block, Scratch scra
 
 template <class Op, typename T>
 void grad_columns(const GradColumnsArgs& args) {
+  using Element = typename Op::Element;
   const int64_t rank = args.adapter->rank;
   const int64_t cols = args.end - args.begin;
   Scratch scratch(args.scratch);
@@ -265,8 +280,15 @@ void grad_columns(const GradColumnsArgs& args) {
   if (args.p_cols) {
     std::memset(sums, 0, static_cast<size_t>(rank * cols) * sizeof(float));
   }
+  const typename Op::Unit* a = nullptr;
+  int64_t a_stride = 0;
+  if (args.dx && args.adapter->first_block >= 0) {
+    auto* memory = scratch.take<typename Op::Unit>(units_of(rank, Op::kUnits) * cols);
+    a = stage_columns<Op, Element>(static_cast<const Element*>(args.adapter->a) + args.begin,
+                                   args.adapter->a_stride, rank, cols, nullptr, 0, memory, cols, &a_stride);
+  }
   for (int32_t i = args.adapter->first_block; i >= 0; i = args.blocks[i].next) {
-    grad_block<Op, T>(args, args.blocks[i], scratch, sums);
+    grad_block<Op, T>(args, args.blocks[i], a, a_stride, scratch, sums);
   }
   if (args.p_cols) {
     for (int64_t j = 0; j < rank; ++j) {
@@ -276,33 +298,10 @@ void grad_columns(const GradColumnsArgs& args) {
 }
 
 template <class Op>
-void pack_rows(const PackArgs& args) {
-  using Element = typename Op::Element;
+void convert_rows(const ConvertArgs& args) {
   for (int64_t j = 0; j < args.rows; ++j) {
     convert_row(args.source, j, args.col_begin, args.col_end - args.col_begin,
-                static_cast<Element*>(args.target) + j * args.target_stride + args.col_begin);
-  }
-}
-
-template <class Op>
-void pack_cols(const PackArgs& args) {
-  if constexpr (Op::kUnits == 1) {
-    pack_rows<Op>(args);
-  } else {
-    constexpr int64_t kChunk = 512;
-    typename Op::Element pair[2][kChunk];
-    for (int64_t j = 0; j < args.rows; j += 2) {
-      for (int64_t c = args.col_begin; c < args.col_end; c += kChunk) {
-        const int64_t n = args.col_end - c < kChunk ? args.col_end - c : kChunk;
-        const bool paired = j + 1 < args.rows;
-        convert_row(args.source, j, c, n, pair[0]);
-        if (paired) {
-          convert_row(args.source, j + 1, c, n, pair[1]);
-        }
-        interleave(pair[0], paired ? pair[1] : nullptr, n, nullptr, nullptr,
-                   static_cast<typename Op::Unit*>(args.target) + j / 2 * args.target_stride + c);
-      }
-    }
+                static_cast<typename Op::Element*>(args.target) + j * args.target_stride + args.col_begin);
   }
 }
 
@@ -320,8 +319,7 @@ constexpr Kernels make_kernels(const char* isa) {
                  .forward = forward<Op, T>,
                  .grad_rows = grad_rows<Op, T>,
                  .grad_columns = grad_columns<Op, T>,
-                 .pack_rows = pack_rows<Op>,
-                 .pack_cols = pack_cols<Op>,
+                 .convert_rows = convert_rows<Op>,
                  .keep_bits = keep_bits};
 }
 

@@ -58,11 +58,10 @@ struct GradColumnsArgs {
   void* scratch;
 };
 
-// [rows, cols] of any dtype and strides -> compute type.
-struct PackArgs {
+// Columns of rows of any dtype and strides -> dense rows in the compute type.
+struct ConvertArgs {
   MatrixView source;
   int64_t rows;
-  int64_t cols;
   int64_t col_begin;
   int64_t col_end;
   void* target;
@@ -78,8 +77,7 @@ struct Kernels {
   void (*forward)(const ForwardArgs&);
   void (*grad_rows)(const GradRowsArgs&);
   void (*grad_columns)(const GradColumnsArgs&);
-  void (*pack_rows)(const PackArgs&);
-  void (*pack_cols)(const PackArgs&);
+  void (*convert_rows)(const ConvertArgs&);
   // bits[i] keeps column 64 * i + bit of one row
   void (*keep_bits)(const Dropout&, uint32_t row, int64_t words, uint64_t* bits);
 };

@@ -82,27 +82,17 @@ class Backward {
         scratch_bytes_(table.scratch_bytes(plan.max_rank)) {}
 
   void prepare() {
-    Operands a_cols(table_, lora_a_, false, plan_);
-    Operands b_rows(table_, lora_b_, true, plan_);
+    Operands operands(table_, plan_.adapters, workspace_);
     if (wanted_.dx) {
-      a_cols.reserve(true, workspace_);
+      operands.add_a(lora_a_);
     }
     if (wanted_.dx || wanted_.da) {
-      b_rows.reserve(false, workspace_);
+      operands.add_b(lora_b_);
     }
     reserve_broadcasts();
     scratch_ = workspace_.reserve(scratch_bytes_ * team_.threads());
     workspace_.allocate();
-    a_cols.resolve(workspace_, [&](size_t i, const void* data, int64_t stride) {
-      plan_.adapters[i].a_cols = data;
-      plan_.adapters[i].a_cols_stride = stride;
-    });
-    b_rows.resolve(workspace_, [&](size_t i, const void* data, int64_t stride) {
-      plan_.adapters[i].b_rows = data;
-      plan_.adapters[i].b_rows_stride = stride;
-    });
-    a_cols.pack(team_);
-    b_rows.pack(team_);
+    operands.convert(team_);
   }
 
   void grad_rows() const {

@@ -33,23 +33,13 @@ void add_low_rank(Tensor& y, Tensor& s, const Tensor& x, const std::vector<Tenso
                   const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan) {
   const Team team(plan.rank_rows * (x.size(1) + y.size(1)));
   Workspace workspace;
-  Operands a_rows(table, lora_a, false, plan);
-  Operands b_cols(table, lora_b, true, plan);
-  a_rows.reserve(false, workspace);
-  b_cols.reserve(true, workspace);
+  Operands operands(table, plan.adapters, workspace);
+  operands.add_a(lora_a);
+  operands.add_b(lora_b);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
   const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
   workspace.allocate();
-  a_rows.resolve(workspace, [&](size_t i, const void* data, int64_t stride) {
-    plan.adapters[i].a_rows = data;
-    plan.adapters[i].a_rows_stride = stride;
-  });
-  b_cols.resolve(workspace, [&](size_t i, const void* data, int64_t stride) {
-    plan.adapters[i].b_cols = data;
-    plan.adapters[i].b_cols_stride = stride;
-  });
-  a_rows.pack(team);
-  b_cols.pack(team);
+  operands.convert(team);
 
   ForwardArgs args{};
   args.x = x.const_data_ptr();

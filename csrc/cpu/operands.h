@@ -1,4 +1,5 @@
-// Adapter matrices as the kernels read them: in place where they already fit, packed once per call where not.
+// Adapter matrices as the kernels read them: in place where they already fit, converted once per call where
+// not.
 #pragma once
 
 #include <vector>
@@ -9,64 +10,58 @@ namespace mlora::cpu {
 
 class Operands {
  public:
-  Operands(const Kernels& kernels, const std::vector<Tensor>& matrices, bool transpose, const Plan& plan)
-      : kernels_(kernels), matrices_(matrices), transpose_(transpose), plan_(plan) {}
+  Operands(const Kernels& kernels, std::vector<AdapterView>& adapters, Workspace& workspace)
+      : kernels_(kernels), adapters_(adapters), workspace_(workspace) {}
 
-  // Reserve room for the matrices that cannot be read in place. `set` receives each operand and its stride.
-  void reserve(bool cols, Workspace& workspace);
-  template <typename Set>
-  void resolve(const Workspace& workspace, const Set& set);
-  void pack(const Team& team) const;
+  void add_a(const std::vector<Tensor>& lora_a) {
+    add(lora_a, false, &AdapterView::a, &AdapterView::a_stride);
+  }
+  void add_b(const std::vector<Tensor>& lora_b) {
+    add(lora_b, true, &AdapterView::b, &AdapterView::b_stride);
+  }
+
+  // Once the workspace is allocated: fills what could not be read in place.
+  void convert(const Team& team) const;
 
  private:
   struct Entry {
-    MatrixView view;
+    MatrixView source;
     int64_t rank;
-    int64_t cols;
-    int64_t offset;  // -1: read in place
-    void* target;
-    int64_t stride;
+    int64_t width;
+    int64_t offset;
+    const void** operand;
   };
 
+  void add(const std::vector<Tensor>& matrices, bool transpose, const void* AdapterView::* operand,
+           int64_t AdapterView::* stride);
+
   const Kernels& kernels_;
-  const std::vector<Tensor>& matrices_;
-  bool transpose_;
-  const Plan& plan_;
-  bool cols_ = false;
+  std::vector<AdapterView>& adapters_;
+  Workspace& workspace_;
   std::vector<Entry> entries_;
 };
 
-inline void Operands::reserve(bool cols, Workspace& workspace) {
-  cols_ = cols;
-  entries_.resize(matrices_.size());
-  const bool units = cols && kernels_.units > 1;
-  for (size_t i = 0; i < matrices_.size(); ++i) {
-    Entry& entry = entries_[i];
-    entry.view = view_of(matrices_[i], transpose_);
-    entry.rank = plan_.adapters[i].rank;
-    entry.cols = matrices_[i].size(transpose_ ? 0 : 1);
-    entry.offset = -1;
-    entry.target = entry.view.data;
-    entry.stride = entry.view.row_stride;
-    const bool in_place = !units && entry.view.type == kernels_.compute && entry.view.col_stride == 1;
-    if (!in_place && plan_.adapters[i].first_block >= 0) {
-      const int64_t rows = units ? (entry.rank + kernels_.units - 1) / kernels_.units : entry.rank;
-      entry.stride = entry.cols;
-      entry.offset = workspace.reserve(rows * entry.cols * (units ? 4 : element_size(kernels_.compute)));
+inline void Operands::add(const std::vector<Tensor>& matrices, bool transpose,
+                          const void* AdapterView::* operand, int64_t AdapterView::* stride) {
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    AdapterView& adapter = adapters_[i];
+    if (adapter.first_block < 0) {
+      continue;
+    }
+    const MatrixView view = view_of(matrices[i], transpose);
+    if (view.type == kernels_.compute && view.col_stride == 1) {
+      adapter.*operand = view.data;
+      adapter.*stride = view.row_stride;
+    } else {
+      const int64_t width = matrices[i].size(transpose ? 0 : 1);
+      const int64_t offset = workspace_.reserve(adapter.rank * width * element_size(kernels_.compute));
+      adapter.*stride = width;
+      entries_.push_back({view, adapter.rank, width, offset, &(adapter.*operand)});
     }
   }
 }
 
-template <typename Set>
-void Operands::resolve(const Workspace& workspace, const Set& set) {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    Entry& entry = entries_[i];
-    entry.target = entry.offset < 0 ? entry.target : workspace.at(entry.offset);
-    set(i, entry.target, entry.stride);
-  }
-}
-
-inline void Operands::pack(const Team& team) const {
+inline void Operands::convert(const Team& team) const {
   constexpr int64_t kColumns = 2048;
   struct Piece {
     const Entry* entry;
@@ -74,16 +69,15 @@ inline void Operands::pack(const Team& team) const {
   };
   std::vector<Piece> pieces;
   for (const Entry& entry : entries_) {
-    for (int64_t begin = 0; entry.offset >= 0 && begin < entry.cols; begin += kColumns) {
+    *entry.operand = workspace_.at(entry.offset);
+    for (int64_t begin = 0; begin < entry.width; begin += kColumns) {
       pieces.push_back({&entry, begin});
     }
   }
   team.run(static_cast<int64_t>(pieces.size()), [&](int64_t task, int64_t) {
-    const Entry& entry = *pieces[static_cast<size_t>(task)].entry;
-    const int64_t begin = pieces[static_cast<size_t>(task)].begin;
-    const int64_t end = begin + kColumns < entry.cols ? begin + kColumns : entry.cols;
-    const PackArgs args{entry.view, entry.rank, entry.cols, begin, end, entry.target, entry.stride};
-    (cols_ ? kernels_.pack_cols : kernels_.pack_rows)(args);
+    const auto& [entry, begin] = pieces[static_cast<size_t>(task)];
+    kernels_.convert_rows({entry->source, entry->rank, begin, std::min(entry->width, begin + kColumns),
+                           workspace_.at(entry->offset), entry->width});
   });
 }
 

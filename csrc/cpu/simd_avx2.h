@@ -21,11 +21,7 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-  static Vec keep(Vec a, uint64_t bits) {
-    const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), lane_bit);
-    return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane_bit)));
-  }
+  static Vec keep(Vec a, uint64_t bits) { return _mm256_and_ps(a, mask(bits)); }
 
   static Vec load(const float* p) { return _mm256_loadu_ps(p); }
   static Vec load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
@@ -43,6 +39,16 @@ struct Simd {
     store16(p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), n);
   }
 
+  // Only the lanes whose bit is set.
+  template <typename T>
+  static void store_kept(T* p, Vec v, uint64_t bits) {
+    store(p, _mm256_blendv_ps(load(p), v, mask(bits)));
+  }
+  template <typename T>
+  static void store_kept(T* p, Vec v, uint64_t bits, int64_t n) {
+    store(p, _mm256_blendv_ps(load(p, n), v, mask(bits)), n);
+  }
+
   // Sums of the lanes of four vectors.
   static void sum4(const Vec* v, float* out) {
     const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
@@ -50,6 +56,11 @@ struct Simd {
   }
 
  private:
+  static Vec mask(uint64_t bits) {
+    const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), lane_bit);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane_bit));
+  }
   static __m256i first(int64_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)),
                               _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

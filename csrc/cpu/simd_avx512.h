@@ -46,6 +46,19 @@ struct Simd {
     _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
+  // Only the lanes whose bit is set; blends, since masked stores of 16-bit lanes are slow on some processors.
+  static void store_kept(float* p, Vec v, uint64_t bits) {
+    store(p, _mm512_mask_mov_ps(_mm512_loadu_ps(p), static_cast<__mmask16>(bits), v));
+  }
+  static void store_kept(BF16* p, Vec v, uint64_t bits) { blend16(p, narrow(v), bits); }
+  static void store_kept(Half* p, Vec v, uint64_t bits) {
+    blend16(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), bits);
+  }
+  template <typename T>
+  static void store_kept(T* p, Vec v, uint64_t bits, int64_t n) {
+    store(p, _mm512_mask_mov_ps(load(p, n), static_cast<__mmask16>(bits), v), n);
+  }
+
   // Sums of the lanes of four vectors.
   static void sum4(const Vec* v, float* out) {
     const __m256 s01 = _mm256_hadd_ps(fold(v[0]), fold(v[1]));
@@ -55,6 +68,11 @@ struct Simd {
   }
 
  private:
+  static void blend16(void* p, __m256i v, uint64_t bits) {
+    __m256i* target = static_cast<__m256i*>(p);
+    _mm256_storeu_si256(target,
+                        _mm256_mask_mov_epi16(_mm256_loadu_si256(target), static_cast<__mmask16>(bits), v));
+  }
   static __m256 fold(Vec v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
   static Vec widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
   static __m256i narrow(Vec v) {

@@ -41,6 +41,16 @@ struct Simd {
     }
   }
 
+  // Only the lanes whose bit is set.
+  template <typename T>
+  static void store_kept(T* p, Vec v, uint64_t bits, int64_t n = kLanes) {
+    for (int64_t lane = 0; lane < n; ++lane) {
+      if ((bits >> lane) & 1) {
+        from_float(v[lane], p + lane);
+      }
+    }
+  }
+
   // Sums of the lanes of four vectors.
   static void sum4(const Vec* v, float* out) {
     for (int i = 0; i < 4; ++i) {

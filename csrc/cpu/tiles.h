@@ -120,7 +120,7 @@ void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, con
   Simd::Vec acc[M][V];
   for (int i = 0; i < M; ++i) {
     for (int v = 0; v < V; ++v) {
-      acc[i][v] = Simd::zero();
+      acc[i][v] = kTail ? epilogue.begin(row + i, col, n) : epilogue.begin(row + i, col + v * Simd::kLanes);
     }
   }
   if constexpr (!kTail) {
@@ -147,9 +147,9 @@ void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, con
   for (int i = 0; i < M; ++i) {
     for (int v = 0; v < V; ++v) {
       if constexpr (kTail) {
-        epilogue.tail(row + i, col, acc[i][v], n);
+        epilogue.end(row + i, col, acc[i][v], n);
       } else {
-        epilogue.full(row + i, col + v * Simd::kLanes, acc[i][v]);
+        epilogue.end(row + i, col + v * Simd::kLanes, acc[i][v]);
       }
     }
   }
@@ -208,53 +208,49 @@ void prefetch_row(const T* row, int64_t cols) {
   }
 }
 
-// rows[row][col] += sum, in the dtype of the rows.
+// What a tile does with `rows[row][col]`: `begin` gives the accumulator's first value, `end` takes its last.
+// The versions with `n` are for fewer columns than lanes.
+
+// rows += sum, in the dtype of the rows; the accumulator begins with what is there.
 template <typename T>
 struct AddTo {
   T* rows;
   int64_t stride;
-  void prefetch(int64_t row, int64_t col, int64_t cols) const {
-    prefetch_row(rows + row * stride + col, cols);
-  }
-  void full(int64_t row, int64_t col, Simd::Vec sum) const {
-    T* target = rows + row * stride + col;
-    Simd::store(target, Simd::add(Simd::load(target), sum));
-  }
-  void tail(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
-    T* target = rows + row * stride + col;
-    Simd::store(target, Simd::add(Simd::load(target, n), sum), n);
-  }
+  T* at(int64_t row, int64_t col) const { return rows + row * stride + col; }
+  void prefetch(int64_t row, int64_t col, int64_t cols) const { prefetch_row(at(row, col), cols); }
+  Simd::Vec begin(int64_t row, int64_t col) const { return Simd::load(at(row, col)); }
+  Simd::Vec begin(int64_t row, int64_t col, int64_t n) const { return Simd::load(at(row, col), n); }
+  void end(int64_t row, int64_t col, Simd::Vec sum) const { Simd::store(at(row, col), sum); }
+  void end(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const { Simd::store(at(row, col), sum, n); }
 };
 
-// The same where the keep bit is set; columns count from the first of the bits.
+// The same where the keep bit is set, and nothing elsewhere; columns count from the first of the bits.
 template <typename T>
-struct AddKept {
-  T* rows;
-  int64_t stride;
+struct AddKept : AddTo<T> {
   const uint64_t* bits;
   int64_t bits_stride;
-  void prefetch(int64_t row, int64_t col, int64_t cols) const {
-    AddTo<T>{rows, stride}.prefetch(row, col, cols);
+  uint64_t kept(int64_t row, int64_t col) const { return bits[row * bits_stride + (col >> 6)] >> (col & 63); }
+  void end(int64_t row, int64_t col, Simd::Vec sum) const {
+    Simd::store_kept(this->at(row, col), sum, kept(row, col));
   }
-  Simd::Vec kept(int64_t row, int64_t col, Simd::Vec sum) const {
-    return Simd::keep(sum, bits[row * bits_stride + (col >> 6)] >> (col & 63));
-  }
-  void full(int64_t row, int64_t col, Simd::Vec sum) const {
-    AddTo<T>{rows, stride}.full(row, col, kept(row, col, sum));
-  }
-  void tail(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
-    AddTo<T>{rows, stride}.tail(row, col, kept(row, col, sum), n);
+  void end(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
+    Simd::store_kept(this->at(row, col), sum, kept(row, col), n);
   }
 };
 
-// Sums that stay in the cache.
+// Sums that stay in the cache; each block's sum is complete before it joins the others'.
 struct AddToSums {
   float* sums;
   int64_t stride;
+  float* at(int64_t row, int64_t col) const { return sums + row * stride + col; }
   void prefetch(int64_t, int64_t, int64_t) const {}
-  void full(int64_t row, int64_t col, Simd::Vec sum) const { AddTo<float>{sums, stride}.full(row, col, sum); }
-  void tail(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
-    AddTo<float>{sums, stride}.tail(row, col, sum, n);
+  Simd::Vec begin(int64_t, int64_t) const { return Simd::zero(); }
+  Simd::Vec begin(int64_t, int64_t, int64_t) const { return Simd::zero(); }
+  void end(int64_t row, int64_t col, Simd::Vec sum) const {
+    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col)), sum));
+  }
+  void end(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
+    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col), n), sum), n);
   }
 };
 

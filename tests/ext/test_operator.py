@@ -1,5 +1,7 @@
 """The compiled operator against the oracle: values, gradients, isolation, determinism, autograd, compile."""
 
+import re
+
 import pytest
 import torch
 from cases import CASES, Case, make
@@ -7,6 +9,7 @@ from tolerances import assert_as_exact
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
+from mlora_ext.functional import lora_linear_rows
 
 BACKENDS = ["cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -245,6 +248,20 @@ def test_changed_x_is_noticed() -> None:
     y = mx.multi_lora_linear(x, *case.arguments()[1:])
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(case.dy)
+
+
+@pytest.mark.parametrize("name", ["lora_a[0]", "lora_b[1]", "dropout_rng"])
+def test_changed_operands_are_noticed(name: str) -> None:
+    """An optimizer step, or the next step's masks, between forward and backward."""
+    case = make([4, 3], [6, 5], [0, 1])
+    p, rng, layer = mx.LoRADropout(p=[0.1, 0.1], seeds=[1, 2]).tensors("cpu")
+    operands = {"lora_a[0]": case.lora_a[0], "lora_b[1]": case.lora_b[1], "dropout_rng": rng}
+    plan = (case.layout.table(), torch.ones(2), p, rng, layer)
+    y = lora_linear_rows(case.x, case.weight, None, case.lora_a, case.lora_b, *plan)
+    with torch.no_grad():
+        operands[name].add_(1)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(name)}: modified by an in-place operation"):
         y.backward(case.dy)
 
 
