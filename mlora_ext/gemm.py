@@ -104,11 +104,12 @@ def choose(choices: Mapping[str, str]) -> None:
     for name, library in choices.items():
         dtype = getattr(torch, name, None)
         if dtype not in _DTYPES or not _ops.LOADED:
-            raise ValueError(f"base GEMM: this build has no choice for dtype {name!r}")
+            raise ValueError(f"base_gemm: this build has no choice for dtype {name!r}")
         try:
             torch.ops.mlora_ext.set_base_gemm(dtype, library)
         except RuntimeError as error:
-            raise ValueError(f"base GEMM {library!r} for {name}: {error}") from error
+            reason = str(error).partition("\n")[0].removeprefix("name: ")
+            raise ValueError(f"base_gemm: {library!r} for {name}: {reason}") from error
 
 
 def _serves(x: Tensor) -> bool:

@@ -47,8 +47,12 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) 
   return Tensor(result);
 }
 
+// Below this many multiply-adds, preparing oneDNN's product costs more than it saves.
+constexpr int64_t kOneDnnWork = int64_t{1} << 20;
+
 Tensor linear_with(BaseGemm gemm, const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  return gemm == BaseGemm::kOneDnn ? onednn_linear(x, weight, bias) : aten_linear(x, weight, bias);
+  const bool small = x.size(0) * weight.size(0) * weight.size(1) < kOneDnnWork;
+  return !small && gemm == BaseGemm::kOneDnn ? onednn_linear(x, weight, bias) : aten_linear(x, weight, bias);
 }
 
 Tensor probe_operand(int64_t rows, int64_t cols, ScalarType type) {

@@ -25,7 +25,6 @@ class _Payload(BaseModel):
     iteration: int = Field(ge=0)
     seconds: float = Field(ge=0, allow_inf_nan=False)
     metrics_bytes: int = Field(ge=0)
-    base_gemm: dict[str, str]
     config: dict[str, Any]
     refused: dict[str, str]
     data: dict[str, list[str]]

@@ -225,6 +225,9 @@ class RunConfig(_Strict):
     Example:
         >>> config = RunConfig.model_validate(data, context={"folder": "examples"})  # relative paths resolve
         there
+
+    ``base_gemm`` is the library that multiplies by the frozen weights on a CPU; none is measured, and the
+    resolved config of a run names the one that it was trained with, since rounding depends on it.
     """
 
     base_model: str = Field(min_length=1)
@@ -234,6 +237,7 @@ class RunConfig(_Strict):
     fp16: bool = False
     device: str | None = None
     gradient_checkpointing: bool = False
+    base_gemm: Literal["aten", "onednn"] | None = None
     save_total_limit: int = Field(default=2, ge=1)
     defaults: TrainingFields = TrainingFields()
     datasets: list[DatasetConfig] = Field(min_length=1)

@@ -126,17 +126,21 @@ class Engine:
         return list(self._adapters)
 
     @property
-    def base_gemm(self) -> dict[str, str]:
-        """The library that multiplies by the frozen weights, by dtype; set it to resume with the same bits.
+    def base_gemm(self) -> str | None:
+        """The library that multiplies by the frozen weights on a CPU, measured unless it was set.
+
+        Rounding depends on it. It is the process's, by dtype; on other devices there is no choice.
 
         Raises:
-            ValueError: on setting one that this build does not have.
+            ValueError: on setting one that does not serve this model here.
         """
-        return gemm.chosen(self.dtype) if self.device.type == "cpu" else {}
+        return gemm.chosen(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
 
     @base_gemm.setter
-    def base_gemm(self, choices: Mapping[str, str]) -> None:
-        gemm.choose(choices)
+    def base_gemm(self, library: str) -> None:
+        if self.device.type != "cpu":
+            raise ValueError(f"base_gemm: there is no choice on {self.device}, got {library!r}; leave it out")
+        gemm.choose({_name(self.dtype): library})
 
     def create_adapter(
         self,
@@ -363,3 +367,7 @@ class Engine:
             return chunked_losses(output, head, batch.rows, batch.targets, counts, scales)
         logits = output.index_select(0, batch.rows)
         return plain_losses(logits, batch.targets, counts, scales)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

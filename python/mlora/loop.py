@@ -262,7 +262,6 @@ class TrainingLoop:
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.sync(),
-            "base_gemm": self._engine.base_gemm,
             "config": self._run.config.model_dump(),
             "refused": self._run.refused,
             "data": {task.name: fingerprints(task) for task in self._running()},

@@ -94,7 +94,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
     with warnings_to(reporter):
         engine = make_engine(config)
         if checkpoint:
-            _restore(engine, tasks, checkpoint, reporter)
+            _restore(engine, tasks, checkpoint)
             return Prepared(
                 config, base, engine, tasks, refused, checkpoint["iteration"], checkpoint["seconds"]
             )
@@ -167,7 +167,7 @@ def make_engine(config: RunConfig) -> Engine:
     """
     dtype = dtype_of(config)
     try:
-        return Engine(
+        engine = Engine(
             config.base_model,
             device=choose_device(config.device, dtype),
             dtype=dtype,
@@ -175,9 +175,12 @@ def make_engine(config: RunConfig) -> Engine:
             gradient_checkpointing=config.gradient_checkpointing,
             seed=config.seed,
         )
+        if config.base_gemm:
+            engine.base_gemm = config.base_gemm
+        return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)
-        prefix = "" if line.startswith("base_model") else f"base_model: cannot load {config.base_model}: "
+        prefix = "" if line.startswith("base_") else f"base_model: cannot load {config.base_model}: "
         raise RunError(prefix + line) from error
 
 
@@ -194,11 +197,7 @@ def create_adapter(engine: Engine, task: Task) -> None:
     engine.create_adapter(task.name, task.lora, task.optim, init_from=task.config.init_from, seed=task.seed)
 
 
-def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any], reporter: Reporter) -> None:
-    try:
-        engine.base_gemm = checkpoint["base_gemm"]
-    except ValueError as error:
-        reporter.warn(f"{first_line(error)}; this part of the run may differ from the one before in rounding")
+def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
     for task in tasks:
         task.progress = _progress(task.name, checkpoint)
         if task.progress.state != "running":

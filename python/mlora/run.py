@@ -16,8 +16,16 @@ from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 
-# keys that may differ when a run goes on: none of them changes what it computes
-FREE = {"output_dir", "device", "gradient_checkpointing", "save_total_limit", "logging_steps", "save_steps"}
+# keys that may differ when a run goes on: none of them changes what it computes by more than rounding
+FREE = {
+    "output_dir",
+    "device",
+    "gradient_checkpointing",
+    "base_gemm",
+    "save_total_limit",
+    "logging_steps",
+    "save_steps",
+}
 
 
 def train(
@@ -54,14 +62,20 @@ def train(
     ]
     inputs.append(config.base_model)
     folder.check_free(overwrite=overwrite, inputs=inputs)
-    prepared = prepare(config, reporter)
+    prepared = _measured(prepare(config, reporter))
     with folder.take() as metrics:
         # loading takes long enough for another run to begin and to end
         folder.check_contents(overwrite=overwrite, inputs=inputs)
         folder.clear()
         metrics.cut(0)
-        folder.write_config(config)
+        folder.write_config(prepared.config)
         return _run(prepared, folder, metrics, reporter)
+
+
+def _measured(prepared: Prepared) -> Prepared:
+    """The config names the base GEMM, so that a run that is resumed, or repeated from it, rounds alike."""
+    prepared.config = prepared.config.model_copy(update={"base_gemm": prepared.engine.base_gemm})
+    return prepared
 
 
 def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResult:

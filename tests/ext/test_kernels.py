@@ -97,17 +97,22 @@ def test_philox_known_answer() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_frozen_product(base: str, dtype: torch.dtype, transposed: bool) -> None:
-    x, dy = torch.randn(9, 40, dtype=dtype)[:, :33], torch.randn(9, 17, dtype=dtype)
-    weight = torch.randn(33, 17, dtype=dtype).T if transposed else torch.randn(17, 33, dtype=dtype)
-    bias = torch.randn(17, dtype=dtype)
+@pytest.mark.parametrize(
+    ("rows", "d_in", "d_out"), [(9, 33, 17), (130, 97, 129)], ids=["aten whatever was chosen", "as chosen"]
+)
+def test_frozen_product(
+    base: str, dtype: torch.dtype, transposed: bool, rows: int, d_in: int, d_out: int
+) -> None:
+    x, dy = torch.randn(rows, d_in + 7, dtype=dtype)[:, :d_in], torch.randn(rows, d_out, dtype=dtype)
+    weight = torch.randn(d_in, d_out, dtype=dtype).T if transposed else torch.randn(d_out, d_in, dtype=dtype)
+    bias = torch.randn(d_out, dtype=dtype)
     assert gemm.chosen(dtype) == {str(dtype).removeprefix("torch."): base}
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert_as_exact(
         gemm.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias), exact, f"y by {base}"
     )
     assert_as_exact(gemm.linear_dx(dy, weight), dy @ weight, dy.double() @ weight.double(), f"dx by {base}")
-    assert gemm.linear(x[:0], weight).shape == (0, 17)
+    assert gemm.linear(x[:0], weight).shape == (0, d_out)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +158,8 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
 def test_bf16_on_a_processor_without_avx512() -> None:
     """oneDNN refuses bf16 there; the product then goes to aten."""
     code = (
-        "import torch; from mlora_ext import gemm; x = torch.randn(9, 32).bfloat16(); "
-        "w = torch.randn(8, 32).bfloat16(); "
+        "import torch; from mlora_ext import gemm; x = torch.randn(256, 64).bfloat16(); "
+        "w = torch.randn(64, 64).bfloat16(); "
         "assert torch.equal(gemm.linear(x, w), torch.nn.functional.linear(x, w)); "
         "print(gemm.chosen(torch.bfloat16)['bfloat16'])"
     )
@@ -165,7 +170,7 @@ def test_bf16_on_a_processor_without_avx512() -> None:
 
 def test_a_library_that_cannot_serve_is_refused() -> None:
     before = gemm.chosen(torch.float16)
-    x, weight = torch.randn(3, 16).half(), torch.randn(5, 16).half()
+    x, weight = torch.randn(256, 64).half(), torch.randn(65, 64).half()
     refusal = ""
     try:
         gemm.choose({"float16": "onednn"})

@@ -20,6 +20,8 @@ from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from mlora_ext import gemm
+
 TRAINING_KEYS = {
     "adapter",
     "step",
@@ -170,7 +172,8 @@ def test_what_a_run_writes(tiny_base: Path, tmp_path: Path) -> None:
     evals = [record["eval_loss"] for record in records if "eval_loss" in record]
     assert first["eval_loss"] == {"before": evals[0], "after": evals[-1]}
     assert first["tokens"] == sum(record["tokens"] for record in training if record["adapter"] == "first")
-    assert load_config(tmp_path / "run" / "config.yaml") == load_config(path)
+    resolved = load_config(tmp_path / "run" / "config.yaml")
+    assert resolved == load_config(path).model_copy(update={"base_gemm": resolved.base_gemm})
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     for name, rank in (("first", 4), ("second", 7)):
         weights = load_file(tmp_path / "run" / "adapters" / name / "adapter_model.safetensors")
@@ -330,6 +333,33 @@ def test_bf16_and_gradient_checkpointing_train(tiny_base: Path, tmp_path: Path) 
         assert losses(tmp_path / "run", name) == pytest.approx(losses(tmp_path / "plain", name), rel=2e-2)
         weights = load_file(tmp_path / "run" / "adapters" / name / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("library", ["aten", "onednn"])
+def test_base_gemm_is_measured_unless_it_is_named(tiny_base: Path, tmp_path: Path, library: str) -> None:
+    """What a run was trained with stands in its config.yaml."""
+    before = gemm.chosen(torch.float32)
+    try:
+        gemm.choose({"float32": library})
+        train(resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path))
+        assert load_config(tmp_path / "run" / "config.yaml").base_gemm == library
+        gemm.choose({"float32": "aten" if library == "onednn" else "onednn"})
+        train(load_config(tmp_path / "run" / "config.yaml"), overwrite=True)
+        assert gemm.chosen(torch.float32) == {"float32": library}
+    finally:
+        gemm.choose(before)
+
+
+def test_a_base_gemm_that_does_not_serve_is_refused(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(choices: dict[str, str]) -> None:
+        raise ValueError(f"base_gemm: {choices['float32']!r} for float32: not on this processor; use 'aten'")
+
+    monkeypatch.setattr(gemm, "choose", choose)
+    with pytest.raises(RunError, match=r"^base_gemm: 'onednn' for float32: not on this"):
+        train(resolve_config(run_data(tiny_base, tmp_path, base_gemm="onednn"), folder=tmp_path))
+    assert not (tmp_path / "run").exists()
 
 
 def test_datasets_that_no_adapter_names_are_not_read(tiny_base: Path, tmp_path: Path) -> None:
