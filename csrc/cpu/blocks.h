@@ -97,6 +97,24 @@ void scale_row(const float* sums, int64_t n, float scale, T* target) {
   }
 }
 
+// Rows of A or B along the rank as units, in the order of columns that Expand reads: single rows in place,
+// pairs in `memory`.
+template <class Op>
+const typename Op::Unit* stage_operand(const typename Op::Element* rows, int64_t stride, int64_t rank,
+                                       int64_t cols, typename Op::Unit* memory, int64_t* staged_stride) {
+  if constexpr (Op::kUnits == 1) {
+    *staged_stride = stride;
+    return rows;
+  } else {
+    *staged_stride = (cols + 31) / 32 * 32;
+    for (int64_t j = 0; j < rank; j += 2) {
+      split_units(rows + j * stride, j + 1 < rank ? rows + (j + 1) * stride : nullptr, cols,
+                  memory + j / 2 * *staged_stride);
+    }
+    return memory;
+  }
+}
+
 template <class Op, typename T>
 void forward(const ForwardArgs& args) {
   using Element = typename Op::Element;
@@ -128,9 +146,9 @@ void forward(const ForwardArgs& args) {
   for (int64_t c = 0; c < args.d_out; c += kExpandColumns<Op>) {
     const int64_t n = args.d_out - c < kExpandColumns<Op> ? args.d_out - c : kExpandColumns<Op>;
     int64_t stride;
-    const Unit* q =
-        stage_columns<Op, Element>(b + c, adapter.b_stride, rank, n, nullptr, 0, memory, n, &stride);
-    broadcast_gemm<Op>({s_units, units, 1, block.rows, q, stride, units, n}, AddTo<T>{y + c, args.y_stride});
+    const Unit* q = stage_operand<Op>(b + c, adapter.b_stride, rank, n, memory, &stride);
+    broadcast_gemm<Op>({s_units, units, 1, block.rows, q, stride, units, n},
+                       typename Expand<Op, T>::Add{y + c, args.y_stride});
   }
 }
 
@@ -203,6 +221,8 @@ StagedBlock<Op> stage_block(const GradColumnsArgs& args, const RowBlock& block, 
   StagedBlock<Op> staged{nullptr, 0, nullptr, words_of(cols)};
   if (args.dropout && dropout.threshold) {
     staged.bits = scratch.take<uint64_t>(block.rows * staged.words);
+    keep_bits_block(dropout, block.philox_row, block.rows, args.begin / kWordColumns, staged.words,
+                    staged.bits, staged.words);
   }
   Unit* memory = scratch.take<Unit>(block.rows * cols);
   const T* rows = static_cast<const T*>(args.rows) + block.begin * args.rows_stride + args.begin;
@@ -215,11 +235,7 @@ StagedBlock<Op> stage_block(const GradColumnsArgs& args, const RowBlock& block, 
     for (int64_t k = i; dx && k < i + n; ++k) {
       prefetch_row(dx + k * args.dx_stride, cols);
     }
-    uint64_t* bits = staged.bits ? staged.bits + i * staged.words : nullptr;
-    if (bits) {
-      keep_bits_block(dropout, block.philox_row + static_cast<uint32_t>(i), n, args.begin / kWordColumns,
-                      staged.words, bits, staged.words);
-    }
+    const uint64_t* bits = staged.bits ? staged.bits + i * staged.words : nullptr;
     if (args.p_cols) {
       const Unit* piece =
           stage_columns<Op, T>(rows + i * args.rows_stride, args.rows_stride, n, cols, bits, staged.words,
@@ -263,9 +279,10 @@ void grad_block(const GradColumnsArgs& args, const RowBlock& block, const typena
                                    cols};
     T* dx = static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin;
     if (staged.bits) {
-      broadcast_gemm<Op>(expand, AddKept<T>{{dx, args.dx_stride}, staged.bits, staged.words});
+      broadcast_gemm<Op>(expand,
+                         typename Expand<Op, T>::Kept{{dx, args.dx_stride}, staged.bits, staged.words});
     } else {
-      broadcast_gemm<Op>(expand, AddTo<T>{dx, args.dx_stride});
+      broadcast_gemm<Op>(expand, typename Expand<Op, T>::Add{dx, args.dx_stride});
     }
   }
 }
@@ -283,9 +300,9 @@ void grad_columns(const GradColumnsArgs& args) {
   const typename Op::Unit* a = nullptr;
   int64_t a_stride = 0;
   if (args.dx && args.adapter->first_block >= 0) {
-    auto* memory = scratch.take<typename Op::Unit>(units_of(rank, Op::kUnits) * cols);
-    a = stage_columns<Op, Element>(static_cast<const Element*>(args.adapter->a) + args.begin,
-                                   args.adapter->a_stride, rank, cols, nullptr, 0, memory, cols, &a_stride);
+    auto* memory = scratch.take<typename Op::Unit>(units_of(rank, Op::kUnits) * kGradColumns);
+    a = stage_operand<Op>(static_cast<const Element*>(args.adapter->a) + args.begin, args.adapter->a_stride,
+                          rank, cols, memory, &a_stride);
   }
   for (int32_t i = args.adapter->first_block; i >= 0; i = args.blocks[i].next) {
     grad_block<Op, T>(args, args.blocks[i], a, a_stride, scratch, sums);

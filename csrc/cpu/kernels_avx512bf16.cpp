@@ -1,7 +1,7 @@
 #define MLORA_ISA avx512bf16
 
 // clang-format off: Simd comes first, the kernels are written against it
-#include "cpu/simd_avx512.h"
+#include "cpu/pairs_avx512bf16.h"
 #include "cpu/tiles.h"
 #include "cpu/stage.h"
 #include "cpu/blocks.h"

@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes: AVX-512 F, BW, VL and DQ, with BF16 dot products where compiled for them.
+// Sixteen fp32 lanes: AVX-512 F, BW, VL and DQ.
 #pragma once
 
 #include <immintrin.h>
@@ -180,6 +180,9 @@ inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, 
   for (int64_t w = 0; w < words; ++w) {
     const PhiloxColumns columns(row_state, dropout, static_cast<uint32_t>((word_begin + w) * 8));
     int64_t i = 0;
+    for (; i + 6 <= rows; i += 6) {
+      philox_words<6>(row_state, columns, i, threshold, bits + i * stride + w, stride);
+    }
     for (; i + 4 <= rows; i += 4) {
       philox_words<4>(row_state, columns, i, threshold, bits + i * stride + w, stride);
     }
@@ -188,75 +191,5 @@ inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, 
     }
   }
 }
-
-#ifdef __AVX512BF16__
-// Products of bf16 pairs, summed in fp32: one 32-bit lane holds two neighbours along the sum.
-struct BF16Dot {
-  using Element = BF16;
-  using Unit = uint32_t;
-  static constexpr int kUnits = 2;
-  static Simd::Vec fma(Simd::Vec a, Simd::Vec b, Simd::Vec c) {
-    return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
-  static Simd::Vec load(const BF16* p) { return _mm512_loadu_ps(p); }
-  static Simd::Vec load(const BF16* p, int64_t n) {
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(Simd::first32(n), p));
-  }
-  static Simd::Vec broadcast(const uint32_t* p) {
-    return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p)));
-  }
-  static Simd::Vec load_units(const uint32_t* p) { return _mm512_loadu_ps(p); }
-  static Simd::Vec load_units(const uint32_t* p, int64_t n) {
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(Simd::first(n), p));
-  }
-};
-
-// Interleave columns of two rows: target[c] = (first[c], second[c]); dropped elements become zero.
-inline void interleave(const BF16* first, const BF16* second, int64_t cols, const uint64_t* keep0,
-                       const uint64_t* keep1, uint32_t* target) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
-                                       38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  int64_t c = 0;
-  for (; c + 32 <= cols; c += 32) {
-    const __mmask32 m0 = keep0 ? static_cast<__mmask32>(keep0[c >> 6] >> (c & 63)) : ~__mmask32{0};
-    const __mmask32 m1 = keep1 ? static_cast<__mmask32>(keep1[c >> 6] >> (c & 63)) : ~__mmask32{0};
-    const __m512i a = _mm512_maskz_mov_epi16(m0, _mm512_loadu_si512(first + c));
-    const __m512i b =
-        second ? _mm512_maskz_mov_epi16(m1, _mm512_loadu_si512(second + c)) : _mm512_setzero_si512();
-    _mm512_storeu_si512(target + c, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(target + c + 16, _mm512_permutex2var_epi16(a, high, b));
-  }
-  if (c < cols) {
-    const int64_t n = cols - c;
-    const __mmask32 valid = Simd::first32(n);
-    const __mmask32 m0 = keep0 ? valid & static_cast<__mmask32>(keep0[c >> 6] >> (c & 63)) : valid;
-    const __mmask32 m1 = keep1 ? valid & static_cast<__mmask32>(keep1[c >> 6] >> (c & 63)) : valid;
-    const __m512i a = _mm512_maskz_loadu_epi16(m0, first + c);
-    const __m512i b = second ? _mm512_maskz_loadu_epi16(m1, second + c) : _mm512_setzero_si512();
-    _mm512_mask_storeu_epi32(target + c, Simd::first(n < 16 ? n : 16), _mm512_permutex2var_epi16(a, low, b));
-    if (n > 16) {
-      _mm512_mask_storeu_epi32(target + c + 16, Simd::first(n - 16), _mm512_permutex2var_epi16(a, high, b));
-    }
-  }
-}
-
-// Copy a row; dropped elements become zero.
-inline void copy_kept(const BF16* source, int64_t cols, const uint64_t* keep, BF16* target) {
-  int64_t c = 0;
-  for (; c + 64 <= cols; c += 64) {
-    const uint64_t bits = keep ? keep[c >> 6] : ~uint64_t{0};
-    const __m512i low = _mm512_loadu_si512(source + c);
-    const __m512i high = _mm512_loadu_si512(source + c + 32);
-    _mm512_storeu_si512(target + c, _mm512_maskz_mov_epi16(static_cast<__mmask32>(bits), low));
-    _mm512_storeu_si512(target + c + 32, _mm512_maskz_mov_epi16(static_cast<__mmask32>(bits >> 32), high));
-  }
-  for (; c < cols; c += 32) {
-    const __mmask32 valid = Simd::first32(cols - c < 32 ? cols - c : 32);
-    const __mmask32 mask = keep ? valid & static_cast<__mmask32>(keep[c >> 6] >> (c & 63)) : valid;
-    _mm512_mask_storeu_epi16(target + c, valid, _mm512_maskz_loadu_epi16(mask, source + c));
-  }
-}
-#endif
 
 }  // namespace mlora::cpu::MLORA_ISA

@@ -2,6 +2,7 @@
 // sum.
 #pragma once
 
+#include "cpu/prefetch.h"
 #include "params.h"
 
 namespace mlora::cpu::MLORA_ISA {
@@ -116,11 +117,13 @@ struct BroadcastArgs {
 
 template <class Op, int M, int V, bool kTail, class Epilogue>
 void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, const Epilogue& epilogue) {
+  constexpr int kVecs = Epilogue::kVecs;
   const int64_t n = args.cols - col;  // only looked at in the tail
   Simd::Vec acc[M][V];
   for (int i = 0; i < M; ++i) {
-    for (int v = 0; v < V; ++v) {
-      acc[i][v] = kTail ? epilogue.begin(row + i, col, n) : epilogue.begin(row + i, col + v * Simd::kLanes);
+    for (int v = 0; v < V; v += kVecs) {
+      kTail ? epilogue.begin(row + i, col, acc[i], n)
+            : epilogue.begin(row + i, col + v * Simd::kLanes, acc[i] + v);
     }
   }
   if constexpr (!kTail) {
@@ -133,7 +136,7 @@ void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, con
   for (int64_t k = 0; k < args.k; ++k) {
     Simd::Vec qv[V];
     for (int v = 0; v < V; ++v) {
-      qv[v] = kTail ? Op::load_units(q, n) : Op::load_units(q + v * Simd::kLanes);
+      qv[v] = kTail && kVecs == 1 ? Op::load_units(q, n) : Op::load_units(q + v * Simd::kLanes);
     }
     for (int i = 0; i < M; ++i) {
       const Simd::Vec pv = Op::broadcast(p + i * args.p_row);
@@ -145,12 +148,9 @@ void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, con
     q += args.q_stride;
   }
   for (int i = 0; i < M; ++i) {
-    for (int v = 0; v < V; ++v) {
-      if constexpr (kTail) {
-        epilogue.end(row + i, col, acc[i][v], n);
-      } else {
-        epilogue.end(row + i, col + v * Simd::kLanes, acc[i][v]);
-      }
+    for (int v = 0; v < V; v += kVecs) {
+      kTail ? epilogue.end(row + i, col, acc[i], n)
+            : epilogue.end(row + i, col + v * Simd::kLanes, acc[i] + v);
     }
   }
 }
@@ -158,15 +158,16 @@ void broadcast_tile(const BroadcastArgs<Op>& args, int64_t row, int64_t col, con
 template <class Op, int M, class Epilogue>
 void broadcast_panel(const BroadcastArgs<Op>& args, int64_t row, const Epilogue& epilogue) {
   constexpr int64_t kWide = Simd::kTileVecs * Simd::kLanes;
+  constexpr int kVecs = Epilogue::kVecs;
   int64_t col = 0;
   for (; col + kWide <= args.cols; col += kWide) {
     broadcast_tile<Op, M, Simd::kTileVecs, false>(args, row, col, epilogue);
   }
-  for (; col + Simd::kLanes <= args.cols; col += Simd::kLanes) {
-    broadcast_tile<Op, M, 1, false>(args, row, col, epilogue);
+  for (; col + kVecs * Simd::kLanes <= args.cols; col += kVecs * Simd::kLanes) {
+    broadcast_tile<Op, M, kVecs, false>(args, row, col, epilogue);
   }
   if (col < args.cols) {
-    broadcast_tile<Op, M, 1, true>(args, row, col, epilogue);
+    broadcast_tile<Op, M, kVecs, true>(args, row, col, epilogue);
   }
 }
 
@@ -199,29 +200,25 @@ void broadcast_gemm(const BroadcastArgs<Op>& args, const Epilogue& epilogue) {
   }
 }
 
-inline void prefetch_line(const void* p) { __builtin_prefetch(p, 1, 3); }
-
-template <typename T>
-void prefetch_row(const T* row, int64_t cols) {
-  for (int64_t c = 0; c < cols; c += 64 / static_cast<int64_t>(sizeof(T))) {
-    prefetch_line(row + c);
-  }
-}
-
-// What a tile does with `rows[row][col]`: `begin` gives the accumulator's first value, `end` takes its last.
-// The versions with `n` are for fewer columns than lanes.
+// What a tile does with kVecs vectors of `rows[row]` from column `col`: `begin` gives the accumulators' first
+// values, `end` takes their last. The versions with `n` are for fewer columns than that.
 
 // rows += sum, in the dtype of the rows; the accumulator begins with what is there.
 template <typename T>
 struct AddTo {
+  static constexpr int kVecs = 1;
   T* rows;
   int64_t stride;
   T* at(int64_t row, int64_t col) const { return rows + row * stride + col; }
   void prefetch(int64_t row, int64_t col, int64_t cols) const { prefetch_row(at(row, col), cols); }
-  Simd::Vec begin(int64_t row, int64_t col) const { return Simd::load(at(row, col)); }
-  Simd::Vec begin(int64_t row, int64_t col, int64_t n) const { return Simd::load(at(row, col), n); }
-  void end(int64_t row, int64_t col, Simd::Vec sum) const { Simd::store(at(row, col), sum); }
-  void end(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const { Simd::store(at(row, col), sum, n); }
+  void begin(int64_t row, int64_t col, Simd::Vec* acc) const { *acc = Simd::load(at(row, col)); }
+  void begin(int64_t row, int64_t col, Simd::Vec* acc, int64_t n) const {
+    *acc = Simd::load(at(row, col), n);
+  }
+  void end(int64_t row, int64_t col, const Simd::Vec* sum) const { Simd::store(at(row, col), *sum); }
+  void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
+    Simd::store(at(row, col), *sum, n);
+  }
 };
 
 // The same where the keep bit is set, and nothing elsewhere; columns count from the first of the bits.
@@ -230,28 +227,44 @@ struct AddKept : AddTo<T> {
   const uint64_t* bits;
   int64_t bits_stride;
   uint64_t kept(int64_t row, int64_t col) const { return bits[row * bits_stride + (col >> 6)] >> (col & 63); }
-  void end(int64_t row, int64_t col, Simd::Vec sum) const {
-    Simd::store_kept(this->at(row, col), sum, kept(row, col));
+  void end(int64_t row, int64_t col, const Simd::Vec* sum) const {
+    Simd::store_kept(this->at(row, col), *sum, kept(row, col));
   }
-  void end(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
-    Simd::store_kept(this->at(row, col), sum, kept(row, col), n);
+  void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
+    Simd::store_kept(this->at(row, col), *sum, kept(row, col), n);
   }
 };
 
 // Sums that stay in the cache; each block's sum is complete before it joins the others'.
 struct AddToSums {
+  static constexpr int kVecs = 1;
   float* sums;
   int64_t stride;
   float* at(int64_t row, int64_t col) const { return sums + row * stride + col; }
   void prefetch(int64_t, int64_t, int64_t) const {}
-  Simd::Vec begin(int64_t, int64_t) const { return Simd::zero(); }
-  Simd::Vec begin(int64_t, int64_t, int64_t) const { return Simd::zero(); }
-  void end(int64_t row, int64_t col, Simd::Vec sum) const {
-    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col)), sum));
+  void begin(int64_t, int64_t, Simd::Vec* acc) const { *acc = Simd::zero(); }
+  void begin(int64_t, int64_t, Simd::Vec* acc, int64_t) const { *acc = Simd::zero(); }
+  void end(int64_t row, int64_t col, const Simd::Vec* sum) const {
+    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col)), *sum));
   }
-  void end(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
-    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col), n), sum), n);
+  void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
+    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col), n), *sum), n);
   }
 };
+
+// What the low-rank part is added with, and the order of columns that its operand is staged in.
+template <class Op, typename T>
+struct Expand {
+  using Add = AddTo<T>;
+  using Kept = AddKept<T>;
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Expand<BF16Dot, BF16> {
+  using Add = AddPairsTo;
+  using Kept = AddPairsKept;
+};
+#endif
 
 }  // namespace mlora::cpu::MLORA_ISA
