@@ -67,6 +67,7 @@ class Generate:
 @torch.compiler.disable
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     router = router_of(model)
+    router.leave_interrupted()
     router.turn.check()
     names = kwargs.pop("adapter_names", None)
     shape = _batch_shape(args, kwargs)

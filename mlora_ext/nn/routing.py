@@ -11,6 +11,7 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ..segments import SegmentLayout
 from .flights import Flights, attach_token
 from .routes import BASE, LayerGroup, Route, RouteTensors
-from .turn import Turn
+from .turn import Turn, calling_frame, is_running
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear
@@ -31,6 +32,18 @@ class AdapterInfo:
 
     config: Any
     seed: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """A top-level forward under way: what it found active, and the thread and the frame that run it."""
+
+    before: tuple[Route | None, bool]
+    thread: int
+    frame: FrameType | None
+
+    def interrupted(self) -> bool:
+        return self.thread == threading.get_ident() and self.frame is not None and not is_running(self.frame)
 
 
 class Router:
@@ -52,7 +65,7 @@ class Router:
         self.active: Route | None = None
         self._entered_in_backward = False
         self._flights = Flights()
-        self._calls: list[tuple[Route | None, bool, int]] = []
+        self._calls: list[_Call] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -126,12 +139,14 @@ class Router:
         Raises:
             RuntimeError: if another thread is inside of one.
         """
+        self.leave_interrupted()
         self.turn.take()
         before = self.active, self._entered_in_backward
         try:
             self._set(route, _in_backward())
             yield
         finally:
+            self.leave_interrupted()
             self._set(*before)
             self.turn.give()
 
@@ -245,7 +260,8 @@ class Router:
     def begin_call(self, route: Route | None, samples: int, rows: int | None) -> None:
         """A top-level forward begins: enter its route, or the only adapter's if none is active."""
         self.turn.take()
-        self._calls.append((self.active, self._entered_in_backward, threading.get_ident()))
+        before = self.active, self._entered_in_backward
+        self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
         if route is None and self.active is None and len(self.adapters) <= 1:
             route = self._only_adapter(samples)
         if route is None and self.active is not None and self.active.layout is None:
@@ -258,11 +274,10 @@ class Router:
 
     def end_call(self, output: object, training: bool) -> None:
         """A top-level forward has ended, or failed (`output` None): leave its route, advance the step."""
-        call = self._calls[-1:]
-        if not call or call[0][2] != threading.get_ident():
+        if not self._calls or self._calls[-1].thread != threading.get_ident():
             return  # the call was refused before it began
         route = self.active
-        before, in_backward, _ = self._calls.pop()
+        before, in_backward = self._calls.pop().before
         if output is not None and training and torch.is_grad_enabled() and not _in_backward():
             self.step += 1
             token = attach_token(output)
@@ -272,6 +287,12 @@ class Router:
                 before = self._advanced(before)
         self._set(before, in_backward)
         self.turn.give()
+
+    def leave_interrupted(self) -> None:
+        """Leave calls that have ended without `end_call`: torch runs no hook after a `KeyboardInterrupt`."""
+        while self._calls and self._calls[-1].interrupted():
+            self._set(*self._calls.pop().before)
+            self.turn.give()
 
     def _advanced(self, route: Route) -> Route:
         steps = (self.step,) * len(route.names)

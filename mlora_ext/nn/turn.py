@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
+
+from torch import nn
+
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
 class Turn:
@@ -59,6 +65,22 @@ class Turn:
         free = self.thread is None or self.thread == threading.get_ident()
         if foreign or not (free or _started_by_autograd()):
             raise _refusal()
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost frame of `nn.Module`'s own code, which lasts as long as the call that runs in it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
+        frame = frame.f_back
+    return frame
+
+
+def is_running(frame: FrameType) -> bool:
+    """Whether a frame of this thread has not ended."""
+    outer: FrameType | None = sys._getframe(1)
+    while outer is not None and outer is not frame:
+        outer = outer.f_back
+    return outer is frame
 
 
 def _refusal() -> RuntimeError:
