@@ -265,7 +265,7 @@ void grad_block(const GradColumnsArgs& args, const RowBlock& block, const typena
                                     staged.stride,
                                     units_of(block.rows, Op::kUnits),
                                     cols - c < kSlice ? cols - c : kSlice};
-      broadcast_gemm<Op>(outer, AddToSums{sums + c, cols});
+      broadcast_gemm<Op>(outer, AddToSums{{sums + c, cols}});
     }
   }
   if (args.dx) {

@@ -71,8 +71,8 @@ inline void split_units(const BF16* first, const BF16* second, int64_t cols, uin
   }
 }
 
-// rows += sum for rows of bf16, 32 columns at a time: the even ones, then the odd ones. Widening and rounding
-// then move no lane but in one permutation.
+// rows += sum for rows of bf16, 32 columns at a time: the even ones, then the odd ones, so that widening and
+// rounding move lanes in one permutation only. Sums begin with what is there: fp32 rounds far below bf16.
 struct AddPairsTo {
   static constexpr int kVecs = 2;
   BF16* rows;

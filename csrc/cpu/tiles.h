@@ -203,7 +203,8 @@ void broadcast_gemm(const BroadcastArgs<Op>& args, const Epilogue& epilogue) {
 // What a tile does with kVecs vectors of `rows[row]` from column `col`: `begin` gives the accumulators' first
 // values, `end` takes their last. The versions with `n` are for fewer columns than that.
 
-// rows += sum, in the dtype of the rows; the accumulator begins with what is there.
+// rows += sum, in the dtype of the rows. The sum is complete before it is added: in fp32, a sum that began
+// with what is there would round at its size with every product.
 template <typename T>
 struct AddTo {
   static constexpr int kVecs = 1;
@@ -211,13 +212,19 @@ struct AddTo {
   int64_t stride;
   T* at(int64_t row, int64_t col) const { return rows + row * stride + col; }
   void prefetch(int64_t row, int64_t col, int64_t cols) const { prefetch_row(at(row, col), cols); }
-  void begin(int64_t row, int64_t col, Simd::Vec* acc) const { *acc = Simd::load(at(row, col)); }
-  void begin(int64_t row, int64_t col, Simd::Vec* acc, int64_t n) const {
-    *acc = Simd::load(at(row, col), n);
+  void begin(int64_t, int64_t, Simd::Vec* acc) const { *acc = Simd::zero(); }
+  void begin(int64_t, int64_t, Simd::Vec* acc, int64_t) const { *acc = Simd::zero(); }
+  Simd::Vec total(int64_t row, int64_t col, Simd::Vec sum) const {
+    return Simd::add(Simd::load(at(row, col)), sum);
   }
-  void end(int64_t row, int64_t col, const Simd::Vec* sum) const { Simd::store(at(row, col), *sum); }
+  Simd::Vec total(int64_t row, int64_t col, Simd::Vec sum, int64_t n) const {
+    return Simd::add(Simd::load(at(row, col), n), sum);
+  }
+  void end(int64_t row, int64_t col, const Simd::Vec* sum) const {
+    Simd::store(at(row, col), total(row, col, *sum));
+  }
   void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
-    Simd::store(at(row, col), *sum, n);
+    Simd::store(at(row, col), total(row, col, *sum, n), n);
   }
 };
 
@@ -228,28 +235,16 @@ struct AddKept : AddTo<T> {
   int64_t bits_stride;
   uint64_t kept(int64_t row, int64_t col) const { return bits[row * bits_stride + (col >> 6)] >> (col & 63); }
   void end(int64_t row, int64_t col, const Simd::Vec* sum) const {
-    Simd::store_kept(this->at(row, col), *sum, kept(row, col));
+    Simd::store_kept(this->at(row, col), this->total(row, col, *sum), kept(row, col));
   }
   void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
-    Simd::store_kept(this->at(row, col), *sum, kept(row, col), n);
+    Simd::store_kept(this->at(row, col), this->total(row, col, *sum, n), kept(row, col), n);
   }
 };
 
-// Sums that stay in the cache; each block's sum is complete before it joins the others'.
-struct AddToSums {
-  static constexpr int kVecs = 1;
-  float* sums;
-  int64_t stride;
-  float* at(int64_t row, int64_t col) const { return sums + row * stride + col; }
+// The same for sums that stay in the cache.
+struct AddToSums : AddTo<float> {
   void prefetch(int64_t, int64_t, int64_t) const {}
-  void begin(int64_t, int64_t, Simd::Vec* acc) const { *acc = Simd::zero(); }
-  void begin(int64_t, int64_t, Simd::Vec* acc, int64_t) const { *acc = Simd::zero(); }
-  void end(int64_t row, int64_t col, const Simd::Vec* sum) const {
-    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col)), *sum));
-  }
-  void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
-    Simd::store(at(row, col), Simd::add(Simd::load(at(row, col), n), *sum), n);
-  }
 };
 
 // What the low-rank part is added with, and the order of columns that its operand is staged in.
