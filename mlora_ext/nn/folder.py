@@ -156,9 +156,9 @@ def _move_into(scratch: Path, target: Path) -> None:
         for name in (_WEIGHTS, _CONFIG):
             os.replace(scratch / name, target / name)
         (target / _OLD_WEIGHTS).unlink(missing_ok=True)
-        _sync(target)
     else:
         os.rename(scratch, target)
+    _sync(target)
     _sync(target.parent)
 
 

@@ -342,7 +342,7 @@ def parse_size(value: int | str) -> int:
         ValueError: the text is not a size, or not above zero.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
     power = " KMGT".index(match[2].upper() or " ")
     return math.floor(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -35,11 +35,24 @@ INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads ``1e-4`` as a number and refuses a key that stands twice."""
+    """YAML that reads ``1e-4`` as a number, and refuses a key that stands twice and a date that is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (ValueError, KeyError, AttributeError) as error:
+            kind, text = node.tag.rpartition(":")[2], str(node.value)
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{text if len(text) <= 60 else text[:59] + '…'} cannot be read as {kind}; "
+                "put it in quotes if it is text",
+                node.start_mark,
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen and key_node.value != "<<":
                     raise yaml.constructor.ConstructorError(
@@ -73,9 +86,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return _parse(text, str(path))
 
 
+def _load(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("brackets are nested too deeply") from error
+
+
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        data = yaml.load(text, _Loader)
+        data = _load(text)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RunError(f"{where}{line}: {error.problem or error.context}") from error
@@ -107,7 +127,7 @@ def apply_override(data: dict[str, Any], override: str) -> Location:
     if not equals or not path.strip():
         raise RunError(f"--set {override}: must be key=value, for example --set defaults.max_steps=20")
     try:
-        value = yaml.load(text, _Loader)
+        value = _load(text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or first_line(error)
         raise RunError(f"--set {override}: {text!r} is not YAML: {reason}") from error
@@ -140,7 +160,7 @@ def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, i
     for used in range(len(parts), 0, -1):
         if ".".join(parts[:used]) in names:
             return names.index(".".join(parts[:used])), used
-    if parts[0].isdigit() and int(parts[0]) < len(items):
+    if parts[0].isdecimal() and int(parts[0]) < len(items):
         return int(parts[0]), 1
     known = ", ".join(str(name) for name in names)
     raise RunError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+LARGEST = sys.float_info.max
 
 
 def nearest(word: str, words: list[str], what: str = "known keys") -> str:
@@ -141,7 +144,7 @@ def _check_alpha(key: str, value: Any) -> None:
 
 
 def _check_number(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise LoraKeyError(key, f"must be a number, got {value!r}")
 
 

@@ -24,9 +24,10 @@ class GuardedStream:
         self._failed = failed
 
     def write(self, text: str) -> int:
-        """Write text, or tell that it cannot be written."""
+        """Write text, its letters that the stream does not know escaped, or tell that it cannot be written."""
+        known = getattr(self._stream, "encoding", None) or "utf-8"
         try:
-            self._stream.write(text)
+            self._stream.write(text.encode(known, "backslashreplace").decode(known))
         except OSError as error:
             self._give_up(error)
         return len(text)

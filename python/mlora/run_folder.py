@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ OWN_FILES = re.compile(
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
 )
+
+PATIENCE = 0.5  # seconds: `is_running` holds the lock for an instant
 
 
 class _Summary(BaseModel):
@@ -227,11 +230,19 @@ class Metrics:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise RunError(f"{path}: cannot be written: {error.strerror}") from error
+        end = time.monotonic() + PATIENCE
+        while not self._lock():
+            if time.monotonic() > end:
+                self._file.close()
+                raise RunError(f"{path.parent}: another process is running this run")
+            time.sleep(PATIENCE / 10)
+
+    def _lock(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise RunError(f"{path.parent}: another process is running this run") from error
+        except BlockingIOError:
+            return False
+        return True
 
     def cut(self, size: int) -> None:
         """Keep the first bytes only.
@@ -295,11 +306,16 @@ def is_running(path: Path) -> bool:
 
     Args:
         path: the run's ``metrics.jsonl``.
+
+    Raises:
+        RunError: it cannot be read.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -318,11 +334,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         One mapping for each line.
 
     Raises:
-        RunError: a line before the last is not JSON.
+        RunError: it cannot be read, or a line before the last is not JSON.
     """
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:

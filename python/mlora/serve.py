@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,8 +46,13 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
         All of them, in order.
 
     Raises:
-        RunError: there are none, or the file cannot be read.
+        RunError: there are none, one is no text, or the file cannot be read.
     """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RunError(f"--prompt {text!r}: is not UTF-8 at character {error.start}") from error
     prompts = list(texts) + (read_prompt_lines(file) if file else [])
     if not prompts:
         raise RunError("no prompt: give --prompt TEXT or --prompts FILE")
@@ -184,9 +190,10 @@ def print_answers(answers: Sequence[Answer], *, as_json: bool) -> None:
         answers: what to print.
         as_json: one JSON object a line, instead of text.
     """
+    escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
     for item in answers:
         print(
-            json.dumps(asdict(item), ensure_ascii=False)
+            json.dumps(asdict(item), ensure_ascii=escaped)
             if as_json
             else f"[{item.adapter}] {item.prompt}{item.completion}"
         )

@@ -79,3 +79,8 @@ def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None
     assert line.startswith("error: device: cuda:99 is not there")
     line = only_line(run("generate", trained, "-p", "x", "--device", "fast"))
     assert line == "error: device: must be cpu, cuda or cuda:<index>, got 'fast'"
+
+
+def test_prompt_that_is_no_text_is_refused(run: Run, trained: Path) -> None:
+    result = run("generate", trained, "-p", "h\udcff")
+    assert only_line(result) == "error: --prompt 'h\\udcff': is not UTF-8 at character 1"

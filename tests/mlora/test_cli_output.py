@@ -93,3 +93,22 @@ def test_an_error_is_told_before_the_output_is(
 def test_no_output_at_all(call: Callable[..., int], trained: Path, tiny_base: Path, tmp_path: Path) -> None:
     assert call(None, "status", trained) == 0
     assert call(None, "train", write_run(tmp_path, run_data(tiny_base, tmp_path))) == 0
+
+
+def test_letters_that_the_output_does_not_know_are_escaped(
+    call: Callable[..., int], tiny_base: Path, tmp_path: Path
+) -> None:
+    """With an ASCII terminal a run with such a path ended in a traceback, after all its training."""
+    folder = tmp_path / "é"
+    folder.mkdir()
+    path = write_run(folder, run_data(tiny_base, folder))
+    with open(tmp_path / "train", "w", encoding="ascii") as stdout:
+        assert call(stdout, "train", path) == 0
+    assert "\\xe9" in (tmp_path / "train").read_text().splitlines()[-1]
+    with open(tmp_path / "generate", "w", encoding="ascii") as stdout:
+        prompt = ("generate", folder / "run", "-p", "é", "--max-new-tokens", 1)
+        assert call(stdout, *prompt) == 0
+        assert call(stdout, *prompt, "--json") == 0
+    text, _, *answers = (tmp_path / "generate").read_text().splitlines()
+    assert text.startswith("[first] \\xe9")
+    assert [json.loads(answer)["prompt"] for answer in answers] == ["é", "é"]

@@ -1,12 +1,15 @@
 """`mlora resume` and `mlora status`."""
 
+import fcntl
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 from command_line import Run, bad_line, only_line
-from mlora.run_folder import Metrics
+from mlora.errors import RunError
+from mlora.run_folder import Metrics, is_running
 from tiny_run import run_data, write_run
 
 
@@ -68,6 +71,31 @@ def test_status_of_broken_files(
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / file).write_text(text)
     assert expected in only_line(run("status", folder))
+
+
+def test_folder_in_the_place_of_metrics(run: Run, trained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    line = f"error: {folder}/metrics.jsonl: cannot be read: Is a directory"
+    assert only_line(run("status", folder)) == line
+    assert only_line(run("train", folder / "config.yaml", "--set", f"output_dir={folder}")) == line
+
+
+def test_lock_is_had_though_another_process_looks_at_it(tmp_path: Path) -> None:
+    """As `mlora status` does for an instant."""
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    with open(path, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        with pytest.raises(RunError, match="another process is running this run"):
+            Metrics(path)
+        timer = threading.Timer(0.02, lambda: fcntl.flock(other, fcntl.LOCK_UN))
+        timer.start()
+        with Metrics(path):
+            timer.join()
+            assert is_running(path)
+    assert not is_running(path)
 
 
 def test_resume_of_a_failed_run_names_the_fault_again(run: Run, tiny_base: Path, tmp_path: Path) -> None:

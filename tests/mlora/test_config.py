@@ -234,6 +234,23 @@ def test_yaml_reads_exponents_and_refuses_a_key_twice(tmp_path: Path) -> None:
         read_yaml(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\nname: 2024-13-45", r"x\.yaml:2: 2024-13-45 cannot be read as timestamp; put it in quotes"),
+        ("seed: " + "1" * 5000, r"x\.yaml:1: 1{59}… cannot be read as int"),
+        ("seed: !!bool maybe", r"x\.yaml:1: maybe cannot be read as bool"),
+        ("seed: !!map 3", r"x\.yaml:1: expected a mapping node"),
+        ("seed: " + "[" * 2000, r"x\.yaml: brackets are nested too deeply"),
+    ],
+)
+def test_values_that_yaml_cannot_read_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(RunError, match=expected):
+        read_yaml(path)
+
+
 def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
     assert apply_override(base, "adapters.b.learning_rate=1e-3") == ("adapters", 1, "learning_rate")
     assert apply_override(base, "adapters.0.lora.r=9") == ("adapters", 0, "lora", "r")
@@ -253,6 +270,8 @@ def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
     [
         ("adapters.c.learning_rate=1", "no item is named 'c'; items: a, b, or 0 to 1"),
         ("adapters.2.learning_rate=1", "no item is named '2'"),
+        ("adapters.².learning_rate=1", "no item is named '²'"),
+        ("seed=2024-13-45", "is not YAML: 2024-13-45 cannot be read as timestamp"),
         ("seed", "must be key=value"),
         ("base_model.x=1", "nothing stands under 'x'"),
         ("adapters[2].learning_rate=1", "no item is named '2'"),
@@ -275,6 +294,16 @@ def test_faults_of_an_override_name_it(tmp_path: Path, base: dict) -> None:
         "--set defaults.max_steps=many: defaults.max_steps: must be a valid integer, unable to parse string "
         "as an integer, got 'many'",
         f"{tmp_path}/run.yaml: sede: unknown key; did you mean 'seed'?",
+    ]
+
+
+def test_numbers_beyond_a_float_are_refused(tmp_path: Path, base: dict) -> None:
+    base["scheduler"] = {"memory_limit": 10**400}
+    base["adapters"][0]["lora"]["lora_alpha"] = 10**400
+    found = lines_of(tmp_path, base)
+    assert [line.partition(" must be ")[0] for line in found] == [
+        "run.yaml: adapters[0].lora.lora_alpha:",
+        "run.yaml: scheduler.memory_limit:",
     ]
 
 
