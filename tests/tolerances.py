@@ -1,13 +1,15 @@
 """The one tolerance policy: as exact as plain PyTorch in the same dtype, against an fp64 oracle.
 
-`err(result, oracle) <= 2 * err(plain, oracle) + tiny`, for the root mean square over all elements (rounding)
-and for the largest element (a single wrong one). `tiny` covers what plain PyTorch happens to get exactly in a
-small tensor. Rounding the result: a quarter of the dtype's epsilon for the root mean square, one epsilon for
-the largest element. The order of fp32 sums: one fp32 epsilon.
+`err(result, oracle) <= 2 * err(plain, oracle) + tiny` for the root mean square over all elements. For the
+largest element, which shows a single wrong one, the factor is 4: plain PyTorch's largest error is one draw of
+a heavy tail, and with 2 one in 1,800 comparisons of right results failed, by 5%. `tiny` covers what plain
+PyTorch gets exactly by chance in a small tensor. Rounding the result: a quarter of the dtype's epsilon for
+the root mean square, one epsilon for the largest element. The order of fp32 sums: one fp32 epsilon.
 """
 
 import torch
 
+FACTOR = torch.tensor([2.0, 4.0], dtype=torch.float64)
 ROUNDING = torch.tensor([0.25, 1.0], dtype=torch.float64)
 SUMMATION = torch.finfo(torch.float32).eps
 
@@ -33,7 +35,7 @@ def assert_as_exact(result: torch.Tensor, plain: torch.Tensor, oracle: torch.Ten
     assert result.isfinite().all(), f"{what}: not finite"
     tiny = torch.finfo(plain.dtype).eps * ROUNDING + SUMMATION
     tiny *= errors(oracle, torch.zeros_like(oracle))
-    got, allowed = errors(result, oracle), 2 * errors(plain, oracle) + tiny
+    got, allowed = errors(result, oracle), FACTOR * errors(plain, oracle) + tiny
     assert (got <= allowed).all(), f"{what}: rms and max error {got.tolist()}, allowed {allowed.tolist()}"
 
 
