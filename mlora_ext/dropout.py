@@ -147,8 +147,8 @@ def check_probability(name: str, p: float) -> None:
     Raises:
         ValueError: naming `name`.
     """
-    if not 0.0 <= p < 1.0 or dropout_threshold(p) >= _LEVELS:
-        raise ValueError(f"{name}: expected a probability with 0 <= p < 1, got {p}")
+    if not isinstance(p, int | float) or not 0.0 <= p < 1.0 or dropout_threshold(p) >= _LEVELS:
+        raise ValueError(f"{name}: expected a probability with 0 <= p < 1, got {p!r}")
 
 
 def _signed(seed: int) -> int:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -185,10 +186,9 @@ def _read_config(path: Path) -> LoraConfig:
         stored = json.loads((path / _CONFIG).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"folder: {path / _CONFIG} is not valid JSON: {error}") from error
-    if stored.get("peft_type") != "LORA":
-        raise ValueError(
-            f"folder: {path} has an adapter of type {stored.get('peft_type')!r}, expected 'LORA'"
-        )
+    kind = stored.get("peft_type") if isinstance(stored, dict) else stored
+    if kind != "LORA":
+        raise ValueError(f"folder: {path} has an adapter of type {kind!r}, expected 'LORA'")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     for field, value in stored.items():
         # PEFT drops, with a warning, what a newer version wrote; it may change what the adapter computes.
@@ -196,9 +196,25 @@ def _read_config(path: Path) -> LoraConfig:
             raise ValueError(
                 f"folder: {path / _CONFIG}: {field}={value!r} is unknown to the PEFT installed here"
             )
-    config = LoraConfig.from_pretrained(str(path))
+    try:
+        config = LoraConfig.from_pretrained(str(path))
+    except TypeError as error:
+        raise ValueError(f"folder: {path / _CONFIG}: PEFT refuses it: {error}") from error
     assert isinstance(config, LoraConfig)
     return config
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"folder: {path} cannot be read: it is damaged or holds no weights") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"folder: {path}: expected a dict of tensors by name, got {type(state).__name__}")
+    for key, tensor in state.items():
+        if not (isinstance(key, str) and isinstance(tensor, Tensor)):
+            raise ValueError(f"folder: {path}: expected a dict of tensors by name, got an entry {key!r}")
+    return dict(state)
 
 
 def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
@@ -212,7 +228,7 @@ def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[st
         except SafetensorError as error:
             raise ValueError(f"folder: {path / _WEIGHTS} cannot be read: {error}") from error
     elif (path / _OLD_WEIGHTS).is_file():
-        state = torch.load(path / _OLD_WEIGHTS, map_location="cpu", weights_only=True)
+        state = _unpickled(path / _OLD_WEIGHTS)
     else:
         raise ValueError(f"folder: expected {path} to have {_WEIGHTS} or {_OLD_WEIGHTS}")
     halves: dict[str, dict[str, Tensor]] = {}

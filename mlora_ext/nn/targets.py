@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,10 +106,34 @@ def check_config(name: str, config: LoraConfig) -> None:
             f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: PEFT would train the "
             "model's head beside the adapter, as modules_to_save"
         )
+    for field in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(getattr(config, field) or {}, dict):
+            raise ValueError(f"adapter {name!r}: {field}: expected a dict, got {getattr(config, field)!r}")
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"adapter {name!r}: r: expected an integer >= 1, got {rank!r}")
+    for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ValueError(f"adapter {name!r}: lora_alpha: expected a finite number, got {alpha!r}")
     check_probability(f"adapter {name!r}: lora_dropout", config.lora_dropout)
+    _check_selection(name, config)
+
+
+def _check_selection(name: str, config: LoraConfig) -> None:
+    """Refuse what PEFT would fail at when it compares the names of modules."""
+    for field in ("target_modules", "exclude_modules"):
+        value = getattr(config, field)
+        names = value if isinstance(value, list | tuple | set) else [] if value is None else [value]
+        if not all(isinstance(item, str) for item in names):
+            raise ValueError(f"adapter {name!r}: {field}: expected a pattern or names, got {value!r}")
+        try:
+            re.compile(value if isinstance(value, str) else "")
+        except re.error as error:
+            raise ValueError(f"adapter {name!r}: {field}: {value!r} is no pattern: {error}") from error
+    value = config.layers_to_transform
+    layers = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(type(item) is int for item in layers):
+        raise ValueError(f"adapter {name!r}: layers_to_transform: expected indices, got {value!r}")
 
 
 def init_kind(config: LoraConfig) -> Any:

@@ -32,6 +32,16 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+NOT_THE_TEMPLATES = (
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
 DOUBT = (
     "have a prompt that the chat template ends differently when the completion follows; "
     "what differs is trained with the completion"
@@ -180,11 +190,14 @@ class ChatTemplate:
         options = fields.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise FormatError(f"'chat_template_kwargs' must be an object, got {type(options).__name__}")
+        for key in NOT_THE_TEMPLATES:
+            if key in options:
+                raise FormatError(f"'chat_template_kwargs': {key!r} is no variable of a template; remove it")
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tools=_tools(fields), tokenize=True, return_dict=True, **how, **options
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise FormatError(f"the chat template refuses the messages: {first_line(error)}") from None
 
 

@@ -24,7 +24,7 @@ class GuardedStream:
         self._failed = failed
 
     def write(self, text: str) -> int:
-        """Write text, its letters that the stream does not know escaped, or tell that it cannot be written."""
+        """Write text, escaping letters that the stream does not know, or tell that it cannot be written."""
         known = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             self._stream.write(text.encode(known, "backslashreplace").decode(known))

@@ -230,12 +230,27 @@ def test_unreadable_files_are_refused(saved: Path) -> None:
         ({"peft_type": "IA3"}, r"an adapter of type 'IA3', expected 'LORA'"),
         ({"shiny": True}, r"shiny=True is unknown to the PEFT installed here"),
         ({"use_dora": True}, r"adapter 'a': use_dora=True is not supported"),
+        ({"target_parameters": "x"}, r"PEFT refuses it: `target_parameters` must be a list of strings"),
     ]:
         config.write_text(json.dumps({**fields, **change}))
         with pytest.raises(ValueError, match=message):
             mx.load_adapter(llama(), "a", saved)
     config.write_text("{")
     with pytest.raises(ValueError, match=r"adapter_config\.json is not valid JSON"):
+        mx.load_adapter(llama(), "a", saved)
+    config.write_text("[]")
+    with pytest.raises(ValueError, match=r"an adapter of type \[\], expected 'LORA'"):
+        mx.load_adapter(llama(), "a", saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"damaged", b"PK\x03\x04", {"weight": 3}, {3: torch.ones(1)}, [1]])
+def test_unreadable_old_weights_are_refused(saved: Path, content: object) -> None:
+    (saved / "adapter_model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (saved / "adapter_model.bin").write_bytes(content)
+    else:
+        torch.save(content, saved / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"adapter_model\.bin(: expected a dict of tensors| cannot be read)"):
         mx.load_adapter(llama(), "a", saved)
 
 

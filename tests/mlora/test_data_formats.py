@@ -168,6 +168,11 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
             {"messages": ASKED, "chat_template_kwargs": 1},
             "'chat_template_kwargs' must be an object",
         ),
+        (
+            "messages",
+            {"messages": ASKED, "chat_template_kwargs": {"padding": "max_length"}},
+            "'chat_template_kwargs': 'padding' is no variable of a template; remove it",
+        ),
         ("sharegpt", {"conversations": []}, "'conversations' is empty; at least one message is needed"),
         (
             "sharegpt",
@@ -195,6 +200,15 @@ def test_malformed_lines_are_named(load, tmp_path: Path, format: str, record: di
     assert str(error.value).startswith(f"{tmp_path}/d.jsonl:2: ")
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["{{ 1 / 0 }}", "{{ range(10**9) }}", "{{ '{x}'.format() }}"])
+def test_template_that_fails_is_one_line(tmp_path: Path, fault: str) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    tokenizer.chat_template = fault
+    path = write_jsonl(tmp_path / "d.jsonl", [{"messages": ASKED}])
+    with pytest.raises(RunError, match=r"d\.jsonl:1: the chat template refuses the messages: "):
+        load_dataset("chats", path, "messages", max_length=9, vocab_size=260, tokenizer=tokenizer)
 
 
 def test_a_tokenizer_without_a_chat_template_is_one_line(load, tmp_path: Path) -> None:
