@@ -10,8 +10,8 @@ from mlora.errors import RunError, first_line
 from mlora.lora_fields import build_lora
 
 if TYPE_CHECKING:
+    from mlora.base_info import BaseInfo
     from mlora.config import AdapterConfig
-    from mlora.tasks import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 

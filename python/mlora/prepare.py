@@ -11,6 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
+from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
 from mlora.device import choose_device, is_out_of_memory
 from mlora.doubts import lora_doubts
@@ -18,7 +19,7 @@ from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
-from mlora.tasks import BaseInfo, Progress, Task, TaskBuilder
+from mlora.tasks import Progress, Task, TaskBuilder
 
 
 class Prepared:

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlora.base_info import BaseInfo
 from mlora.config_file import read_yaml
 from mlora.data import read_prompt_lines
 from mlora.errors import RunError, first_line
 from mlora.generate import Request, Sampling, complete, end_token, text_of
-from mlora.tasks import BaseInfo
 
 if TYPE_CHECKING:
     from mlora.engine import Engine

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlora.base_info import BaseInfo
 from mlora.engine import Engine
 from mlora.optimizer import OptimConfig
-from mlora.tasks import BaseInfo
 from peft import LoraConfig
 from tiny_models import VOCABULARY, samples
 from transformers import (
