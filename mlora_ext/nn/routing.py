@@ -274,7 +274,8 @@ class Router:
 
     def end_call(self, output: object, training: bool) -> None:
         """A top-level forward has ended, or failed (`output` None): leave its route, advance the step."""
-        if not self._calls or self._calls[-1].thread != threading.get_ident():
+        call = self._calls[-1] if self._calls else None
+        if call is None or call.thread != threading.get_ident() or call.frame is not calling_frame():
             return  # the call was refused before it began
         route = self.active
         before, in_backward = self._calls.pop().before

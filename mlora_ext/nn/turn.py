@@ -68,9 +68,11 @@ class Turn:
 
 
 def calling_frame() -> FrameType | None:
-    """The innermost frame of `nn.Module`'s own code, which lasts as long as the call that runs in it."""
+    """The frame of the innermost `nn.Module.__call__`, which lasts as long as the call and its hooks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
+        frame = frame.f_back
+    while frame is not None and frame.f_back and frame.f_back.f_code.co_filename == _MODULE_FILE:
         frame = frame.f_back
     return frame
 

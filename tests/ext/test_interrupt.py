@@ -98,3 +98,15 @@ def test_call_inside_a_call_leaves_the_outer_one() -> None:
     assert torch.equal(model(input_ids=IDS).logits, expected)
     assert torch.equal(inner[0], expected)
     assert model.mlora_router.active is None
+
+
+def test_refused_call_inside_a_call_leaves_the_outer_one() -> None:
+    model = converted().eval()
+    expected = forward(model)
+
+    def refused(*_: object) -> None:
+        with pytest.raises(ValueError, match="a route is active already"):
+            forward(model)
+
+    model.model.layers[1].register_forward_pre_hook(refused)
+    assert torch.equal(forward(model), expected)
