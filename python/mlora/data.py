@@ -116,9 +116,16 @@ def _finish(
 
 
 def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the SHA-256 of a file as hexadecimal digits.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_prompt_lines(path: Path) -> list[str]:
@@ -148,24 +155,27 @@ def read_prompt_lines(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, raw in _raw_lines(path):
+        if not raw.strip():
+            continue
+        try:
+            fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
+        except json.JSONDecodeError as error:  # its own line is always 1, or 2 at the end of this one
+            raise RunError(
+                f"{path}:{number}: is not JSON: {error.msg} at character {error.pos + 1}"
+            ) from error
+        except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits
+            raise RunError(f"{path}:{number}: is not JSON: {first_line(error)}") from error
+        if not isinstance(fields, dict):
+            raise RunError(f"{path}:{number}: must be a JSON object, got {type(fields).__name__}")
+        yield number, fields
+
+
+def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, after the error of opening is told apart
+        with open(path, "rb") as file:
+            yield from enumerate(file, 1)
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-    with file:
-        for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
-            except json.JSONDecodeError as error:  # its own line is always 1, or 2 at the end of this one
-                raise RunError(
-                    f"{path}:{number}: is not JSON: {error.msg} at character {error.pos + 1}"
-                ) from error
-            except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits
-                raise RunError(f"{path}:{number}: is not JSON: {first_line(error)}") from error
-            if not isinstance(fields, dict):
-                raise RunError(f"{path}:{number}: must be a JSON object, got {type(fields).__name__}")
-            yield number, fields

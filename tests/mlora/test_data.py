@@ -156,6 +156,12 @@ def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file whose reading fails")
+def test_a_file_that_opens_but_cannot_be_read() -> None:
+    with pytest.raises(RunError, match=r"^/proc/self/mem: cannot be read: Input/output error$"):
+        load(Path("/proc/self/mem"))
+
+
 def test_text_needs_a_tokenizer_with_an_end_token(tmp_path: Path, tokenizer) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
     with pytest.raises(RunError, match="has no tokenizer; use a dataset of format tokens"):
