@@ -106,7 +106,7 @@ class ChatTemplate:
         FormatError: the tokenizer has no chat template, or ``assistant_only_loss`` finds no marks in it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = False) -> None:
         if not tokenizer.chat_template:
             raise FormatError(
                 "messages need a chat template, and the base model's tokenizer has none; use a base model "
@@ -163,6 +163,18 @@ class ChatTemplate:
         if place < len(start):
             return Record(sample, doubt=DOUBT)
         return Record(sample, self._prompt(ids, place))
+
+    def question(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a user's message and of what opens the answer.
+
+        Args:
+            text: the message's.
+
+        Raises:
+            FormatError: the template refuses it.
+        """
+        message = {"role": "user", "content": text}
+        return tuple(self._tokens([message], {}, add_generation_prompt=True)["input_ids"])
 
     def _prompt(self, ids: tuple[int, ...], place: int) -> Prompt | None:
         """Return the prompt that ends at a place, or none where no end token follows."""

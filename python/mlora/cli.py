@@ -128,6 +128,9 @@ def generate(
     top_p: Annotated[float, typer.Option()] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 draws from all tokens")] = 0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    chat: Annotated[
+        bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
+    ] = False,
     bf16: Annotated[bool, typer.Option(help="load the base model in bf16")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
@@ -151,10 +154,11 @@ def generate(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed,
+            chat=chat,
             bf16=bf16,
             device=device,
         )
-        print_answers(answers, as_json=json_lines)
+        print_answers(answers, as_json=json_lines, between=" | " if chat else "")
 
 
 @contextmanager

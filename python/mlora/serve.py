@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlora.base_info import BaseInfo
+from mlora.chat import ChatTemplate
 from mlora.config_file import read_yaml
 from mlora.data import read_prompt_lines
 from mlora.errors import RunError, first_line
 from mlora.generate import Request, Sampling, complete, end_token, text_of
+from mlora.record import FormatError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from mlora.engine import Engine
 
 
@@ -102,6 +106,7 @@ def answer(
     max_new_tokens: int,
     sampling: Sampling,
     seed: int,
+    chat: bool = False,
     bf16: bool = False,
     device: str | None = None,
 ) -> list[Answer]:
@@ -115,6 +120,7 @@ def answer(
         max_new_tokens: the most tokens to add; no more than the base model has positions for.
         sampling: how tokens are drawn.
         seed: of the draws.
+        chat: each prompt is a user's message, put into the base model's chat template.
         bf16: load the base model in bf16 instead of fp32.
         device: instead of CUDA where there is one, else the CPU.
 
@@ -122,7 +128,8 @@ def answer(
         Prompt by prompt, adapter by adapter.
 
     Raises:
-        RunError: an adapter, the base model or a folder is not there or does not fit.
+        RunError: an adapter, the base model or a folder is not there or does not fit, or there is no chat
+            template.
     """
     import torch
 
@@ -139,8 +146,8 @@ def answer(
         raise RunError(f"{source}: names no base model; give it with --base-model")
     base = BaseInfo(base_model or named)
     tokenizer = base.tokenizer()
+    tokens = _tokens(tokenizer, prompts, chat)
     engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
-    tokens = [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
     budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
     requests = [Request(name, tokens[index], budgets[index]) for name, index in pairs]
@@ -151,6 +158,16 @@ def answer(
         raise RunError(str(error)) from error
     texts = [text_of(tokenizer, output) for output in outputs]
     return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[tuple[int, ...]]:
+    if not chat:
+        return [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    try:
+        template = ChatTemplate(tokenizer)
+        return [template.question(prompt) for prompt in prompts]
+    except FormatError as error:
+        raise RunError(f"--chat: {error}") from None
 
 
 def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
@@ -183,17 +200,18 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
     return engine
 
 
-def print_answers(answers: Sequence[Answer], *, as_json: bool) -> None:
+def print_answers(answers: Sequence[Answer], *, as_json: bool, between: str = "") -> None:
     """Print completions.
 
     Args:
         answers: what to print.
         as_json: one JSON object a line, instead of text.
+        between: what stands between a prompt and its completion in text.
     """
     escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
     for item in answers:
         print(
             json.dumps(asdict(item), ensure_ascii=escaped)
             if as_json
-            else f"[{item.adapter}] {item.prompt}{item.completion}"
+            else f"[{item.adapter}] {item.prompt}{between}{item.completion}"
         )

@@ -33,6 +33,27 @@ def test_generate_is_what_peft_generates(run: Run, trained: Path, tiny_base: Pat
             assert got == [expected]
 
 
+def test_chat_puts_prompts_into_the_template(
+    run: Run, trained: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """The same as writing out what the template writes around the message."""
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(base)
+    options = ("--base-model", base, "--max-new-tokens", 4, "--json")
+    chat = run("generate", trained, "-p", "ab", "--chat", *options)
+    assert chat.exit_code == 0, chat.stderr
+    written = run("generate", trained, "-p", "<user>ab;<assistant>", *options)
+    answers = [[json.loads(line) for line in result.stdout.splitlines()] for result in (chat, written)]
+    assert [a["completion"] for a in answers[0]] == [a["completion"] for a in answers[1]]
+    assert [a["prompt"] for a in answers[0]] == ["ab", "ab"]
+    assert "--chat: messages need a chat template" in only_line(run("generate", trained, "-p", "x", "--chat"))
+
+
 def test_generate_from_one_folder_and_from_the_base(run: Run, trained: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
