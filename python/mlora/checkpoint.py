@@ -99,8 +99,9 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
             raise
         intact = "; earlier checkpoints are intact" if list_checkpoints(folder) else ""
         raise RunError(f"{path}: cannot be saved: {cause.strerror}{intact}") from error
-    for old in list_checkpoints(folder)[:-keep]:
-        old.unlink()
+    older = [old for old in list_checkpoints(folder) if old.name < path.name]  # a later one is damaged
+    for old in older[::-1][keep - 1 :]:
+        old.unlink(missing_ok=True)
     return path
 
 

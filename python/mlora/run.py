@@ -94,21 +94,23 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
     """
     reporter = reporter or Silent()
     folder = RunFolder(Path(run_dir).resolve())
-    config = folder.read_config()
+    folder.read_config()  # before the lock, which would make the folder
     done = finished_result(folder)
-    if done is not None:
-        for name, adapter in done.adapters.items():
-            if adapter.state in ("stopped", "refused"):
-                reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
-        if not folder.plot.is_file():  # the disk was full when the run ended
-            names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
-            plot_losses(folder.plot, names, read_metrics(folder.metrics))
-        return done
-    with folder.take() as metrics:
-        checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
-        prepared = _continued(config, folder, checkpoint, reporter)
-        metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
-        return _run(prepared, folder, metrics, reporter)
+    if done is None:
+        with folder.take() as metrics:
+            done = finished_result(folder)  # by another process, meanwhile
+            if done is None:
+                checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
+                prepared = _continued(folder.read_config(), folder, checkpoint, reporter)
+                metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+                return _run(prepared, folder, metrics, reporter)
+    for name, adapter in done.adapters.items():
+        if adapter.state in ("stopped", "refused"):
+            reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
+    if not folder.plot.is_file():  # the disk was full when the run ended
+        names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
+        plot_losses(folder.plot, names, read_metrics(folder.metrics))
+    return done
 
 
 def _continued(

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from mlora.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.report import Silent
 from mlora.run import resume, train
-from mlora.run_folder import read_metrics
+from mlora.run_folder import Metrics, RunFolder, read_metrics
 from tiny_run import lines, random_tokens, run_data, weights, write_jsonl
 
 
@@ -172,6 +173,36 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(RunError, match="no checkpoint can be read; train anew with --overwrite"):
         resume(tmp_path / "run")
+
+
+def test_a_damaged_later_checkpoint_pushes_out_no_whole_one(tmp_path: Path) -> None:
+    """A run that resumed before it, and keeps one, removed the one that it had just saved."""
+    save_checkpoint(tmp_path, 8, {}, keep=2)
+    (tmp_path / "step-00000020.pt").write_bytes(b"damaged")
+    names = []
+    for iteration in (10, 15, 25):
+        save_checkpoint(tmp_path, iteration, {}, keep=1)
+        names.append([int(path.stem[5:]) for path in list_checkpoints(tmp_path)])
+    assert names == [[10, 20], [15, 20], [25]]
+
+
+def test_resume_of_a_run_that_another_process_ends_meanwhile(whole: dict[str, Any], tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "whole")
+    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "copy"))
+    copy.summary.unlink()
+    before = copy.metrics.read_bytes()
+    with Metrics(copy.metrics) as other:
+
+        def end() -> None:
+            shutil.copy(folder.summary, copy.summary)
+            other.close()
+
+        timer = threading.Timer(0.05, end)
+        timer.start()
+        result = resume(copy.path)
+        timer.join()
+    assert result.adapters.keys() == {"first", "second"}
+    assert copy.metrics.read_bytes() == before
 
 
 def test_a_file_that_is_no_checkpoint_is_one_line(whole: dict[str, Any], tmp_path: Path) -> None:
