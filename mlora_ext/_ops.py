@@ -105,7 +105,8 @@ class _LoRALinear(torch.autograd.Function):
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
-    return [0 if tensor is None else tensor._version for tensor in tensors]
+    """Tensors made in inference mode count no versions; autograd takes none of them that needs a gradient."""
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _changed(ctx: Any) -> str:

@@ -135,6 +135,8 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
 def _check_rank(key: str, value: Any) -> None:
     if type(value) is not int or value < 1:
         raise LoraKeyError(key, f"a rank must be a whole number of at least 1, got {value!r}")
+    if value >= 2**31:
+        raise LoraKeyError(key, f"a rank must be below 2^31, got {value}")
 
 
 def _check_alpha(key: str, value: Any) -> None:

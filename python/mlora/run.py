@@ -125,6 +125,12 @@ def _continued(
             f"{folder.config}: {changed} changed since the checkpoint; put it back, or train anew "
             "with --overwrite"
         )
+    for name, task in checkpoint["tasks"].items():
+        if task["state"] == "finished" and not (folder.adapters / name).is_dir():
+            raise RunError(
+                f"{name}: has ended, but {folder.adapters / name} is gone, and checkpoints hold adapters in "
+                "training only; put it back, or train anew with --overwrite"
+            )
     reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
     return prepare(config, reporter, checkpoint)
 

@@ -330,6 +330,18 @@ def test_inference_mode_before_training() -> None:
     check(case)
 
 
+def test_frozen_adapters_made_in_inference_mode() -> None:
+    case = make([4, 7], [6, 5], [0, 1])
+    with torch.inference_mode():
+        frozen = [t.detach().clone() for t in (case.lora_a[0], case.lora_b[0])]
+    expected = case.run()
+    case.lora_a[0], case.lora_b[0] = frozen
+    y = mx.multi_lora_linear(*case.arguments())
+    (dx,) = torch.autograd.grad(y, case.x, case.dy)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(dx, expected[1])
+
+
 def test_no_grad_needs_no_graph() -> None:
     case = make([4, 7], [6, 5], [0, 1])
     with torch.no_grad():

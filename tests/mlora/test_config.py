@@ -111,6 +111,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("defaults.lora", {}, "defaults.lora: unknown key here; it belongs under an adapter"),
         ("adapters", [], "adapters: must not be empty"),
         ("adapters.0.lora.r", 0, "adapters[0].lora.r: a rank must be a whole number of at least 1, got 0"),
+        ("adapters.0.lora.r", 2**31, "adapters[0].lora.r: a rank must be below 2^31, got 2147483648"),
         (
             "adapters.0.lora.rank_pattern",
             {"q_proj": 0},

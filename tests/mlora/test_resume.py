@@ -110,6 +110,17 @@ def test_the_data_of_an_adapter_that_has_ended_is_not_read_again(tiny_base: Path
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
+def test_an_ended_adapter_that_is_lost_is_told_of(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0]["max_steps"] = 1
+    train(resolve_config(data, folder=tmp_path), reporter=Interrupting(3))
+    shutil.rmtree(tmp_path / "run" / "adapters" / "first")
+    before = weights(tmp_path / "run")
+    with pytest.raises(RunError, match=r"^first: has ended, but .*adapters/first is gone, .*; put it back"):
+        resume(tmp_path / "run")
+    assert weights(tmp_path / "run") == before
+
+
 def test_the_data_of_a_running_adapter_is_needed(whole: dict[str, Any], tmp_path: Path) -> None:
     train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
     (tmp_path / "two.jsonl").unlink()
