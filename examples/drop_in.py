@@ -103,14 +103,23 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.base_model)
     mx.convert_model(model, CONFIGS)
     model.train()
+    print(f"training {len(CONFIGS)} adapters together, {args.steps} steps", flush=True)
     for name, loss in train(model, tokenizer, args.steps, args.batch_size).items():
         print(f"{name}: last loss {loss:.4f}")
         mx.save_adapter(model, name, args.output / name)
     model.eval()
-    asked = [(name, line["prompt"]) for name in CONFIGS for line in read_lines(f"{name}-held-out")[:4]]
-    prompts = tokenizer([prompt for _, prompt in asked], return_tensors="pt", padding=True)
+    asked = [(name, line) for name in CONFIGS for line in read_lines(f"{name}-held-out")[:20]]
+    prompts = tokenizer([line["prompt"] for _, line in asked], return_tensors="pt", padding=True)
     out = model.generate(**prompts, adapter_names=[name for name, _ in asked], max_new_tokens=12)
-    print("\n".join(tokenizer.batch_decode(out, skip_special_tokens=True)))
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    right = [
+        text == line["prompt"] + line["completion"] for text, (_, line) in zip(texts, asked, strict=True)
+    ]
+    for name in CONFIGS:
+        answers = [i for i, (asker, _) in enumerate(asked) if asker == name]
+        print(f"{name}: {sum(right[i] for i in answers)} of {len(answers)} held-out prompts right, such as")
+        for i in answers[:3]:
+            print(f"  {texts[i]}   ({'right' if right[i] else 'expected ' + asked[i][1]['completion']})")
 
 
 if __name__ == "__main__":

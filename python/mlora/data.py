@@ -107,11 +107,10 @@ def _finish(
             found["have no trained token and are left out"] += 1
         if record.doubt:
             found[record.doubt] += 1
+    counts = [f"{count} of {len(records)} samples {what}" for what, count in found.items()]
     if not kept:
-        raise RunError(f"{path}: no sample of the dataset {name!r} has a trained token")
-    warnings = [
-        f"dataset {name!r}: {count} of {len(records)} samples {what}" for what, count in found.items()
-    ]
+        raise RunError(f"{path}: no sample of the dataset {name!r} has a trained token: {'; '.join(counts)}")
+    warnings = [f"dataset {name!r}: {count}" for count in counts]
     return Dataset(kept, prompts, warnings, fingerprint(path))
 
 

@@ -70,18 +70,15 @@ def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Return the exponential moving average, corrected for its start.
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value and its neighbours, a fortieth of all on either side: it does not lag behind.
 
     Args:
         values: in order.
-        weight: of what came before.
 
     Returns:
         As many values.
     """
-    average, mass, result = 0.0, 0.0, []
-    for value in values:
-        average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
-        result.append(average / mass)
-    return result
+    reach = len(values) // 40
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

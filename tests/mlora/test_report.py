@@ -52,9 +52,11 @@ def test_clock() -> None:
     assert [clock(seconds) for seconds in (0, 65.4, 3599.6, 7384)] == ["0:00", "1:05", "1:00:00", "2:03:04"]
 
 
-def test_smoothing_is_a_weighted_mean_of_what_came() -> None:
-    assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
-    assert smooth([1.0, 3.0], weight=0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+def test_smoothing_is_the_mean_of_neighbours() -> None:
+    assert smooth([1.0, 3.0]) == [1.0, 3.0]
+    ramp = [float(i) for i in range(100)]
+    assert smooth(ramp)[2:-2] == pytest.approx(ramp[2:-2])
+    assert smooth([0.0] * 50 + [5.0] + [0.0] * 49)[46:55] == pytest.approx([0, 0, 1, 1, 1, 1, 1, 0, 0])
 
 
 def test_table_leaves_out_columns_without_values() -> None:
