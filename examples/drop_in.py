@@ -119,7 +119,7 @@ def main() -> None:
         answers = [i for i, (asker, _) in enumerate(asked) if asker == name]
         print(f"{name}: {sum(right[i] for i in answers)} of {len(answers)} held-out prompts right, such as")
         for i in answers[:3]:
-            print(f"  {texts[i]}   ({'right' if right[i] else 'expected ' + asked[i][1]['completion']})")
+            print(f"  {texts[i]}   ({'right' if right[i] else 'expected: ' + expected[i]})")
 
 
 if __name__ == "__main__":

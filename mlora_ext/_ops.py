@@ -105,8 +105,10 @@ class _LoRALinear(torch.autograd.Function):
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
-    """Tensors made in inference mode count no versions; autograd takes none of them that needs a gradient."""
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # one was made in inference mode; it counts no versions and needs no gradient
+        return [0 if t is None or t.is_inference() else t._version for t in tensors]
 
 
 def _changed(ctx: Any) -> str:
