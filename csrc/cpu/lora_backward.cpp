@@ -46,7 +46,6 @@ std::vector<Tensor> empty_gradients(const std::vector<Tensor>& parameters) {
 // One gradient's columns of one adapter.
 struct ColumnTask {
   size_t adapter;
-  bool is_a;
   int64_t begin;
   int64_t end;
 };
@@ -65,7 +64,7 @@ void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
               ", ", max_rank, "], got ", dtype_name(s.scalar_type()), " of shape ", shape_of(s));
 }
 
-// The passes of one backward call: by rows for ds, then by columns for dA with dx, and dB.
+// The passes of one backward call: by rows for ds, then by columns for dB, and for dA with dx.
 class Backward {
  public:
   Backward(const Tensor& dy, const Tensor& x, const Tensor& s, const std::vector<Tensor>& lora_a,
@@ -116,29 +115,17 @@ class Backward {
     });
   }
 
-  // dx holds dy W already and receives the low-rank part.
-  void grad_columns(Tensor& dx, std::vector<Tensor>& da, std::vector<Tensor>& db) const {
-    std::vector<ColumnTask> tasks;
-    if (wanted_.dx || wanted_.da) {
-      add_tasks(true, x_.size(1), tasks);
-    }
+  void grad_b(std::vector<Tensor>& db) const {
     if (wanted_.db) {
-      add_tasks(false, dy_.size(1), tasks);
+      grad_columns(columns_of_b(), dy_.size(1), db, true);
     }
-    const GradColumnsArgs of_a = columns_of_a(dx);
-    const GradColumnsArgs of_b = columns_of_b();
-    team_.run(static_cast<int64_t>(tasks.size()), [&](int64_t index, int64_t thread) {
-      const ColumnTask& task = tasks[static_cast<size_t>(index)];
-      GradColumnsArgs mine = task.is_a ? of_a : of_b;
-      mine.adapter = &plan_.adapters[task.adapter];
-      mine.begin = task.begin;
-      mine.end = task.end;
-      if (mine.p_cols) {
-        mine.grad = task.is_a ? view_of(da[task.adapter], false) : view_of(db[task.adapter], true);
-      }
-      mine.scratch = scratch_of(thread);
-      table_.grad_columns(mine);
-    });
+  }
+
+  // dx holds dy W already and receives the low-rank part.
+  void grad_a(Tensor& dx, std::vector<Tensor>& da) const {
+    if (wanted_.dx || wanted_.da) {
+      grad_columns(columns_of_a(dx), x_.size(1), da, false);
+    }
   }
 
  private:
@@ -158,16 +145,27 @@ class Backward {
   }
 
   // An adapter without rows still has a gradient to fill with zeros.
-  void add_tasks(bool is_a, int64_t columns, std::vector<ColumnTask>& tasks) const {
-    const bool gradient = is_a ? wanted_.da : wanted_.db;
+  void grad_columns(const GradColumnsArgs& args, int64_t columns, std::vector<Tensor>& gradients,
+                    bool transpose) const {
+    std::vector<ColumnTask> tasks;
     for (size_t i = 0; i < plan_.adapters.size(); ++i) {
-      if (!gradient && plan_.adapters[i].first_block < 0) {
-        continue;
-      }
-      for (int64_t begin = 0; begin < columns; begin += table_.columns) {
-        tasks.push_back({i, is_a, begin, std::min(columns, begin + table_.columns)});
+      for (int64_t begin = 0; begin < columns && (args.p_cols || plan_.adapters[i].first_block >= 0);
+           begin += table_.columns) {
+        tasks.push_back({i, begin, std::min(columns, begin + table_.columns)});
       }
     }
+    team_.run(static_cast<int64_t>(tasks.size()), [&](int64_t index, int64_t thread) {
+      const ColumnTask& task = tasks[static_cast<size_t>(index)];
+      GradColumnsArgs mine = args;
+      mine.adapter = &plan_.adapters[task.adapter];
+      mine.begin = task.begin;
+      mine.end = task.end;
+      if (mine.p_cols) {
+        mine.grad = view_of(gradients[task.adapter], transpose);
+      }
+      mine.scratch = scratch_of(thread);
+      table_.grad_columns(mine);
+    });
   }
 
   GradColumnsArgs columns_of_a(Tensor& dx) const {
@@ -233,10 +231,12 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
   Backward backward(dy, x, s, lora_a, lora_b, table, plan, {need_dx, need_da, need_db});
   backward.prepare();
   backward.grad_rows();
+  // before the product with W, which drives dy out of the caches
+  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
+  backward.grad_b(db);
   Tensor dx = need_dx ? base_linear_dx(dy, weight) : empty_cpu({0}, {1}, x.scalar_type());
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
-  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  backward.grad_columns(dx, da, db);
+  backward.grad_a(dx, da);
   return {dx, da, db};
 }
 
