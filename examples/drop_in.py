@@ -112,9 +112,8 @@ def main() -> None:
     prompts = tokenizer([line["prompt"] for _, line in asked], return_tensors="pt", padding=True)
     out = model.generate(**prompts, adapter_names=[name for name, _ in asked], max_new_tokens=12)
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
-    right = [
-        text == line["prompt"] + line["completion"] for text, (_, line) in zip(texts, asked, strict=True)
-    ]
+    expected = [line["prompt"] + line["completion"] for _, line in asked]
+    right = [text == wanted for text, wanted in zip(texts, expected, strict=True)]
     for name in CONFIGS:
         answers = [i for i, (asker, _) in enumerate(asked) if asker == name]
         print(f"{name}: {sum(right[i] for i in answers)} of {len(answers)} held-out prompts right, such as")

@@ -71,7 +71,7 @@ def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and its neighbours, a fortieth of all on either side; it lags behind nothing.
+    """Return the mean of each value and its neighbours, a fortieth of all on either side.
 
     Args:
         values: in order.
