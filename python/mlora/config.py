@@ -274,6 +274,8 @@ class RunConfig(_Strict):
         folder = _resolve(value, info)
         if Path(folder).is_dir():
             return folder
+        if Path(folder).is_file():
+            raise ValueError(f"{folder} is a file; expected a model's folder or a model on the hub")
         beside_others = "/" in value and Path(folder).parent.is_dir()
         if beside_others or not is_hub_id(value):
             raise ValueError(f"no such folder: {folder}")

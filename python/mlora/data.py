@@ -163,7 +163,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
         except json.JSONDecodeError as error:  # its own line is always 1, or 2 at the end of this one
             raise RunError(
-                f"{path}:{number}: is not JSON: {error.msg} at character {error.pos + 1}"
+                f"{path}:{number}: is not JSON: {error.msg} at character {error.pos + 1}; "
+                "expected one JSON object a line"
             ) from error
         except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits
             raise RunError(f"{path}:{number}: is not JSON: {first_line(error)}") from error

@@ -30,6 +30,8 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
         if not (Path(name) / "config.json").is_file():
             raise ValueError(f"base_model: {name} holds no config.json; is it a model's folder?")
         return
+    if Path(name).is_file():
+        raise ValueError(f"base_model: {name} is a file; expected a model's folder or a model on the hub")
     nowhere = f"base_model: no such folder: {folder or Path(name).resolve()}"
     if not is_hub_id(name):
         raise ValueError(nowhere)

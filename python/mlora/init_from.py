@@ -33,6 +33,8 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
         RunError: the folder is not one of PEFT's, or ``lora`` says something else.
     """
     folder = Path(str(adapter.init_from))
+    if not folder.is_dir():
+        raise RunError(f"init_from: no such folder: {folder}")
     if not (folder / "adapter_config.json").is_file():
         raise RunError(f"init_from: {folder} is not a PEFT folder: it holds no adapter_config.json")
     try:
@@ -44,15 +46,16 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
         raise RunError(f"init_from: {folder} is not a LoRA adapter")
     saved = {**build_lora({}).to_dict(), **saved}  # an older PEFT wrote fewer keys
+    named = str(saved.get("base_model_name_or_path") or "")
+    other = bool(named) and not _same_base(named, base.name)
     for key, value in (adapter.lora or {}).items():
         if key not in TARGETING and value != saved[key]:
             _disagree(key, value, saved[key])
     given = {key: value for key, value in (adapter.lora or {}).items() if key in TARGETING}
     if any(value != saved.get(key) for key, value in given.items()) and base.targets(given) != _tuned(folder):
         key = "target_modules" if "target_modules" in given else next(iter(given))
-        _disagree(key, given[key], saved.get(key))
-    named = saved.get("base_model_name_or_path")
-    if not named or _same_base(str(named), base.name):
+        _disagree(key, given[key], saved.get(key), f" ({folder} was trained on {named})" if other else "")
+    if not other:
         return None
     return (
         f"{adapter.name}: init_from: {folder} was trained on {named}, "
@@ -65,9 +68,10 @@ def _same_base(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve() or Path(one).name == Path(other).name
 
 
-def _disagree(key: str, value: Any, there: Any) -> None:
+def _disagree(key: str, value: Any, there: Any, why: str = "") -> None:
+    written = repr(there) if len(repr(there)) <= 100 else f"{repr(there)[:97]}..."
     raise RunError(
-        f"lora.{key}: {value!r} does not agree with init_from, whose {key} is {there!r}; "
+        f"lora.{key}: {value!r} does not agree with init_from, whose {key} is {written}{why}; "
         "make them agree or remove the lora block"
     )
 

@@ -26,6 +26,8 @@ def nearest(word: str, words: list[str], what: str = "known keys") -> str:
         ``did you mean 'r'?`` or ``known keys: ...``.
     """
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    if not close:  # "lr" is learning_rate
+        close = [known for known in words if "".join(part[:1] for part in known.split("_")) == word][:1]
     if not close:
         close = [known for known in words if word.startswith(known) and len(word) <= len(known) + 2][:1]
     return f"did you mean {close[0]!r}?" if close else f"{what}: {', '.join(words)}"

@@ -76,6 +76,17 @@ def test_lora_beside_init_from_must_agree(run: Run, trained: Path, tiny_base: Pa
     )
     result = run("validate", path, "--set", "adapters.first.lora.target_modules=[q_proj]")
     assert result.stderr.startswith("error: first: refused: lora.target_modules: ['q_proj'] does not agree")
+    assert "was trained on" not in result.stderr
+    saved = json.loads((trained / "adapters" / "first" / "adapter_config.json").read_text())
+    other = shutil.copytree(trained / "adapters" / "first", tmp_path / "other")
+    (other / "adapter_config.json").write_text(
+        json.dumps(saved | {"base_model_name_or_path": "someone/llama", "target_modules": ["x" * 500]})
+    )
+    data["adapters"][0] |= {"init_from": str(other)}
+    path = write_run(tmp_path, data)
+    result = run("validate", path, "--set", "adapters.first.lora.target_modules=[q_proj]")
+    assert f"({other} was trained on someone/llama); make them agree" in result.stderr
+    assert len(result.stderr) < 500
 
 
 def test_folder_of_an_older_peft_agrees_with_the_defaults(

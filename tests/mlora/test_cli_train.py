@@ -125,7 +125,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any], Path], object], str]] = [
     (
         "no adapter folder",
         lambda d, f: d["adapters"][0].update(lora=None, init_from="nowhere"),
-        "nowhere is not a PEFT folder: it holds no adapter_config.json",
+        "init_from: no such folder: ",
     ),
 ]
 

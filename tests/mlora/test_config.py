@@ -95,6 +95,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
             3,
             "adapters[0].learning_rte: unknown key; did you mean 'learning_rate'?",
         ),
+        ("defaults.lr", 3, "defaults.lr: unknown key; did you mean 'learning_rate'?"),
         ("defaults.warmup_step", 3, "defaults.warmup_step: unknown key; did you mean 'warmup_steps'?"),
         ("outptu_dir", "x", "outptu_dir: unknown key; did you mean 'output_dir'?"),
         ("datasets.0.paht", "x", "datasets[0].paht: unknown key; did you mean 'path'?"),

@@ -105,6 +105,7 @@ def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path)
     ("line", "expected"),
     [
         ('{"input_ids": [1, 2', "is not JSON"),
+        ("[", "; expected one JSON object a line"),
         ("[" + "1" * 5000 + "]", "is not JSON: Exceeds the limit (4300 digits)"),
         ("[1, 2]", "must be a JSON object, got list"),
         ('{"ids": [1]}', "'input_ids' is missing; the line has 'ids'"),

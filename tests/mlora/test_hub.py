@@ -59,6 +59,16 @@ def test_the_hub_is_asked_once_and_its_answer_is_one_line(
     ]
 
 
+@pytest.mark.parametrize("name", ["model", "./model"])
+def test_a_file_is_no_base_model(name: str, run: Run, tmp_path: Path) -> None:
+    data = run_data(tmp_path, tmp_path) | {"base_model": name}
+    (tmp_path / "model").touch()
+    line = only_line(run("validate", write_run(tmp_path, data)))
+    assert line.endswith(
+        f"base_model: {tmp_path}/model is a file; expected a model's folder or a model on the hub"
+    )
+
+
 def test_a_model_in_the_cache_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
