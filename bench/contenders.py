@@ -41,7 +41,6 @@ class Layer:
     lora_a: list[Tensor]
     lora_b: list[Tensor]
     p: float
-    step: int = 0
 
     @classmethod
     def random(
@@ -66,11 +65,10 @@ class Layer:
         return [len(rows) for rows in self.x.detach().tensor_split(len(self.lora_a))]
 
     def refresh(self) -> None:
-        """Fresh random input and gradient, and the next step's masks."""
+        """Fresh random input and gradient."""
         with torch.no_grad():
             self.x.copy_(torch.randn(self.x.shape))
             self.dy.copy_(torch.randn(self.dy.shape))
-        self.step += 1
 
     def with_fp32_adapters(self) -> Layer:
         """The same layer with fp32 copies of the adapters, sharing everything else."""

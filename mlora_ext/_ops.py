@@ -76,7 +76,7 @@ class _LoRALinear(torch.autograd.Function):
     """Eager mode. Tensor lists are spread over the arguments, as `Function` asks.
 
     Saved are x itself, the weight and s; never a copy or a mask. Adapters and plan are kept beside them, with
-    a version check of our own: the saving and unpacking of dozens of small tensors costs more than that.
+    a version check of our own, so that hooks on saved tensors see only what is worth moving.
     """
 
     @staticmethod
