@@ -23,9 +23,10 @@ def model() -> torch.nn.Module:
 
 
 def random_layout(rows: int) -> mx.SegmentLayout:
-    cuts = sorted(torch.randint(0, rows + 1, (int(torch.randint(1, 9, ())),)).tolist())
-    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
-    return mx.SegmentLayout.from_lengths(lengths, torch.randint(-1, 3, (len(lengths),)).tolist())
+    """The first row is the base's: it attends to itself only, so its query has no gradient but rounding."""
+    cuts = sorted(torch.randint(1, rows + 1, (int(torch.randint(1, 9, ())),)).tolist())
+    lengths = [1, *(b - a for a, b in zip([1, *cuts], [*cuts, rows], strict=True))]
+    return mx.SegmentLayout.from_lengths(lengths, [-1, *torch.randint(-1, 3, (len(lengths) - 1,)).tolist()])
 
 
 def run(block: torch.nn.Module, model: torch.nn.Module, x: torch.Tensor, rotary: tuple) -> list[torch.Tensor]:
