@@ -32,7 +32,6 @@ struct MatrixView {
 struct RowBlock {
   int64_t begin;  // first row of x
   int64_t rows;
-  int64_t pair_begin;  // first row pair; pairs never cross segments
   uint32_t philox_row;
   int32_t adapter;
   int32_t next;  // the adapter's next block, or -1

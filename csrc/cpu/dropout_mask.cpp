@@ -14,8 +14,7 @@ Tensor dropout_mask(const Tensor& segments, const Tensor& dropout_p, const Tenso
   const Kernels& table = kernels(Scalar::kFloat);
   const Layout layout{segments, dropout_p, &dropout_p, &dropout_rng, &layer};
   check_layout(layout, dropout_p.numel());
-  const Plan plan =
-      make_plan(layout, std::vector<int64_t>(static_cast<size_t>(dropout_p.numel()), 1), rows, 1);
+  const Plan plan = make_plan(layout, std::vector<int64_t>(static_cast<size_t>(dropout_p.numel()), 1), rows);
   Tensor mask = empty_cpu(rows, columns, ScalarType::Bool);
   bool* data = static_cast<bool*>(mask.mutable_data_ptr());
   std::memset(data, 1, static_cast<size_t>(rows * columns));

@@ -22,39 +22,45 @@ struct ForwardArgs {
   void* scratch;
 };
 
-// One block of rows: ds = keep_scale * scaling * dy B, and both operands that the column tasks broadcast.
+// One block of rows: ds = keep_scale * scaling * dy B.
 struct GradRowsArgs {
   const AdapterView* adapter;
   const RowBlock* block;
   const void* dy;
   int64_t dy_stride;
-  const void* s;
-  int64_t s_stride;
   int64_t d_out;
-  void* ds_rows;  // [T, ds_rows_stride] units along the rank; null when neither dx nor da is needed
-  int64_t ds_rows_stride;
-  void* ds_cols;  // units along the rows, [pairs or T, cols_stride]; null when da is not needed
-  void* s_cols;   // the same for s; null when db is not needed
-  int64_t cols_stride;
+  void* ds;  // [T, ds_stride] units along the rank
+  int64_t ds_stride;
   void* scratch;
 };
 
-// Columns [begin, end) of all rows of one adapter: grad = p^T drop(rows), and dx += drop'(ds A).
-struct GradColumnsArgs {
+// Columns [begin, end) of one adapter's dB = dy^T s.
+struct GradBArgs {
   const AdapterView* adapter;
   const RowBlock* blocks;
-  const void* rows;  // x or dy
-  int64_t rows_stride;
+  const void* dy;
+  int64_t dy_stride;
+  const void* s;
+  int64_t s_stride;
   int64_t begin;
   int64_t end;
-  const void* p_cols;  // ds_cols or s_cols; null: no gradient wanted
-  int64_t p_stride;
-  MatrixView grad;  // [rank, columns]
-  bool dropout;
-  void* dx;  // null: only the gradient
+  MatrixView grad;  // [rank, d_out]
+  void* scratch;
+};
+
+// Columns [begin, end) of one adapter's dA = ds^T drop(x), and of dx += drop'(ds A).
+struct GradAArgs {
+  const AdapterView* adapter;
+  const RowBlock* blocks;
+  const void* x;
+  int64_t x_stride;
+  const void* ds;  // as GradRowsArgs wrote it
+  int64_t ds_stride;
+  int64_t begin;
+  int64_t end;
+  MatrixView grad;  // [rank, d_in]; no data: not wanted
+  void* dx;         // null: not wanted
   int64_t dx_stride;
-  const void* ds_rows;
-  int64_t ds_rows_stride;
   void* scratch;
 };
 
@@ -76,7 +82,8 @@ struct Kernels {
   int64_t (*scratch_bytes)(int64_t max_rank);
   void (*forward)(const ForwardArgs&);
   void (*grad_rows)(const GradRowsArgs&);
-  void (*grad_columns)(const GradColumnsArgs&);
+  void (*grad_b)(const GradBArgs&);
+  void (*grad_a)(const GradAArgs&);
   void (*convert_rows)(const ConvertArgs&);
   // bits[i] keeps column 64 * i + bit of one row
   void (*keep_bits)(const Dropout&, uint32_t row, int64_t words, uint64_t* bits);

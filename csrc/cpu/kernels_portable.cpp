@@ -4,7 +4,7 @@
 #include "cpu/simd_portable.h"
 #include "cpu/tiles.h"
 #include "cpu/stage.h"
-#include "cpu/blocks.h"
+#include "cpu/make_kernels.h"
 #include "cpu/tables.h"
 // clang-format on
 

@@ -14,15 +14,6 @@ struct Wanted {
   bool db;
 };
 
-// Where the operands that the column tasks broadcast lie in the workspace.
-struct Broadcasts {
-  int64_t ds_rows = -1;
-  int64_t ds_cols = -1;
-  int64_t s_cols = -1;
-  int64_t ds_rows_stride = 0;
-  int64_t cols_stride = 0;
-};
-
 const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 // With the parameter's strides where it is a dense matrix or the transpose of one, else dense rows.
@@ -64,151 +55,131 @@ void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
               ", ", max_rank, "], got ", dtype_name(s.scalar_type()), " of shape ", shape_of(s));
 }
 
-// The passes of one backward call: by rows for ds, then by columns for dB, and for dA with dx.
+// The two passes of one backward call, before and after the product with W.
 class Backward {
  public:
-  Backward(const Tensor& dy, const Tensor& x, const Tensor& s, const std::vector<Tensor>& lora_a,
-           const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan, Wanted wanted)
+  Backward(const Tensor& dy, const Tensor& x, const Tensor& s, const Kernels& table, Plan& plan,
+           Wanted wanted)
       : dy_(dy),
         x_(x),
         s_(s),
-        lora_a_(lora_a),
-        lora_b_(lora_b),
         table_(table),
         plan_(plan),
         wanted_(wanted),
         team_(plan.rank_rows * (x.size(1) + dy.size(1))),
-        scratch_bytes_(table.scratch_bytes(plan.max_rank)) {}
+        scratch_bytes_(table.scratch_bytes(plan.max_rank)),
+        ds_stride_((plan.max_rank + table.units - 1) / table.units) {}
 
-  void prepare() {
+  void prepare(const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b) {
     Operands operands(table_, plan_.adapters, workspace_);
     if (wanted_.dx) {
-      operands.add_a(lora_a_);
+      operands.add_a(lora_a);
     }
     if (wanted_.dx || wanted_.da) {
-      operands.add_b(lora_b_);
+      operands.add_b(lora_b);
+      ds_ = workspace_.reserve(plan_.rows * ds_stride_ * 4);
     }
-    reserve_broadcasts();
     scratch_ = workspace_.reserve(scratch_bytes_ * team_.threads());
     workspace_.allocate();
     operands.convert(team_);
   }
 
-  void grad_rows() const {
-    GradRowsArgs args{};
-    args.dy = dy_.const_data_ptr();
-    args.dy_stride = dy_.stride(0);
-    args.s = s_.const_data_ptr();
-    args.s_stride = s_.stride(0);
-    args.d_out = dy_.size(1);
-    args.ds_rows = place(places_.ds_rows);
-    args.ds_rows_stride = places_.ds_rows_stride;
-    args.ds_cols = place(places_.ds_cols);
-    args.s_cols = place(places_.s_cols);
-    args.cols_stride = places_.cols_stride;
-    team_.run(static_cast<int64_t>(plan_.blocks.size()), [&](int64_t task, int64_t thread) {
-      GradRowsArgs mine = args;
-      mine.block = &plan_.blocks[static_cast<size_t>(task)];
-      mine.adapter = &plan_.adapters[static_cast<size_t>(mine.block->adapter)];
-      mine.scratch = scratch_of(thread);
-      table_.grad_rows(mine);
+  // ds by blocks of rows, and dB by columns: neither needs the other.
+  void read_dy(std::vector<Tensor>& db) const {
+    GradRowsArgs rows{};
+    rows.dy = dy_.const_data_ptr();
+    rows.dy_stride = dy_.stride(0);
+    rows.d_out = dy_.size(1);
+    rows.ds = ds();
+    rows.ds_stride = ds_stride_;
+    GradBArgs columns{};
+    columns.blocks = plan_.blocks.data();
+    columns.dy = rows.dy;
+    columns.dy_stride = rows.dy_stride;
+    columns.s = s_.const_data_ptr();
+    columns.s_stride = s_.stride(0);
+    const size_t blocks = rows.ds ? plan_.blocks.size() : 0;
+    const std::vector<ColumnTask> tasks =
+        wanted_.db ? column_tasks(dy_.size(1), true) : std::vector<ColumnTask>();
+    team_.run(static_cast<int64_t>(blocks + tasks.size()), [&](int64_t task, int64_t thread) {
+      const size_t index = static_cast<size_t>(task);
+      if (index < blocks) {
+        GradRowsArgs mine = rows;
+        mine.block = &plan_.blocks[index];
+        mine.adapter = &plan_.adapters[static_cast<size_t>(mine.block->adapter)];
+        mine.scratch = scratch_of(thread);
+        table_.grad_rows(mine);
+      } else {
+        GradBArgs mine = columns;
+        take(tasks[index - blocks], thread, mine);
+        mine.grad = view_of(db[tasks[index - blocks].adapter], true);
+        table_.grad_b(mine);
+      }
     });
   }
 
-  void grad_b(std::vector<Tensor>& db) const {
-    if (wanted_.db) {
-      grad_columns(columns_of_b(), dy_.size(1), db, true);
+  // dA, and dx, which holds dy W already and receives the low-rank part.
+  void read_x(Tensor& dx, std::vector<Tensor>& da) const {
+    GradAArgs columns{};
+    columns.blocks = plan_.blocks.data();
+    columns.x = x_.const_data_ptr();
+    columns.x_stride = x_.stride(0);
+    columns.ds = ds();
+    columns.ds_stride = ds_stride_;
+    if (wanted_.dx) {
+      columns.dx = dx.mutable_data_ptr();
+      columns.dx_stride = dx.stride(0);
     }
-  }
-
-  // dx holds dy W already and receives the low-rank part.
-  void grad_a(Tensor& dx, std::vector<Tensor>& da) const {
-    if (wanted_.dx || wanted_.da) {
-      grad_columns(columns_of_a(dx), x_.size(1), da, false);
-    }
+    const std::vector<ColumnTask> tasks =
+        wanted_.dx || wanted_.da ? column_tasks(x_.size(1), wanted_.da) : std::vector<ColumnTask>();
+    team_.run(static_cast<int64_t>(tasks.size()), [&](int64_t task, int64_t thread) {
+      const size_t index = static_cast<size_t>(task);
+      GradAArgs mine = columns;
+      take(tasks[index], thread, mine);
+      if (wanted_.da) {
+        mine.grad = view_of(da[tasks[index].adapter], false);
+      }
+      table_.grad_a(mine);
+    });
   }
 
  private:
-  void reserve_broadcasts() {
-    places_.cols_stride = plan_.max_rank;
-    places_.ds_rows_stride = (plan_.max_rank + table_.units - 1) / table_.units;
-    if (wanted_.dx || wanted_.da) {
-      places_.ds_rows = workspace_.reserve(plan_.rows * places_.ds_rows_stride * 4);
-    }
-    if (wanted_.da) {
-      places_.ds_cols =
-          table_.units == 1 ? places_.ds_rows : workspace_.reserve(plan_.pairs * places_.cols_stride * 4);
-    }
-    if (wanted_.db) {
-      places_.s_cols = workspace_.reserve(plan_.pairs * places_.cols_stride * 4);
-    }
-  }
-
   // An adapter without rows still has a gradient to fill with zeros.
-  void grad_columns(const GradColumnsArgs& args, int64_t columns, std::vector<Tensor>& gradients,
-                    bool transpose) const {
+  std::vector<ColumnTask> column_tasks(int64_t columns, bool gradient) const {
     std::vector<ColumnTask> tasks;
+    tasks.reserve(plan_.adapters.size() * static_cast<size_t>(columns / table_.columns + 1));
     for (size_t i = 0; i < plan_.adapters.size(); ++i) {
-      for (int64_t begin = 0; begin < columns && (args.p_cols || plan_.adapters[i].first_block >= 0);
+      for (int64_t begin = 0; begin < columns && (gradient || plan_.adapters[i].first_block >= 0);
            begin += table_.columns) {
         tasks.push_back({i, begin, std::min(columns, begin + table_.columns)});
       }
     }
-    team_.run(static_cast<int64_t>(tasks.size()), [&](int64_t index, int64_t thread) {
-      const ColumnTask& task = tasks[static_cast<size_t>(index)];
-      GradColumnsArgs mine = args;
-      mine.adapter = &plan_.adapters[task.adapter];
-      mine.begin = task.begin;
-      mine.end = task.end;
-      if (mine.p_cols) {
-        mine.grad = view_of(gradients[task.adapter], transpose);
-      }
-      mine.scratch = scratch_of(thread);
-      table_.grad_columns(mine);
-    });
+    return tasks;
   }
 
-  GradColumnsArgs columns_of_a(Tensor& dx) const {
-    GradColumnsArgs args{};
-    args.blocks = plan_.blocks.data();
-    args.rows = x_.const_data_ptr();
-    args.rows_stride = x_.stride(0);
-    args.p_cols = place(places_.ds_cols);
-    args.p_stride = places_.cols_stride;
-    args.dropout = true;
-    args.dx = wanted_.dx ? dx.mutable_data_ptr() : nullptr;
-    args.dx_stride = wanted_.dx ? dx.stride(0) : 0;
-    args.ds_rows = place(places_.ds_rows);
-    args.ds_rows_stride = places_.ds_rows_stride;
-    return args;
+  template <typename Args>
+  void take(const ColumnTask& task, int64_t thread, Args& args) const {
+    args.adapter = &plan_.adapters[task.adapter];
+    args.begin = task.begin;
+    args.end = task.end;
+    args.scratch = scratch_of(thread);
   }
 
-  GradColumnsArgs columns_of_b() const {
-    GradColumnsArgs args{};
-    args.blocks = plan_.blocks.data();
-    args.rows = dy_.const_data_ptr();
-    args.rows_stride = dy_.stride(0);
-    args.p_cols = place(places_.s_cols);
-    args.p_stride = places_.cols_stride;
-    return args;
-  }
-
-  char* place(int64_t offset) const { return offset < 0 ? nullptr : workspace_.at(offset); }
+  char* ds() const { return ds_ < 0 ? nullptr : workspace_.at(ds_); }
   char* scratch_of(int64_t thread) const { return workspace_.at(scratch_ + thread * scratch_bytes_); }
 
   const Tensor& dy_;
   const Tensor& x_;
   const Tensor& s_;
-  const std::vector<Tensor>& lora_a_;
-  const std::vector<Tensor>& lora_b_;
   const Kernels& table_;
   Plan& plan_;
   Wanted wanted_;
   Team team_;
   Workspace workspace_;
-  Broadcasts places_;
   int64_t scratch_bytes_;
   int64_t scratch_ = 0;
+  int64_t ds_stride_;
+  int64_t ds_ = -1;
 };
 
 }  // namespace
@@ -222,21 +193,20 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
   check_arguments(x_in, weight, nullptr, lora_a, lora_b, layout);
   check_gradient(dy_in, x_in, weight);
   const Kernels& table = kernels(scalar_of(x_in.scalar_type()));
-  Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0), table.units);
+  Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0));
   check_intermediate(s_in, x_in, plan.max_rank);
   const Tensor x = dense_rows(x_in);
   const Tensor dy = dense_rows(dy_in);
   const Tensor s = dense_rows(s_in);
 
-  Backward backward(dy, x, s, lora_a, lora_b, table, plan, {need_dx, need_da, need_db});
-  backward.prepare();
-  backward.grad_rows();
-  // before the product with W, which drives dy out of the caches
+  Backward backward(dy, x, s, table, plan, {need_dx, need_da, need_db});
+  backward.prepare(lora_a, lora_b);
   std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  backward.grad_b(db);
+  // before the product with W, which drives dy out of the caches
+  backward.read_dy(db);
   Tensor dx = need_dx ? base_linear_dx(dy, weight) : empty_cpu({0}, {1}, x.scalar_type());
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
-  backward.grad_a(dx, da);
+  backward.read_x(dx, da);
   return {dx, da, db};
 }
 

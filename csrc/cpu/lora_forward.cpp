@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
   check_arguments(x_in, weight, pointer(bias), lora_a, lora_b, layout);
   const Tensor x = dense_rows(x_in);
   const Kernels& table = kernels(scalar_of(x.scalar_type()));
-  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0), table.units);
+  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0));
 
   Tensor y = base_linear(x, weight, pointer(bias));
   Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());

@@ -73,16 +73,14 @@ void check_segment(const Segment& segment, int64_t index, int64_t cursor, int64_
               "]: expected an adapter in [-1, ", adapters, "), got ", segment.adapter);
 }
 
-void add_blocks(const Segment& segment, int64_t units, Plan& plan, std::vector<int32_t>& last) {
+void add_blocks(const Segment& segment, Plan& plan, std::vector<int32_t>& last) {
   AdapterView& adapter = plan.adapters[static_cast<size_t>(segment.adapter)];
   int32_t& tail = last[static_cast<size_t>(segment.adapter)];
   for (int64_t begin = segment.begin; begin < segment.end; begin += kBlockRows) {
     const int64_t rows = std::min(kBlockRows, segment.end - begin);
     const int32_t index = static_cast<int32_t>(plan.blocks.size());
     const uint32_t philox_row = static_cast<uint32_t>(segment.row0 + begin - segment.begin);
-    const int64_t pair_begin = units == 1 ? begin : plan.pairs;
-    plan.blocks.push_back({begin, rows, pair_begin, philox_row, static_cast<int32_t>(segment.adapter), -1});
-    plan.pairs += (rows + units - 1) / units;
+    plan.blocks.push_back({begin, rows, philox_row, static_cast<int32_t>(segment.adapter), -1});
     (tail < 0 ? adapter.first_block : plan.blocks[static_cast<size_t>(tail)].next) = index;
     tail = index;
   }
@@ -103,7 +101,7 @@ std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a) {
   return ranks;
 }
 
-Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows, int64_t units) {
+Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows) {
   Plan plan;
   plan.rows = rows;
   plan.adapters.resize(ranks.size());
@@ -126,11 +124,8 @@ Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t 
     check_segment(table[i], i, cursor, rows, static_cast<int64_t>(ranks.size()));
     cursor = table[i].end;
     if (table[i].adapter >= 0) {
-      add_blocks(table[i], units, plan, last);
+      add_blocks(table[i], plan, last);
     }
-  }
-  if (units == 1) {
-    plan.pairs = rows;
   }
   return plan;
 }

@@ -24,12 +24,11 @@ struct Plan {
   std::vector<RowBlock> blocks;
   int64_t max_rank = 0;
   int64_t rows = 0;       // of x
-  int64_t pairs = 0;      // rows of the operands that run along the rows
   int64_t rank_rows = 0;  // sum of rows times rank
 };
 
 // Reads the layout; the adapters' operands are not set yet.
-Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows, int64_t units);
+Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows);
 std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a);
 
 // Everything that the arguments must be before a kernel may trust them.

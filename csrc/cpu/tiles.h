@@ -247,6 +247,14 @@ struct AddToSums : AddTo<float> {
   void prefetch(int64_t, int64_t, int64_t) const {}
 };
 
+// The first sums of all: nothing is there to be added to.
+struct SetSums : AddToSums {
+  void end(int64_t row, int64_t col, const Simd::Vec* sum) const { Simd::store(at(row, col), *sum); }
+  void end(int64_t row, int64_t col, const Simd::Vec* sum, int64_t n) const {
+    Simd::store(at(row, col), *sum, n);
+  }
+};
+
 // What the low-rank part is added with, and the order of columns that its operand is staged in.
 template <class Op, typename T>
 struct Expand {

@@ -1,0 +1,45 @@
+// One block of rows forward: s = scaling drop(x) A^T, then y += s B^T.
+#pragma once
+
+#include "cpu/blocks.h"
+
+namespace mlora::cpu::MLORA_ISA {
+
+template <class Op, typename T>
+void forward(const ForwardArgs& args) {
+  using Element = typename Op::Element;
+  using Unit = typename Op::Unit;
+  const AdapterView& adapter = *args.adapter;
+  const RowBlock& block = *args.block;
+  const int64_t rank = adapter.rank;
+  const int64_t units = units_of(rank, Op::kUnits);
+  Scratch scratch(args.scratch);
+  float* sums = scratch.take<float>(block.rows * rank);
+  Unit* s_units = scratch.take<Unit>(block.rows * units);
+  shrink<Op, T>(static_cast<const T*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows,
+                args.d_in, static_cast<const Element*>(adapter.a), adapter.a_stride, rank, adapter.dropout,
+                block.philox_row, scratch, sums);
+  const float scale = adapter.scaling * adapter.dropout.keep_scale;
+  for (int64_t i = 0; i < block.rows; ++i) {
+    T* s = static_cast<T*>(args.s) + (block.begin + i) * args.s_stride;
+    scale_row(sums + i * rank, rank, scale, s);
+    std::memset(static_cast<void*>(s + rank), 0, static_cast<size_t>(args.s_stride - rank) * sizeof(T));
+    Element* row = reinterpret_cast<Element*>(s_units + i * units);
+    convert_row(s, 1, rank, row);
+    if (rank % Op::kUnits) {
+      from_float(0.0f, row + rank);
+    }
+  }
+  const Element* b = static_cast<const Element*>(adapter.b);
+  T* y = static_cast<T*>(args.y) + block.begin * args.y_stride;
+  Unit* memory = Op::kUnits == 1 ? nullptr : scratch.take<Unit>(units * kExpandColumns<Op>);
+  for (int64_t c = 0; c < args.d_out; c += kExpandColumns<Op>) {
+    const int64_t n = args.d_out - c < kExpandColumns<Op> ? args.d_out - c : kExpandColumns<Op>;
+    int64_t stride;
+    const Unit* q = stage_operand<Op>(b + c, adapter.b_stride, rank, n, memory, &stride);
+    broadcast_gemm<Op>({s_units, units, 1, block.rows, q, stride, units, n},
+                       typename Expand<Op, T>::Add{y + c, args.y_stride});
+  }
+}
+
+}  // namespace mlora::cpu::MLORA_ISA
