@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 import mlora_ext as mx
 from mlora_ext import gemm
 from mlora_ext.functional import lora_linear_rows
+from mlora_ext.gemm import PackedWeight
 
 Run = Callable[[], list[Tensor]]
 SCALING = 2.0
@@ -101,8 +102,13 @@ def chosen_gemm(layer: Layer) -> Run:
     return run
 
 
-def ours(layer: Layer) -> Run:
-    """`multi_lora_linear` on the operator's own tensors, built beforehand as a route does for all layers."""
+def ours(layer: Layer, packed: PackedWeight | None = None) -> Run:
+    """`multi_lora_linear` on the operator's own tensors, built beforehand as a route does for all layers.
+
+    Args:
+        layer: what to run.
+        packed: as `mlora_ext.pack_base` gives a layer; None: the plain weight.
+    """
     count = len(layer.lora_a)
     table = mx.SegmentLayout.from_lengths(layer.lengths).table()
     wanted = [layer.x, *_interleaved(layer.lora_a, layer.lora_b)]
@@ -112,7 +118,7 @@ def ours(layer: Layer) -> Run:
 
     def run() -> list[Tensor]:
         y = lora_linear_rows(
-            layer.x, layer.weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index
+            layer.x, layer.weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index, packed
         )
         return [y, *torch.autograd.grad(y, wanted, layer.dy)]
 

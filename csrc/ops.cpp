@@ -15,7 +15,8 @@ void check_dtype(const Tensor& weight, const Tensor& x) {
               " (that of x), got ", dtype_name(weight.scalar_type()));
 }
 
-Tensor base_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor base_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& packed) {
   check_dtype(weight, x);
   MLORA_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
                         bias->scalar_type() == x.scalar_type()),
@@ -23,14 +24,14 @@ Tensor base_linear(const Tensor& x, const Tensor& weight, const std::optional<Te
               " numbers, got ", dtype_name(bias->scalar_type()), " of shape ", shape_of(*bias));
   MLORA_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
               "weight: expected [d_out, d_in] for x ", shape_of(x), ", got ", shape_of(weight));
-  return cpu::base_linear(x, weight, bias ? &*bias : nullptr);
+  return cpu::base_linear(x, weight, bias ? &*bias : nullptr, packed ? &*packed : nullptr);
 }
 
-Tensor base_linear_dx(const Tensor& dy, const Tensor& weight) {
+Tensor base_linear_dx(const Tensor& dy, const Tensor& weight, const std::optional<Tensor>& packed) {
   check_dtype(weight, dy);
   MLORA_CHECK(dy.dim() == 2 && weight.dim() == 2 && dy.size(1) == weight.size(0),
               "weight: expected [d_out, d_in] for dy ", shape_of(dy), ", got ", shape_of(weight));
-  return cpu::base_linear_dx(dy, weight);
+  return cpu::base_linear_dx(dy, weight, packed ? &*packed : nullptr);
 }
 
 std::string base_gemm(ScalarType dtype) { return cpu::base_gemm_name(dtype); }
@@ -44,17 +45,17 @@ void use_cpu_isa(std::string name) { cpu::use_isa(name); }
 STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def(
       "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_a, Tensor[] lora_b, Tensor segments, "
-      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer) -> (Tensor y, Tensor s)");
+      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, Tensor? packed) "
+      "-> (Tensor y, Tensor s)");
   library.def(
       "lora_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor[] lora_a, Tensor[] lora_b, Tensor s, "
       "Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx, "
-      "bool need_da, bool need_db) -> (Tensor dx, Tensor[] da, Tensor[] db)");
+      "bool need_da, bool need_db, Tensor? packed) -> (Tensor dx, Tensor[] da, Tensor[] db)");
   library.def(
       "dropout_mask(Tensor segments, Tensor dropout_p, Tensor dropout_rng, Tensor layer, int rows, int "
-      "columns) "
-      "-> Tensor");
-  library.def("base_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  library.def("base_linear_dx(Tensor dy, Tensor weight) -> Tensor");
+      "columns) -> Tensor");
+  library.def("base_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? packed) -> Tensor");
+  library.def("base_linear_dx(Tensor dy, Tensor weight, Tensor? packed) -> Tensor");
   library.def("base_gemm(ScalarType dtype) -> str");
   library.def("set_base_gemm(ScalarType dtype, str name) -> ()");
   library.def("cpu_isa() -> str");
@@ -65,6 +66,14 @@ STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
   library.impl("lora_linear", TORCH_BOX(&mlora::cpu::lora_linear));
   library.impl("lora_linear_backward", TORCH_BOX(&mlora::cpu::lora_linear_backward));
   library.impl("dropout_mask", TORCH_BOX(&mlora::cpu::dropout_mask));
+  library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
+  library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));
+}
+
+// A packed weight among the arguments brings this key.
+STABLE_TORCH_LIBRARY_IMPL(mlora_ext, MkldnnCPU, library) {
+  library.impl("lora_linear", TORCH_BOX(&mlora::cpu::lora_linear));
+  library.impl("lora_linear_backward", TORCH_BOX(&mlora::cpu::lora_linear_backward));
   library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
   library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));
 }

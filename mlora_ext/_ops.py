@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 _PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 _Plan = tuple[Tensor | None, ...]
+Packed = tuple[Tensor | None, Tensor | None]
+NOT_PACKED: Packed = (None, None)
 
 LIBRARY = Path(__file__).parent / "libmlora_ops.so"
 
@@ -46,18 +48,22 @@ def lora_linear(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layer: Tensor | None,
+    packed: Packed = NOT_PACKED,
 ) -> Tensor:
-    """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`."""
+    """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
+
+    `packed` holds the weight for the forward and for the backward product; a compiled graph goes without.
+    """
     check_library()
     if torch.compiler.is_compiling():
         y, _ = torch.ops.mlora_ext.lora_linear(
-            x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
+            x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer, None
         )
         return y
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
     if not torch.is_grad_enabled():
-        return _below_autograd(x, weight, bias, lora_a, lora_b, plan)[0]
-    return _LoRALinear.apply(x, weight, bias, plan, len(lora_a), *lora_a, *lora_b)
+        return _below_autograd(x, weight, bias, lora_a, lora_b, plan, packed[0])[0]
+    return _LoRALinear.apply(x, weight, bias, plan, packed, len(lora_a), *lora_a, *lora_b)
 
 
 def _below_autograd(
@@ -67,9 +73,10 @@ def _below_autograd(
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
     plan: _Plan,
+    packed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan)  # type: ignore[no-any-return]
+        return torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan, packed)  # type: ignore[no-any-return]
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -80,13 +87,13 @@ class _LoRALinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, plan, n, *adapters):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x, weight, bias, plan, packed, n, *adapters):  # type: ignore[no-untyped-def]
         lora_a, lora_b = adapters[:n], adapters[n:]
-        y, s = _below_autograd(x, weight, bias, lora_a, lora_b, plan)
+        y, s = _below_autograd(x, weight, bias, lora_a, lora_b, plan, packed[0])
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, weight, s)
-            ctx.lora_a, ctx.lora_b, ctx.plan = lora_a, lora_b, plan
+            ctx.lora_a, ctx.lora_b, ctx.plan, ctx.packed = lora_a, lora_b, plan, packed[1]
             ctx.versions = _versions(*adapters, *plan)
         return y
 
@@ -99,9 +106,9 @@ class _LoRALinear(torch.autograd.Function):
         if _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
             raise RuntimeError(_changed(ctx))
         x, weight, s = ctx.saved_tensors
-        wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
-        dx, da, db = _gradients(dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, wanted)
-        return (dx, None, None, None, None, *da, *db)
+        wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
+        dx, da, db = _gradients(dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, ctx.packed, wanted)
+        return (dx, None, None, None, None, None, *da, *db)
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
@@ -124,7 +131,7 @@ def _changed(ctx: Any) -> str:
 
 
 def _library_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, lora_a, lora_b, *plan = inputs
+    x, weight, _, lora_a, lora_b, *plan, _ = inputs
     ctx.num_adapters = len(lora_a)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
@@ -133,14 +140,15 @@ def _library_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _library_backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
     n = ctx.num_adapters
+    rest = (None,) * (len(_PLAN) + 1)  # and for `packed`
     if dy is None:
-        return (None, None, None, [None] * n, [None] * n, None, None, None, None, None)
+        return (None, None, None, [None] * n, [None] * n, *rest)
     x, weight, s, *plan = ctx.saved_tensors[:8]
     lora_a, lora_b = ctx.saved_tensors[8 : 8 + n], ctx.saved_tensors[8 + n :]
     needs = ctx.needs_input_grad
     wanted = needs[0], any(needs[3]), any(needs[4])
-    dx, da, db = _gradients(dy, x, weight, lora_a, lora_b, s, tuple(plan), wanted)
-    return (dx, None, None, list(da), list(db), None, None, None, None, None)
+    dx, da, db = _gradients(dy, x, weight, lora_a, lora_b, s, tuple(plan), None, wanted)
+    return (dx, None, None, list(da), list(db), *rest)
 
 
 def _gradients(
@@ -151,20 +159,21 @@ def _gradients(
     lora_b: Sequence[Tensor],
     s: Tensor,
     plan: _Plan,
+    packed: Tensor | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
     """The autograd formula: dx, and dA and dB of every adapter, as far as they are wanted."""
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
     dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(
-        dy, x, weight, lora_a, lora_b, s, *plan, *wanted
+        dy, x, weight, lora_a, lora_b, s, *plan, *wanted, packed
     )
     none: Sequence[None] = (None,) * len(lora_a)
     return dx if wanted[0] else None, da if wanted[1] else none, db if wanted[2] else none
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
-    x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
+    x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer, packed
 ):
     rank = max((a.shape[0] for a in lora_a), default=0)
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], rank)
@@ -185,6 +194,7 @@ def _fake_backward(  # type: ignore[no-untyped-def]
     need_dx,
     need_da,
     need_db,
+    packed,
 ):
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
     da = [_fake_gradient(a) for a in lora_a] if need_da else []
@@ -198,11 +208,11 @@ def _fake_gradient(parameter: Tensor) -> Tensor:
     return parameter.new_empty_strided((rows, cols), strides)
 
 
-def _fake_base_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fake_base_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _fake_base_linear_dx(dy: Tensor, weight: Tensor) -> Tensor:
+def _fake_base_linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 

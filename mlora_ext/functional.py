@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _ops, reference
 from .backend import backend_for
 from .dropout import LoRADropout
+from .gemm import PackedWeight
 from .segments import SegmentLayout
 
 
@@ -73,16 +74,21 @@ def lora_linear_rows(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layer: Tensor | None,
+    packed: PackedWeight | None = None,
 ) -> Tensor:
     """`multi_lora_linear` on the operator's own tensors, which the caller has checked.
 
-    Casts as autocast does, flattens leading dimensions and calls the backend.
+    Casts as autocast does, flattens leading dimensions and calls the backend. `packed` is of `weight`.
     """
     if not lora_a:
         return F.linear(x, weight, bias)
+    pair = _ops.NOT_PACKED
+    if packed is not None and weight.dtype == x.dtype and not torch.compiler.is_compiling():
+        pair = packed.of(weight)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        pair = _ops.NOT_PACKED
     for tensor in (*lora_a, *lora_b):
         if tensor.dtype is not x.dtype and tensor.dtype is not torch.float32:
             lora_a, lora_b = [a.to(x.dtype) for a in lora_a], [b.to(x.dtype) for b in lora_b]
@@ -95,7 +101,7 @@ def lora_linear_rows(
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
     else:
-        y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
+        y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 

@@ -51,8 +51,15 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) 
 constexpr int64_t kOneDnnWork = int64_t{1} << 20;
 
 Tensor linear_with(BaseGemm gemm, const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  const bool small = x.size(0) * weight.size(0) * weight.size(1) < kOneDnnWork;
-  return !small && gemm == BaseGemm::kOneDnn ? onednn_linear(x, weight, bias) : aten_linear(x, weight, bias);
+  return gemm == BaseGemm::kOneDnn ? onednn_linear(x, weight, bias) : aten_linear(x, weight, bias);
+}
+
+void check_packed(const Tensor& packed, const Tensor& weight) {
+  MLORA_CHECK(aoti_torch_cpu__linear_pointwise, "packed: expected none, this torch has no oneDNN");
+  MLORA_CHECK(packed.dim() == 2 && packed.size(0) == weight.size(0) && packed.size(1) == weight.size(1) &&
+                  packed.scalar_type() == weight.scalar_type(),
+              "packed: expected ", dtype_name(weight.scalar_type()), " of shape ", shape_of(weight), ", got ",
+              dtype_name(packed.scalar_type()), " of shape ", shape_of(packed));
 }
 
 Tensor probe_operand(int64_t rows, int64_t cols, ScalarType type) {
@@ -129,15 +136,21 @@ void set_base_gemm(ScalarType type, const std::string& name) {
   choice(type).store(static_cast<int>(name == "onednn" ? BaseGemm::kOneDnn : BaseGemm::kAten));
 }
 
-Tensor base_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+Tensor base_linear(const Tensor& x, const Tensor& weight, const Tensor* bias, const Tensor* packed) {
+  if (packed) {
+    check_packed(*packed, weight);
+  }
   if (x.size(0) == 0) {
     return empty_cpu(0, weight.size(0), x.scalar_type());
   }
-  return linear_with(base_gemm(x.scalar_type()), x, weight, bias);
+  if (x.size(0) * weight.size(0) * weight.size(1) < kOneDnnWork) {
+    return aten_linear(x, weight, bias);
+  }
+  return packed ? onednn_linear(x, *packed, bias) : linear_with(base_gemm(x.scalar_type()), x, weight, bias);
 }
 
-Tensor base_linear_dx(const Tensor& dy, const Tensor& weight) {
-  return base_linear(dy, transposed(weight), nullptr);
+Tensor base_linear_dx(const Tensor& dy, const Tensor& weight, const Tensor* packed) {
+  return base_linear(dy, transposed(weight), nullptr, packed);
 }
 
 }  // namespace mlora::cpu

@@ -188,7 +188,8 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
     const Tensor& dy_in, const Tensor& x_in, const Tensor& weight, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const Tensor& s_in, const Tensor& segments, const Tensor& scaling,
     const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
-    const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db) {
+    const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db,
+    const std::optional<Tensor>& packed) {
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
   check_arguments(x_in, weight, nullptr, lora_a, lora_b, layout);
   check_gradient(dy_in, x_in, weight);
@@ -204,7 +205,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
   std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
   // before the product with W, which drives dy out of the caches
   backward.read_dy(db);
-  Tensor dx = need_dx ? base_linear_dx(dy, weight) : empty_cpu({0}, {1}, x.scalar_type());
+  Tensor dx = need_dx ? base_linear_dx(dy, weight, pointer(packed)) : empty_cpu({0}, {1}, x.scalar_type());
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
   backward.read_x(dx, da);
   return {dx, da, db};

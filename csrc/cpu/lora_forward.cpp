@@ -66,14 +66,15 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
                                        const std::vector<Tensor>& lora_b, const Tensor& segments,
                                        const Tensor& scaling, const std::optional<Tensor>& dropout_p,
                                        const std::optional<Tensor>& dropout_rng,
-                                       const std::optional<Tensor>& layer) {
+                                       const std::optional<Tensor>& layer,
+                                       const std::optional<Tensor>& packed) {
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
   check_arguments(x_in, weight, pointer(bias), lora_a, lora_b, layout);
   const Tensor x = dense_rows(x_in);
   const Kernels& table = kernels(scalar_of(x.scalar_type()));
   Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0));
 
-  Tensor y = base_linear(x, weight, pointer(bias));
+  Tensor y = base_linear(x, weight, pointer(bias), pointer(packed));
   Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
   zero_other_rows(plan, s);
 

@@ -15,13 +15,15 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x, const Tensor& weight,
                                        const std::vector<Tensor>& lora_b, const Tensor& segments,
                                        const Tensor& scaling, const std::optional<Tensor>& dropout_p,
                                        const std::optional<Tensor>& dropout_rng,
-                                       const std::optional<Tensor>& layer);
+                                       const std::optional<Tensor>& layer,
+                                       const std::optional<Tensor>& packed);
 
 std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backward(
     const Tensor& dy, const Tensor& x, const Tensor& weight, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const Tensor& s, const Tensor& segments, const Tensor& scaling,
     const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
-    const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db);
+    const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db,
+    const std::optional<Tensor>& packed);
 
 Tensor dropout_mask(const Tensor& segments, const Tensor& dropout_p, const Tensor& dropout_rng,
                     const Tensor& layer, int64_t rows, int64_t columns);

@@ -5,6 +5,7 @@ from .checkpointing import checkpoint_contexts
 from .convert import add_adapter, convert_model, remove_adapter
 from .folder import load_adapter, save_adapter
 from .linear import MultiLoRALinear
+from .packing import pack_base
 from .peft_model import from_peft
 from .routing import route
 from .weights import adapter_parameters
@@ -18,6 +19,7 @@ __all__ = [
     "convert_model",
     "from_peft",
     "load_adapter",
+    "pack_base",
     "remove_adapter",
     "route",
     "save_adapter",

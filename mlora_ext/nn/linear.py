@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import lora_linear_rows
-from ..gemm import frozen_linear
+from ..gemm import PackedWeight, frozen_linear
 from .bank import AdapterBank
 from .routes import LayerGroup
 from .routing import Router
@@ -53,6 +53,7 @@ class MultiLoRALinear(nn.Module):
         self.in_features, self.out_features = weight.shape if fan_in_fan_out else reversed(weight.shape)
         self.name, self.index = name, index
         self.router = router
+        self.packed: PackedWeight | None = None
         self.specs: dict[str, LayerSpec] = {}
         self.group = LayerGroup((), (), (), weight.device)
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
@@ -68,6 +69,11 @@ class MultiLoRALinear(nn.Module):
             self.layer.fill_(self.index)
         return self
 
+    @property
+    def plain_weight(self) -> Tensor:
+        """The frozen weight as `[d_out, d_in]`."""
+        return self.weight.t() if self.fan_in_fan_out else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to packed or batched rows.
 
@@ -80,16 +86,16 @@ class MultiLoRALinear(nn.Module):
         Raises:
             ValueError: if no route says which adapter the rows belong to, or it describes other rows.
         """
-        weight = self.weight.t() if self.fan_in_fan_out else self.weight
+        weight = self.plain_weight
         if not self.group.adapters:
-            return frozen_linear(x, weight, self.bias)
+            return frozen_linear(x, weight, self.bias, self.packed)
         active = self.group.active
         if not torch.compiler.is_compiling():
             active = self.router.tensors_for(self, x)
         elif active is None:
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
         if not active.names:
-            return frozen_linear(x, weight, self.bias)
+            return frozen_linear(x, weight, self.bias, self.packed)
         drops = self.training and active.dropout_p is not None
         return lora_linear_rows(
             x,
@@ -102,6 +108,7 @@ class MultiLoRALinear(nn.Module):
             active.dropout_p if drops else None,
             active.dropout_rng if drops else None,
             self.layer if drops else None,
+            self.packed,
         )
 
     def extra_repr(self) -> str:

@@ -85,6 +85,8 @@ class Engine:
         dtype: of the base's weights; adapters are fp32.
         fp16: short for `dtype=torch.float16`, which brings a dynamic loss scaler per adapter.
         gradient_checkpointing: recompute blocks in backward instead of keeping their activations.
+        pack_base: keep the frozen weights packed for oneDNN too, on a CPU: faster, for three times their
+            memory.
         seed: initial weights and dropout of an adapter derive from it and the adapter's name.
 
     Raises:
@@ -105,6 +107,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         fp16: bool = False,
         gradient_checkpointing: bool = False,
+        pack_base: bool = False,
         seed: int = 0,
     ) -> None:
         if fp16 and dtype is torch.float32:
@@ -117,6 +120,8 @@ class Engine:
         self.model = self._base.model
         if gradient_checkpointing:
             self._base.checkpoint_activations()
+        if pack_base:
+            self._base.pack_weights()
         self._adapters: dict[str, _Adapter] = {}
         self._pipeline = Pipeline([PackedStage(self._base)], "lorapp", self._losses)
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mlora.hub import check_base
 from mlora.loss import Head, LogitRule
 from mlora.packing import PackedBatch
 from mlora.probe import check_packing
-from mlora_ext.gemm import linear, linear_dx
+from mlora_ext.gemm import PackedWeight, linear, linear_dx
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 
@@ -33,6 +34,7 @@ class BaseModel:
         rule: what the model does to the head's output.
         vocab_size: ids lie below it.
         configs: every config that names an attention function for a part of the model.
+        packed_head: the head's weight for oneDNN, after `pack_weights`.
     """
 
     model: PreTrainedModel
@@ -40,6 +42,7 @@ class BaseModel:
     rule: LogitRule
     vocab_size: int
     configs: Sequence[Any]
+    packed_head: PackedWeight | None = None
 
     @property
     def head(self) -> nn.Module:
@@ -93,11 +96,30 @@ class BaseModel:
                 return None
         elif type(head) is not nn.Linear:
             return None
-        return Head(head.weight, head.bias, self.rule, linear, linear_dx)
+        forward, backward = (None, None) if self.packed_head is None else self.packed_head.of(head.weight)
+        return Head(
+            head.weight,
+            head.bias,
+            self.rule,
+            partial(linear, packed=forward),
+            partial(linear_dx, packed=backward),
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits `[..., V]` of the head's input `[..., D]`."""
         return self.rule.apply(self.head(hidden))
+
+    def pack_weights(self) -> None:
+        """Keep the frozen weights of all linear layers, and of the head, in oneDNN's own layouts too.
+
+        Raises:
+            ValueError: if oneDNN does not serve them.
+        """
+        try:
+            mlora_ext.pack_base(self.model)
+        except ValueError as error:
+            raise ValueError(f"pack_base: {error}") from error
+        self.packed_head = PackedWeight()
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in backward instead of keeping its activations.

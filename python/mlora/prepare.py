@@ -174,6 +174,7 @@ def make_engine(config: RunConfig) -> Engine:
             dtype=dtype,
             fp16=config.fp16,
             gradient_checkpointing=config.gradient_checkpointing,
+            pack_base=config.pack_base,
             seed=config.seed,
         )
         if config.base_gemm:
@@ -181,7 +182,11 @@ def make_engine(config: RunConfig) -> Engine:
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)
-        prefix = "" if line.startswith("base_") else f"base_model: cannot load {config.base_model}: "
+        prefix = (
+            ""
+            if line.startswith(("base_", "pack_base"))
+            else f"base_model: cannot load {config.base_model}: "
+        )
         raise RunError(prefix + line) from error
 
 

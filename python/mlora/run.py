@@ -22,6 +22,7 @@ FREE = {
     "device",
     "gradient_checkpointing",
     "base_gemm",
+    "pack_base",
     "save_total_limit",
     "logging_steps",
     "save_steps",

@@ -10,12 +10,13 @@ import torch
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-def row(ours: float, must: float | None, processors: float) -> dict[str, Any]:
+def row(ours: float, must: float | None, processors: float, packed: float | None = None) -> dict[str, Any]:
+    ratios = {"peft": 3.0, "ours": ours}
     return {
         "shape": (512, 1024, 1024, 8),
         "dtype": "float32",
         "must": must,
-        "ratio_to_frozen": {"peft": 3.0, "ours": ours},
+        "ratio_to_frozen": ratios if packed is None else ratios | {"ours_packed": packed},
         "processors": {"peft": 1.1, "ours": processors},
     }
 
@@ -24,7 +25,12 @@ def row(ours: float, must: float | None, processors: float) -> dict[str, Any]:
     ("rows", "expected"),
     [
         ([row(1.1, 1.12, 1.95), row(5.0, None, 1.9)], []),
-        ([row(1.1, 1.12, 1.95), row(1.2, 1.12, 1.9)], ["missed: 512x1024x1024x8 float32: 1.200 of"]),
+        ([row(1.1, 1.12, 1.95), row(1.2, 1.12, 1.9)], ["missed: 512x1024x1024x8 float32: plain 1.200 of"]),
+        ([row(1.2, 1.12, 1.9, packed=1.1)], []),
+        (
+            [row(1.2, 1.12, 1.9, packed=1.13)],
+            ["missed: 512x1024x1024x8 float32: plain 1.200, packed 1.130 of"],
+        ),
         ([row(1.1, 1.12, 1.95), row(1.1, 1.12, 1.7)], ["SOMETHING ELSE RAN"]),
         ([row(1.2, 1.12, 1.7)], ["missed: ", "SOMETHING ELSE RAN"]),
     ],
@@ -36,6 +42,17 @@ def test_faults(rows: list, expected: list[str], monkeypatch: pytest.MonkeyPatch
     found = bench_linear.faults(rows, threads=2)
     assert len(found) == len(expected)
     assert all(fault.startswith(start) for fault, start in zip(found, expected, strict=True))
+
+
+def test_what_only_packed_weights_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import bench_linear
+
+    rows = [row(1.2, 1.12, 2, 1.1), row(1.1, 1.12, 2, 1.0), row(1.2, 1.12, 2, 1.2), row(1.2, None, 2, 1.1)]
+    (remark,) = bench_linear.packed_only(rows)
+    assert remark.startswith(
+        "with packed weights only: 512x1024x1024x8 float32: plain 1.200, packed 1.100 of"
+    )
 
 
 def test_exit_code_after_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

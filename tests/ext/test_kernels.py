@@ -134,6 +134,10 @@ def test_frozen_product(
         ),
         ({"scaling": torch.zeros(2)}, r"scaling: expected a contiguous CPU Float tensor of shape \[1\]"),
         ({"dropout_p": torch.tensor([0.1])}, "give all three or none"),
+        (
+            {"packed": torch.zeros(5, 6)},
+            r"packed: expected Float of shape \[6, 5\], got Float of shape \[5, 6\]",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -149,6 +153,7 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
         "dropout_p": None,
         "dropout_rng": None,
         "layer": None,
+        "packed": None,
     }
     OPS.lora_linear(**arguments)
     with pytest.raises(RuntimeError, match=message):
@@ -203,7 +208,7 @@ def test_gradients_of_adapters_with_unusual_strides(how: str) -> None:
     arguments = (dy, x, weight, [a], [b], torch.randn(5, 3), layout.table(), torch.ones(1))
     torch.library.opcheck(
         torch.ops.mlora_ext.lora_linear_backward.default,
-        (*arguments, None, None, None, True, True, True),
+        (*arguments, None, None, None, True, True, True, None),
         test_utils=("test_schema", "test_faketensor"),
     )
 

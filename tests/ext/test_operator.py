@@ -65,7 +65,7 @@ def test_intermediate(dtype: torch.dtype) -> None:
     case = make([3, 9], [6, 4, 5], [0, -1, 1], dtype=dtype, p=0.2)
     arguments = case.operator_arguments()
     with torch.no_grad():
-        _, s = torch.ops.mlora_ext.lora_linear(*arguments)
+        _, s = torch.ops.mlora_ext.lora_linear(*arguments, None)
     _, plain = mx.reference.lora_linear(*arguments)
     _, oracle = mx.reference.lora_linear(*case.to(torch.float64).operator_arguments())
     assert_as_exact(s, plain.detach(), oracle.detach(), "s")
@@ -109,9 +109,9 @@ def low_rank(case: Case, adapter: int, rows: slice) -> list[torch.Tensor]:
     arguments = case.operator_arguments()
     x, weight, _, lora_a, lora_b, *plan = arguments
     with torch.no_grad():
-        _, s = torch.ops.mlora_ext.lora_linear(*arguments)
+        _, s = torch.ops.mlora_ext.lora_linear(*arguments, None)
         _, da, db = torch.ops.mlora_ext.lora_linear_backward(
-            case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True
+            case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True, None
         )
     return [s[rows, : lora_a[adapter].shape[0]], da[adapter], db[adapter]]
 
@@ -142,7 +142,7 @@ def test_dropped_elements_are_selected_not_multiplied() -> None:
     )
     with torch.no_grad():
         case.x[~mask] = torch.inf
-        _, s = torch.ops.mlora_ext.lora_linear(*case.operator_arguments())
+        _, s = torch.ops.mlora_ext.lora_linear(*case.operator_arguments(), None)
     assert s.isfinite().all()
 
 
@@ -181,7 +181,7 @@ def test_uninitialised_memory_is_never_read(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype: torch.dtype, p: float | None) -> None:
     case = make([4, 7], [6, 0, 5, 3], [0, 1, -1, 1], dtype=dtype, p=p)
-    torch.library.opcheck(torch.ops.mlora_ext.lora_linear.default, case.operator_arguments())
+    torch.library.opcheck(torch.ops.mlora_ext.lora_linear.default, (*case.operator_arguments(), None))
     x, weight, _, lora_a, lora_b, *plan = (
         a.detach() if isinstance(a, torch.Tensor) else a for a in case.operator_arguments()
     )
@@ -190,7 +190,7 @@ def test_opcheck(dtype: torch.dtype, p: float | None) -> None:
     for needs in [(True, True, True), (False, True, False), (True, False, True)]:
         torch.library.opcheck(
             torch.ops.mlora_ext.lora_linear_backward.default,
-            (case.dy, x, weight, lora_a, lora_b, s, *plan, *needs),
+            (case.dy, x, weight, lora_a, lora_b, s, *plan, *needs, None),
         )
 
 

@@ -1,7 +1,9 @@
 """The engine's verbs: accumulation, evaluation, precision, checkpointing, heads, and what it refuses."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import mlora.model
 import pytest
 import torch
 from mlora.data import Sample
@@ -11,8 +13,10 @@ from mlora.packing import pack
 from mlora.scaler import LossScaler
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make, samples
+from tiny_run import save_base
 
 import mlora_ext
+from mlora_ext import gemm
 
 OPTIM = OptimConfig(1e-3, lr_scheduler_type="constant")
 
@@ -266,6 +270,7 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: Engine(tmp_path / "missing"), "no such folder"),
         (lambda: Engine(make("llama"), fp16=True, dtype=torch.bfloat16), "fp16"),
         (lambda: setattr(engine, "base_gemm", "cublas"), "float32"),
+        (lambda: Engine(make("llama").half(), fp16=True, pack_base=True), "pack_base: .*: oneDNN does not"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -282,6 +287,40 @@ def test_base_gemm_is_a_record() -> None:
     finally:
         engine.base_gemm = record
     assert engine.base_gemm == record
+
+
+@pytest.mark.skipif(
+    not gemm.packs(torch.empty(1, 1)), reason="this torch has no oneDNN: pack_base is refused"
+)
+def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head, which the chunked loss reads, is packed too; products are large enough to use it."""
+    base, batch = save_base(tmp_path / "base", hidden=256), samples(12, 20, seed=4)
+    products = []
+    for name in ("linear", "linear_dx"):
+        product = getattr(mlora.model, name)
+
+        def record(
+            *tensors: torch.Tensor, packed: torch.Tensor | None, call: Callable = product
+        ) -> torch.Tensor:
+            products.append(packed is not None)
+            return call(*tensors, packed=packed)
+
+        monkeypatch.setattr(mlora.model, name, record)
+    found = {}
+    for packed in (False, True):
+        engine = Engine(base, pack_base=packed, seed=1)
+        engine.create_adapter("a", lora(target_modules=["q_proj", "up_proj", "down_proj"]), OPTIM)
+        products.clear()
+        result = engine.forward_backward({"a": batch})["a"]
+        assert set(products) == {packed}
+        layers = [
+            module for module in engine.model.modules() if isinstance(module, mlora_ext.MultiLoRALinear)
+        ]
+        assert layers
+        assert all((layer.packed is not None) == packed for layer in layers)
+        found[packed] = result.loss_sum, gradients(engine, "a")
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
+    assert_same(found[True][1], found[False][1], 1e-5)
 
 
 def test_packing() -> None:

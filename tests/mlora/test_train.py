@@ -350,6 +350,25 @@ def test_base_gemm_is_measured_unless_it_is_named(tiny_base: Path, tmp_path: Pat
         gemm.choose(before)
 
 
+def test_pack_base_is_a_key_of_the_run(tiny_base: Path, tmp_path: Path) -> None:
+    """The same run to rounding; a run goes on with or without it."""
+    if not gemm.packs(torch.empty(1, 1)):
+        pytest.skip("this torch has no oneDNN")
+    packed = run_data(tiny_base, tmp_path, pack_base=True)
+    train(resolve_config(packed, folder=tmp_path))
+    assert load_config(tmp_path / "run" / "config.yaml").pack_base
+    train(resolve_config(run_data(tiny_base, tmp_path, output_dir=str(tmp_path / "plain")), folder=tmp_path))
+    for name in ("first", "second"):
+        assert losses(tmp_path / "run", name) == pytest.approx(losses(tmp_path / "plain", name), rel=1e-5)
+
+
+def test_pack_base_that_does_not_serve_is_refused(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path, pack_base=True, fp16=True)
+    with pytest.raises(RunError, match=r"^pack_base: \S+: oneDNN does not serve float16 weights on cpu"):
+        train(resolve_config(data, folder=tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_base_gemm_that_does_not_serve_is_refused(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

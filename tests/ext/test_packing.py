@@ -1,0 +1,200 @@
+"""`pack_base`: the same results with frozen weights in oneDNN's own layouts, whatever happens to them."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig
+from tolerances import assert_as_exact
+from torch import nn
+
+import mlora_ext as mx
+from mlora_ext import gemm
+
+OPS = torch.ops.mlora_ext
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = 96  # of products large enough for oneDNN
+
+pytestmark = pytest.mark.skipif(
+    not gemm.packs(torch.empty(1, 1)), reason="this torch has no oneDNN, and pack_base refuses"
+)
+
+
+def skip_unserved(dtype: torch.dtype) -> None:
+    if not gemm.packs(torch.empty(1, 1, dtype=dtype)):
+        pytest.skip(f"oneDNN does not serve {dtype} on this processor")
+
+
+def stack(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Two layers with an adapter each; the second has a bias."""
+    model = nn.Sequential(nn.Linear(160, 144, bias=False), nn.Linear(144, 130)).to(dtype)
+    config = LoraConfig(r=5, target_modules=["0", "1"], lora_dropout=0.3, init_lora_weights=False)
+    return mx.convert_model(model, {"a": config}, seed=0)
+
+
+def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """y, dx and the adapters' gradients, with the same masks each time."""
+    model.mlora_router.step = 0
+    x = x.detach().requires_grad_()
+    with mx.route(model, mx.SegmentLayout.from_lengths([60, 36], adapters=[0, -1]), names=["a"]):
+        y = model(x)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], dy)]
+
+
+def exactly(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    with mx.use_backend("reference"):
+        return run(copy.deepcopy(model).double(), x.double())
+
+
+def assert_same(found: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    for index, tensors in enumerate(zip(found, plain, exact, strict=True)):
+        assert_as_exact(*tensors, f"result {index}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "conv1d"])
+@pytest.mark.parametrize("shape", [(96, 160, 144), (33, 257, 255), (1, 1100, 1000), (2100, 50, 20)], ids=str)
+def test_products(shape: tuple[int, int, int], transposed: bool, dtype: torch.dtype) -> None:
+    skip_unserved(dtype)
+    rows, d_in, d_out = shape
+    weight = torch.randn(d_in, d_out).to(dtype).t() if transposed else torch.randn(d_out, d_in).to(dtype)
+    x, dy, bias = (torch.randn(*size).to(dtype) for size in ((rows, d_in), (rows, d_out), (d_out,)))
+    forward, backward = gemm.PackedWeight().of(weight)
+    assert forward is not None
+    y, dx = gemm.linear(x, weight, bias, forward), gemm.linear_dx(dy, weight, backward)
+    oracle = nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert_as_exact(y, nn.functional.linear(x, weight, bias), oracle, "y")
+    assert_as_exact(dx, dy @ weight, dy.double() @ weight.double(), "dx")
+
+
+def test_the_packed_weight_is_the_one_that_is_multiplied() -> None:
+    """With another weight's packed copy, the product is another: so the tests here test what they say."""
+    x, dy = torch.randn(ROWS, 160), torch.randn(ROWS, 144)
+    weight, other = torch.randn(144, 160), torch.randn(144, 160)
+    forward, backward = gemm.PackedWeight().of(other)
+    assert torch.allclose(OPS.base_linear(x, weight, None, forward), x @ other.t(), atol=1e-3)
+    assert torch.allclose(OPS.base_linear_dx(dy, weight, backward), dy @ other, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_model(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unserved(dtype)
+    model = stack(dtype)
+    x = torch.randn(ROWS, 160).to(dtype)
+    keys = list(model.state_dict())
+    plain, exact = run(model, x), exactly(model, x)
+    added = mx.pack_base(model)
+    assert added == 2 * sum(layer.weight.nbytes for layer in model)
+    assert_same(run(model, x), plain, exact)
+    assert list(model.state_dict()) == keys
+
+
+def scaled(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model[0].weight.mul_(-0.5)
+    return model
+
+
+def reloaded(model: nn.Module) -> nn.Module:
+    model.load_state_dict({key: 0.5 * value for key, value in model.state_dict().items()})
+    return model
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    values = {key: 0.5 * value for key, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    return model
+
+
+def rebound(model: nn.Module) -> nn.Module:
+    model[1].weight.data = torch.randn(130, 144)
+    return model
+
+
+CHANGES: list[Callable[[nn.Module], nn.Module]] = [
+    scaled,
+    reloaded,
+    assigned,
+    rebound,
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+    lambda model: model.to(torch.bfloat16),
+    lambda model: model.to(torch.float16),
+]
+
+
+CHANGED = ["scaled", "reloaded", "assigned", "rebound", "deepcopy", "pickle", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGED)
+def test_weights_that_change(change: Callable[[nn.Module], nn.Module]) -> None:
+    """Packed weights follow; what oneDNN does not serve is multiplied as it would be without."""
+    packed = stack()
+    mx.pack_base(packed)
+    run(packed, torch.randn(ROWS, 160))
+    packed = change(packed)
+    plain = copy.deepcopy(packed)
+    for layer in plain:
+        layer.packed = None
+    dtype = packed[0].weight.dtype
+    x = torch.randn(ROWS, 160).to(dtype)
+    assert_same(run(packed, x), run(plain, x), exactly(plain, x))
+
+
+def test_autocast_and_compiled_graphs_go_without() -> None:
+    model, x = stack(), torch.randn(ROWS, 160)
+
+    def autocast_and_compiled() -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            results = run(model, x)
+        compiled = copy.deepcopy(model)
+        compiled.compile(fullgraph=True, backend="aot_eager")
+        return results + run(compiled, x)
+
+    plain = autocast_and_compiled()
+    mx.pack_base(model)
+    for ours, theirs in zip(autocast_and_compiled(), plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rows_without_any_adapter() -> None:
+    model, x = stack(), torch.randn(ROWS, 160)
+    exact = copy.deepcopy(model).double()
+    mx.pack_base(model)
+    layout = mx.SegmentLayout.from_lengths([ROWS], adapters=[-1])
+    with mx.route(model, layout, names=[]):
+        x.requires_grad_()
+        y = model(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    w0, w1, bias = exact[0].weight, exact[1].weight, exact[1].bias
+    oracle = x.detach().double() @ w0.t() @ w1.t() + bias
+    plain = nn.functional.linear(x.detach() @ model[0].weight.t(), model[1].weight, model[1].bias)
+    assert_as_exact(y.detach(), plain, oracle, "y")
+    ones = torch.ones_like(y)
+    assert_as_exact(dx, ones @ model[1].weight @ model[0].weight, ones.double() @ w1 @ w0, "dx")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Linear(3, 4), "expected layers converted by mlora_ext.convert_model, found none"),
+        (lambda: stack(torch.float16), "0: oneDNN does not serve float16 weights on cpu"),
+        (lambda: stack().to("meta"), "0: oneDNN does not serve float32 weights on meta"),
+    ],
+    ids=["not converted", "fp16", "meta"],
+)
+def test_refusals(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mx.pack_base(model())
+
+
+def test_a_packed_weight_of_another_shape_is_refused() -> None:
+    forward, _ = gemm.PackedWeight().of(torch.randn(8, 9))
+    with pytest.raises(
+        RuntimeError, match=r"packed: expected Float of shape \[8, 7\], got Float of shape \[8, 9\]"
+    ):
+        OPS.base_linear(torch.randn(4, 7), torch.randn(8, 7), None, forward)
