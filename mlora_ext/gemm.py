@@ -23,12 +23,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PackedWeight:
     """A frozen weight in oneDNN's own layouts, for `x Wᵀ` and for `dy W`: twice its memory, beside it.
 
-    Follows its weight: new numbers, strides or another dtype are packed when they are used next. A copy, or
-    what is unpickled, packs anew.
+    Follows its weight by its version, as autograd does: new numbers, strides or another dtype are packed when
+    they are used next. In-place changes through `.data` count no version and are not seen. A copy, or what is
+    unpickled, packs anew.
     """
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
+        self._source: Tensor | None = None  # kept, so that its address is not used again
         self._pair = _ops.NOT_PACKED
 
     def of(self, weight: Tensor) -> _ops.Packed:
@@ -37,11 +39,12 @@ class PackedWeight:
         Args:
             weight: `[O, D]`.
         """
-        version = 0 if weight.is_inference() else weight._version
-        key = (weight.data_ptr(), version, weight.dtype, weight.device, weight.shape, weight.stride())
+        if weight.is_inference():
+            return _ops.NOT_PACKED
+        key = (weight.data_ptr(), weight._version, weight.dtype, weight.device, weight.shape, weight.stride())
         if key != self._key:
             self._pair = _pack(weight) if packs(weight) else _ops.NOT_PACKED
-            self._key = key
+            self._key, self._source = key, weight.detach()
         return self._pair
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -49,8 +52,16 @@ class PackedWeight:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by weights of this dtype, on this device, with this torch and processor."""
-    if not _ops.LOADED or weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    """Whether oneDNN multiplies by weights of this dtype, on this device, with this torch and processor.
+
+    Those made in inference mode are left out: they count no versions, so nobody would see that they changed.
+    """
+    if (
+        weight.is_inference()
+        or not _ops.LOADED
+        or weight.device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+    ):
         return False
     bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bf16 or weight.dtype == torch.float32

@@ -13,7 +13,8 @@ def pack_base(model: nn.Module) -> int:
 
     Every product with them is then faster on a CPU, those of few rows the most. The plain weights stay, for
     `state_dict` and for compiled graphs, which use them. Weights that change, as by `load_state_dict`, are
-    packed again at their next use.
+    packed again at their next use; after in-place changes through `.data`, which PyTorch does not count, call
+    this again. Layers that are converted later are not packed until then either.
 
     Args:
         model: a converted model on a CPU, in fp32 or bf16.
@@ -28,6 +29,11 @@ def pack_base(model: nn.Module) -> int:
     if not layers:
         raise ValueError("model: expected layers converted by mlora_ext.convert_model, found none")
     for layer in layers:
+        if layer.weight.is_inference():
+            raise ValueError(
+                f"{layer.name}: its weight was made in inference mode, where PyTorch counts no "
+                "changes; load or clone it outside of torch.inference_mode()"
+            )
         if not packs(layer.weight):
             dtype = str(layer.weight.dtype).removeprefix("torch.")
             raise ValueError(
@@ -35,6 +41,6 @@ def pack_base(model: nn.Module) -> int:
                 "this torch and processor; leave the base as it is, without pack_base"
             )
     for layer in layers:
-        layer.packed = layer.packed or PackedWeight()
+        layer.packed = PackedWeight()
         layer.packed.of(layer.plain_weight)
     return sum(2 * layer.weight.nbytes for layer in layers)

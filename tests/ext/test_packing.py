@@ -145,6 +145,40 @@ def test_weights_that_change(change: Callable[[nn.Module], nn.Module]) -> None:
     assert_same(run(packed, x), run(plain, x), exactly(plain, x))
 
 
+def test_an_address_that_is_used_again() -> None:
+    """Rebinding twice may bring the address and the version of the weight that was packed."""
+    weight = nn.Parameter(torch.randn(144, 160), requires_grad=False)
+    packed, x = gemm.PackedWeight(), torch.randn(ROWS, 160)
+    packed.of(weight)
+    for _ in range(20):
+        weight.data = weight.data * 0.5
+        weight.data = weight.data * 0.5
+        y = gemm.linear(x, weight, None, packed.of(weight)[0])
+        assert_as_exact(y, x @ weight.t(), x.double() @ weight.t().double(), "y")
+
+
+def test_pack_base_again_packs_what_data_changed() -> None:
+    model, x = stack(), torch.randn(ROWS, 160)
+    mx.pack_base(model)
+    model[0].weight.data.mul_(-0.5)
+    mx.pack_base(model)
+    plain = copy.deepcopy(model)
+    for layer in plain:
+        layer.packed = None
+    assert_same(run(model, x), run(plain, x), exactly(plain, x))
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        weight = torch.randn(144, 160)
+    assert gemm.PackedWeight().of(weight) == (None, None)
+    model = stack()
+    with torch.inference_mode():
+        model[1].weight = nn.Parameter(torch.randn(130, 144), requires_grad=False)
+    with pytest.raises(ValueError, match="1: its weight was made in inference mode"):
+        mx.pack_base(model)
+
+
 def test_autocast_and_compiled_graphs_go_without() -> None:
     model, x = stack(), torch.randn(ROWS, 160)
 
