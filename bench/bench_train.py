@@ -5,7 +5,8 @@
 
 A step is forward, backward, clipping and AdamW for every adapter on its own batch. PEFT runs in its fastest
 plain form: SDPA, fused AdamW, gradients dropped to None, no padding (all sequences are equally long). The two
-take turns and medians are compared. Memory is the peak of one process that trains one way: bytes of live
+take turns and medians are compared; so does ours with packed weights (`pack_base`: three times the base's
+memory). Memory is the peak of one process that trains one way: bytes of live
 tensors as PyTorch's allocator reports them, and the process's resident memory over that before training.
 """
 
@@ -31,6 +32,8 @@ from mlora.optimizer import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
+
+from mlora_ext.gemm import packs
 
 VOCABULARY = 4096
 SETTINGS = [(1, 32, 40), (2, 64, 25), (8, 128, 8)]
@@ -68,9 +71,9 @@ def batches(adapters: int, sequences: int, length: int) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (sequences, length)) for _ in range(adapters)]
 
 
-def ours(dropout: float, ids: list[torch.Tensor]) -> Callable[[], None]:
+def ours(dropout: float, ids: list[torch.Tensor], pack_base: bool = False) -> Callable[[], None]:
     """One step of all adapters together."""
-    engine = Engine(base())
+    engine = Engine(base(), pack_base=pack_base)
     data = {}
     for index, rows in enumerate(ids):
         name = f"adapter{index}"
@@ -111,6 +114,8 @@ def speed(adapters: int, quick: bool) -> list[dict[str, Any]]:
         for sequences, length, rounds in SETTINGS:
             ids = batches(adapters, sequences, length)
             cases = {"peft": peft(dropout, ids), "ours": ours(dropout, ids)}
+            if packs(torch.empty(1, 1)):
+                cases["packed"] = ours(dropout, ids, pack_base=True)
             for _ in range(1 if quick else TRIES):
                 with machine.OtherProcesses() as others:
                     seconds = machine.medians(cases, 3 if quick else rounds)
@@ -125,6 +130,7 @@ def speed(adapters: int, quick: bool) -> list[dict[str, Any]]:
                 "peft_tokens_per_second": tokens / seconds["peft"],
                 "ours_tokens_per_second": tokens / seconds["ours"],
                 "ratio": seconds["peft"] / seconds["ours"],
+                "packed_ratio": seconds["peft"] / seconds["packed"] if "packed" in seconds else None,
                 "must": MUST[sequences, length],
                 "other_processes_share": others.share,
             }
@@ -132,7 +138,7 @@ def speed(adapters: int, quick: bool) -> list[dict[str, Any]]:
                 f"{adapters} x {sequences} x {length:3d}, dropout {dropout}: "
                 f"PEFT {row['peft_tokens_per_second']:7.0f} tokens/s, "
                 f"together {row['ours_tokens_per_second']:7.0f} tokens/s, "
-                f"ratio {row['ratio']:.2f} (must {row['must']}); others took {others.share} of the machine"
+                f"ratio {row['ratio']:.2f} (must {row['must']}), packed {row['packed_ratio'] or 0:.2f}; others took {others.share} of the machine"
             )
             rows.append(row)
     return rows
