@@ -134,11 +134,13 @@ def speed(adapters: int, quick: bool) -> list[dict[str, Any]]:
                 "must": MUST[sequences, length],
                 "other_processes_share": others.share,
             }
+            packed = f", packed {row['packed_ratio']:.2f}" if row["packed_ratio"] else ""
             print(
                 f"{adapters} x {sequences} x {length:3d}, dropout {dropout}: "
                 f"PEFT {row['peft_tokens_per_second']:7.0f} tokens/s, "
                 f"together {row['ours_tokens_per_second']:7.0f} tokens/s, "
-                f"ratio {row['ratio']:.2f} (must {row['must']}), packed {row['packed_ratio'] or 0:.2f}; others took {others.share} of the machine"
+                f"ratio {row['ratio']:.2f} (must {row['must']}){packed}; "
+                f"others took {others.share} of the machine"
             )
             rows.append(row)
     return rows

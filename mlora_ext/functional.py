@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _ops, reference
 from .backend import backend_for
 from .dropout import LoRADropout
-from .gemm import PackedWeight
+from .gemm import PackedWeight, packed_pair
 from .segments import SegmentLayout
 
 
@@ -82,13 +82,10 @@ def lora_linear_rows(
     """
     if not lora_a:
         return F.linear(x, weight, bias)
-    pair = _ops.NOT_PACKED
-    if packed is not None and weight.dtype == x.dtype and not torch.compiler.is_compiling():
-        pair = packed.of(weight)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        pair = _ops.NOT_PACKED
+        packed = None  # it is of the weight as it was
     for tensor in (*lora_a, *lora_b):
         if tensor.dtype is not x.dtype and tensor.dtype is not torch.float32:
             lora_a, lora_b = [a.to(x.dtype) for a in lora_a], [b.to(x.dtype) for b in lora_b]
@@ -101,6 +98,7 @@ def lora_linear_rows(
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
     else:
+        pair = packed_pair(x_TD, weight, packed)
         y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 

@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import _ops
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)  # no fake ones, whose numbers nobody can pack
 
 
 class PackedWeight:
-    """A frozen weight in oneDNN's own layouts, for `x Wᵀ` and for `dy W`: twice its memory, beside it.
+    """A frozen weight in oneDNN's own layouts, for `x Wᵀ` and for `dy W`: about twice its memory, beside it.
 
     Follows its weight by its version, as autograd does: new numbers, strides or another dtype are packed when
-    they are used next. In-place changes through `.data` count no version and are not seen. A copy, or what is
-    unpickled, packs anew.
+    they are used next. Writes through `.data`, `.detach()` or numpy count no version and are not seen. A
+    copy, or what is unpickled, packs anew.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
-        self._source: Tensor | None = None  # kept, so that its address is not used again
-        self._pair = _ops.NOT_PACKED
+        # what was packed: as a key, and as a tensor that keeps its address from being used again; the pair
+        self._state: tuple[tuple[Any, ...], Tensor | None, _ops.Packed] = ((), None, _ops.NOT_PACKED)
 
     def of(self, weight: Tensor) -> _ops.Packed:
         """The packed weight and its transpose, or none of both where oneDNN does not serve this weight.
@@ -39,29 +39,32 @@ class PackedWeight:
         Args:
             weight: `[O, D]`.
         """
-        if weight.is_inference():
+        if type(weight) not in _PLAIN or weight.is_inference():
             return _ops.NOT_PACKED
         key = (weight.data_ptr(), weight._version, weight.dtype, weight.device, weight.shape, weight.stride())
-        if key != self._key:
-            self._pair = _pack(weight) if packs(weight) else _ops.NOT_PACKED
-            self._key, self._source = key, weight.detach()
-        return self._pair
+        state = self._state
+        if key != state[0]:
+            pair = _pack(weight) if packs(weight) else _ops.NOT_PACKED
+            self._state = state = (key, weight.detach(), pair)
+        return state[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the packed tensors take; oneDNN pads them."""
+        return sum(torch.ops.mkldnn._nbytes(tensor) for tensor in self._state[2] if tensor is not None)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return PackedWeight, ()
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by weights of this dtype, on this device, with this torch and processor.
+    """Whether oneDNN multiplies by such a weight, with this torch and processor.
 
-    Those made in inference mode are left out: they count no versions, so nobody would see that they changed.
+    Not by those made in inference mode, which count no versions, so that nobody would see that they changed.
     """
-    if (
-        weight.is_inference()
-        or not _ops.LOADED
-        or weight.device.type != "cpu"
-        or not torch.backends.mkldnn.is_available()
-    ):
+    if type(weight) not in _PLAIN or weight.device.type != "cpu" or not weight.numel() or not _ops.LOADED:
+        return False
+    if weight.is_inference() or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bf16 or weight.dtype == torch.float32
@@ -71,6 +74,15 @@ def packs(weight: Tensor) -> bool:
 def _pack(weight: Tensor) -> _ops.Packed:
     reorder = torch.ops.mkldnn._reorder_linear_weight
     return reorder(weight.detach()), reorder(weight.detach().t())
+
+
+def packed_pair(x: Tensor, weight: Tensor, packed: PackedWeight | None) -> _ops.Packed:
+    """`packed.of(weight)` where x is multiplied by this very weight, in eager mode."""
+    if packed is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return _ops.NOT_PACKED
+    if type(x) not in _PLAIN or x.dtype != weight.dtype:
+        return _ops.NOT_PACKED
+    return packed.of(weight)
 
 
 def frozen_linear(
@@ -89,7 +101,7 @@ def frozen_linear(
     """
     if torch.compiler.is_compiling() or not _serves(x) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    pair = _ops.NOT_PACKED if packed is None or weight.dtype != x.dtype else packed.of(weight)
+    pair = packed_pair(x, weight, packed)
     rows = x.reshape(-1, x.shape[-1])
     if not (torch.is_grad_enabled() and x.requires_grad):
         y = linear(rows, weight, bias, pair[0])

@@ -40,7 +40,9 @@ Tensor aten_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
 
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   AtenTensorHandle result = nullptr;
-  AtenTensorHandle bias_handle = bias ? bias->get() : nullptr;
+  // oneDNN reads a bias as if it were dense
+  const Tensor dense_bias = bias ? torch::stable::contiguous(*bias) : x;
+  AtenTensorHandle bias_handle = dense_bias.get();
   const char* algorithm = "";
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__linear_pointwise(
       x.get(), weight.get(), bias ? &bias_handle : nullptr, "none", nullptr, 0, &algorithm, &result));

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..gemm import PackedWeight
 from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .linear import MultiLoRALinear
@@ -200,6 +201,8 @@ def _replace(
         adapter_dtype=adapter_dtype(weight, autocast),
     )
     layer.train(module.training)
+    if router.packs_base:
+        layer.packed = PackedWeight()
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
     return layer

@@ -63,6 +63,7 @@ class MultiLoRALinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiLoRALinear:
         super()._apply(fn, recurse)
+        self.packed = self.packed and PackedWeight()
         self.group = self.router.group_on(self.group, self.weight.device)
         if not self.layer.is_meta:
             # `to_empty` has left it undefined, and no state dict restores it.

@@ -61,6 +61,7 @@ class Router:
         self.adapters: dict[str, AdapterInfo] = {}
         self.groups: list[LayerGroup] = []
         self.step = 0
+        self.packs_base = False
         self.turn = Turn()
         self.active: Route | None = None
         self._entered_in_backward = False

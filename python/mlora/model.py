@@ -20,7 +20,7 @@ from mlora.hub import check_base
 from mlora.loss import Head, LogitRule
 from mlora.packing import PackedBatch
 from mlora.probe import check_packing
-from mlora_ext.gemm import PackedWeight, linear, linear_dx
+from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 
@@ -92,6 +92,7 @@ class BaseModel:
         """
         head = self.head
         if isinstance(head, MultiLoRALinear):
+            self.packed_head = head.packed  # an adapter targets it, or did, and the layer packs for itself
             if head.specs or head.fan_in_fan_out:
                 return None
         elif type(head) is not nn.Linear:
@@ -110,7 +111,9 @@ class BaseModel:
         return self.rule.apply(self.head(hidden))
 
     def pack_weights(self) -> None:
-        """Keep the frozen weights of all linear layers, and of the head, in oneDNN's own layouts too.
+        """Keep the frozen weights in oneDNN's own layouts too.
+
+        Those of all linear layers, and the head's for the chunked loss; `generate` uses the plain head.
 
         Raises:
             ValueError: if oneDNN does not serve them.
@@ -119,7 +122,10 @@ class BaseModel:
             mlora_ext.pack_base(self.model)
         except ValueError as error:
             raise ValueError(f"pack_base: {error}") from error
-        self.packed_head = PackedWeight()
+        head = self.head
+        if type(head) is nn.Linear and packs(head.weight):
+            self.packed_head = PackedWeight()
+            self.packed_head.of(head.weight)
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in backward instead of keeping its activations.

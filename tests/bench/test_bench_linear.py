@@ -26,12 +26,11 @@ def row(ours: float, must: float | None, processors: float, packed: float | None
     [
         ([row(1.1, 1.12, 1.95), row(5.0, None, 1.9)], []),
         ([row(1.1, 1.12, 1.95), row(1.2, 1.12, 1.9)], ["missed: 512x1024x1024x8 float32: plain 1.200 of"]),
-        ([row(1.2, 1.12, 1.9, packed=1.1)], []),
-        (
-            [row(1.2, 1.12, 1.9, packed=1.13)],
-            ["missed: 512x1024x1024x8 float32: plain 1.200, packed 1.130 of"],
-        ),
         ([row(1.1, 1.12, 1.95), row(1.1, 1.12, 1.7)], ["SOMETHING ELSE RAN"]),
+        (
+            [row(1.2, 1.12, 2.0, packed=1.1)],
+            ["missed: 512x1024x1024x8 float32: plain 1.200, packed 1.100 of"],
+        ),
         ([row(1.2, 1.12, 1.7)], ["missed: ", "SOMETHING ELSE RAN"]),
     ],
 )
@@ -42,17 +41,6 @@ def test_faults(rows: list, expected: list[str], monkeypatch: pytest.MonkeyPatch
     found = bench_linear.faults(rows, threads=2)
     assert len(found) == len(expected)
     assert all(fault.startswith(start) for fault, start in zip(found, expected, strict=True))
-
-
-def test_what_only_packed_weights_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import bench_linear
-
-    rows = [row(1.2, 1.12, 2, 1.1), row(1.1, 1.12, 2, 1.0), row(1.2, 1.12, 2, 1.2), row(1.2, None, 2, 1.1)]
-    (remark,) = bench_linear.packed_only(rows)
-    assert remark.startswith(
-        "with packed weights only: 512x1024x1024x8 float32: plain 1.200, packed 1.100 of"
-    )
 
 
 def test_exit_code_after_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
