@@ -228,8 +228,8 @@ class RunConfig(_Strict):
 
     ``base_gemm`` is the library that multiplies by the frozen weights on a CPU; none is measured, and the
     resolved config of a run names the one that it was trained with, since rounding depends on it.
-    ``pack_base`` keeps those weights in oneDNN's own layouts too: faster products, for three times their
-    memory.
+    ``pack_base`` keeps those weights in oneDNN's own layouts too, which then multiplies: faster, for about
+    three times their memory.
     """
 
     base_model: str = Field(min_length=1)

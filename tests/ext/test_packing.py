@@ -97,7 +97,7 @@ def test_a_model(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("names", [["a"], []], ids=["adapter", "no names"])
 def test_layers_multiply_by_what_is_packed(names: list[str]) -> None:
-    """With the packed copies of another model's weights, the results are that model's, forward and backward."""
+    """With packed copies of another model's weights, results are that model's, forward and backward."""
     model, other = stack(), stack()
     for ours, theirs in zip(model, other, strict=True):
         theirs.weight.copy_(torch.randn_like(theirs.weight))
