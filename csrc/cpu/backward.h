@@ -40,7 +40,7 @@ class GradSums {
   // p is [rows, rank]; `q` holds the block's rows as units along them.
   template <typename P>
   void add(const P* p, int64_t p_stride, int64_t rows, const Unit* q, int64_t q_stride, Scratch scratch) {
-    int64_t stride;
+    int64_t stride = 0;
     const Unit* units = stage_columns<Op, P>(p, p_stride, rows, rank_, nullptr, 0,
                                              scratch.take<Unit>(rows * rank_), rank_, &stride);
     constexpr int64_t kSlice = Simd::kTileVecs * Simd::kLanes;
@@ -113,7 +113,7 @@ void grad_b(const GradBArgs& args) {
   for (int32_t i = args.adapter->first_block; i >= 0; i = args.blocks[i].next) {
     const RowBlock& block = args.blocks[i];
     const T* dy = static_cast<const T*>(args.dy) + block.begin * args.dy_stride + args.begin;
-    int64_t stride;
+    int64_t stride = 0;
     const auto* q =
         stage_block<Op, T>(dy, args.dy_stride, block.rows, cols, nullptr, 0, nullptr, 0, memory, &stride);
     sums.add(static_cast<const T*>(args.s) + block.begin * args.s_stride, args.s_stride, block.rows, q,
@@ -151,7 +151,7 @@ void grad_a(const GradAArgs& args) {
     T* dx = args.dx ? static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin : nullptr;
     if (args.grad.data) {
       const T* x = static_cast<const T*>(args.x) + block.begin * args.x_stride + args.begin;
-      int64_t stride;
+      int64_t stride = 0;
       const Unit* q = stage_block<Op, T>(x, args.x_stride, block.rows, cols, bits, words, dx, args.dx_stride,
                                          memory, &stride);
       sums.add(reinterpret_cast<const Element*>(ds), args.ds_stride * Op::kUnits, block.rows, q, stride,

@@ -78,7 +78,7 @@ void shrink(const T* rows, int64_t stride, int64_t count, int64_t cols, const ty
       for (int64_t k = i + m; k < i + 2 * m && k < count; ++k) {
         prefetch_row(rows + k * stride + c, n);
       }
-      int64_t x_stride;
+      int64_t x_stride = 0;
       const Element* x = stage_rows<Op, T>(rows + i * stride + c, stride, m, n,
                                            dropout.threshold ? bits + i * kWords : nullptr, kWords, panel,
                                            kPanelStride<Op>, &x_stride);

@@ -35,7 +35,7 @@ void forward(const ForwardArgs& args) {
   Unit* memory = Op::kUnits == 1 ? nullptr : scratch.take<Unit>(units * kExpandColumns<Op>);
   for (int64_t c = 0; c < args.d_out; c += kExpandColumns<Op>) {
     const int64_t n = args.d_out - c < kExpandColumns<Op> ? args.d_out - c : kExpandColumns<Op>;
-    int64_t stride;
+    int64_t stride = 0;
     const Unit* q = stage_operand<Op>(b + c, adapter.b_stride, rank, n, memory, &stride);
     broadcast_gemm<Op>({s_units, units, 1, block.rows, q, stride, units, n},
                        typename Expand<Op, T>::Add{y + c, args.y_stride});

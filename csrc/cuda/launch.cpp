@@ -35,7 +35,7 @@ Tensor dropout_mask(const Tensor& segments, const Tensor& dropout_p, const Tenso
   const cpu::Layout layout{table, p, &p, &rng, &index};
   cpu::check_layout(layout, p.numel());
   const cpu::Plan plan =
-      cpu::make_plan(layout, std::vector<int64_t>(static_cast<size_t>(p.numel()), 1), rows, 1);
+      cpu::make_plan(layout, std::vector<int64_t>(static_cast<size_t>(p.numel()), 1), rows);
   Tensor mask = torch::stable::full({rows, columns}, 1.0, ScalarType::Bool, std::nullopt, segments.device());
   void* stream = current_stream(segments.get_device_index());
   for (const RowBlock& block : plan.blocks) {
