@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import machine
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
+from mlora.malloc import keep_freed_memory
 from mlora.optimizer import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -152,7 +152,7 @@ def memory_of(adapters: int, sequences: int, length: int) -> dict[str, float]:
     step = ours(0.1, batches(adapters, sequences, length))
     for _ in range(3):
         step()
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    resident = _resident_peak() - before
     with torch.profiler.profile(profile_memory=True) as profile:
         step()
     with tempfile.TemporaryDirectory() as folder:
@@ -214,6 +214,12 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _resident_peak() -> int:
+    """Not `ru_maxrss`: across fork and exec, that is at least the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
 def main() -> None:
     """Run, print, and write `results/bench_train.json` and `.png`."""
     parser = argparse.ArgumentParser(
@@ -227,6 +233,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as `mlora train` does; PEFT has it too
     if arguments.memory_of:
         print(json.dumps(memory_of(*arguments.memory_of)))
         return

@@ -17,6 +17,7 @@ from mlora.device import choose_device, is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
+from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
 from mlora.tasks import Progress, Task, TaskBuilder
@@ -168,9 +169,12 @@ def make_engine(config: RunConfig) -> Engine:
     """
     dtype = dtype_of(config)
     try:
+        device = choose_device(config.device, dtype)
+        if device == "cpu":
+            keep_freed_memory()
         engine = Engine(
             config.base_model,
-            device=choose_device(config.device, dtype),
+            device=device,
             dtype=dtype,
             fp16=config.fp16,
             gradient_checkpointing=config.gradient_checkpointing,
