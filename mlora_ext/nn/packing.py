@@ -51,6 +51,6 @@ def _check(layer: MultiLoRALinear) -> None:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ValueError(
             f"{layer.name}: oneDNN does not serve {dtype} weights of shape {list(weight.shape)} on "
-            f"{weight.device.type} with this torch and processor: float32 and bfloat16 on a CPU at best; leave "
-            "pack_base out"
+            f"{weight.device.type} with this torch and processor, at best float32 and bfloat16 on a CPU; "
+            "leave pack_base out"
         )
