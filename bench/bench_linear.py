@@ -5,11 +5,11 @@
 
 In one run, taking turns, medians: the frozen layer (`F.linear` and dX), the same by the library that
 mlora_ext chose, PEFT's layers in a loop, a loop of `addmm_`, ours, and ours with the frozen weight packed
-(`pack_base`: three times its memory). First each is checked against the fp64
-oracle. At its turn each runs twice. The second call counts: in training, a layer's code has just run for the
-layer before. The first follows another contender, which has filled the caches with code and data of its own;
-its ratio stands under "1st". "limit" is the least time for the low-rank part alone: its bytes at the speed of
-a copy or its FLOPs at the speed of the chosen GEMM, whichever is longer.
+(`pack_base`: about three times its memory). First ours and the loops are checked against the fp64 oracle.
+At its turn each runs twice. The second call counts: in training, a layer's code has just run for the layer
+before. The first follows another contender, which has filled the caches with code and data of its own; its
+ratio stands under "1st". "limit" is the least time for the low-rank part alone: its bytes at the speed of a
+copy or its FLOPs at the speed of the chosen GEMM, whichever is longer.
 Exits with 1, after results are written, where plain weights miss a "must" or something else used the
 processors.
 """

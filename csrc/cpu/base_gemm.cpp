@@ -39,10 +39,12 @@ Tensor aten_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
 }
 
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  if (bias && bias->size(0) > 1 && bias->stride(0) != 1) {  // oneDNN reads a bias as if it were dense
+    const Tensor dense = torch::stable::contiguous(*bias);
+    return onednn_linear(x, weight, &dense);
+  }
   AtenTensorHandle result = nullptr;
-  // oneDNN reads a bias as if it were dense
-  const Tensor dense_bias = bias ? torch::stable::contiguous(*bias) : x;
-  AtenTensorHandle bias_handle = dense_bias.get();
+  AtenTensorHandle bias_handle = bias ? bias->get() : nullptr;
   const char* algorithm = "";
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__linear_pointwise(
       x.get(), weight.get(), bias ? &bias_handle : nullptr, "none", nullptr, 0, &algorithm, &result));

@@ -186,12 +186,8 @@ def make_engine(config: RunConfig) -> Engine:
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)
-        prefix = (
-            ""
-            if line.startswith(("base_", "pack_base"))
-            else f"base_model: cannot load {config.base_model}: "
-        )
-        raise RunError(prefix + line) from error
+        named = line.startswith(("base_", "pack_base"))
+        raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
 
 
 def create_adapter(engine: Engine, task: Task) -> None:

@@ -114,8 +114,7 @@ def test_layers_multiply_by_what_is_packed(names: list[str]) -> None:
     assert_same(run(model, x, names), plain, exact)
 
 
-def test_layers_that_no_adapter_targets_and_later_ones() -> None:
-    """Layers of a packed model pack at their first use, the operator's own registrations included."""
+def test_layers_that_are_converted_later_pack_at_their_first_use() -> None:
     model = nn.Sequential(nn.Linear(160, 144), nn.Linear(144, 130))
     model = mx.convert_model(model, {"a": LoraConfig(r=4, target_modules=["0"])})
     mx.pack_base(model)
