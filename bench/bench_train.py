@@ -4,10 +4,10 @@
     python bench/bench_train.py --quick
 
 A step is forward, backward, clipping and AdamW for every adapter on its own batch. PEFT runs in its fastest
-plain form: SDPA, fused AdamW, gradients dropped to None, no padding (all sequences are equally long). They and
-ours with packed weights (`pack_base`) take turns and medians are compared. Memory is the peak of one process
-that trains one way: bytes of live tensors as PyTorch's allocator reports them, and the process's resident
-memory over that before training.
+plain form: SDPA, fused AdamW, gradients dropped to None, no padding (all sequences are equally long). PEFT,
+ours, and ours with packed weights (`pack_base`) take turns and medians are compared. Memory is the peak of
+one process that trains one way: bytes of live tensors as PyTorch's allocator reports them, and the process's
+resident memory over that before training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen weights packed once for oneDNN: faster products for about three times the memory, where it is asked for."""
+"""Frozen weights packed once for oneDNN, where it is asked for: faster, for about three times the memory."""
 
 from __future__ import annotations
 
