@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backend import Backend, backend_for, gpu_operator
+
 _PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 _Plan = tuple[Tensor | None, ...]
 Packed = tuple[Tensor | None, Tensor | None]
@@ -49,6 +51,7 @@ def lora_linear(
     dropout_rng: Tensor | None,
     layer: Tensor | None,
     packed: Packed = NOT_PACKED,
+    backend: Backend = "cpu",
 ) -> Tensor:
     """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
 
@@ -62,21 +65,46 @@ def lora_linear(
         return y
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
     if not torch.is_grad_enabled():
-        return _below_autograd(x, weight, bias, lora_a, lora_b, plan, packed[0])[0]
-    return _LoRALinear.apply(x, weight, bias, plan, packed, len(lora_a), *lora_a, *lora_b)
+        return forward(backend, x, weight, bias, lora_a, lora_b, plan, packed[0])[0]
+    return _LoRALinear.apply(x, weight, bias, plan, packed, backend, len(lora_a), *lora_a, *lora_b)
 
 
-def _below_autograd(
+def forward(
+    backend: Backend,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
     plan: _Plan,
-    packed: Tensor | None,
+    packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`(y, s)` by one compiled backend, below autograd."""
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan, packed)  # type: ignore[no-any-return]
+        if backend == "cpu":
+            return torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan, packed)  # type: ignore[no-any-return]
+        return gpu_operator(backend).forward(x, weight, bias, lora_a, lora_b, *plan)  # type: ignore
+
+
+def backward(
+    backend: Backend | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    s: Tensor,
+    plan: _Plan,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    packed: Tensor | None = None,
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    """`(dx, da, db)` by one compiled backend, or with None by that of x's device, as in a traced graph."""
+    if backend is None or backend == "cpu":
+        return torch.ops.mlora_ext.lora_linear_backward.default(  # type: ignore[no-any-return]
+            dy, x, weight, lora_a, lora_b, s, *plan, *wanted, packed
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return gpu_operator(backend).backward(dy, x, weight, lora_a, lora_b, s, *plan, *wanted)  # type: ignore
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -87,13 +115,14 @@ class _LoRALinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, plan, packed, n, *adapters):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x, weight, bias, plan, packed, backend, n, *adapters):  # type: ignore[no-untyped-def]
         lora_a, lora_b = adapters[:n], adapters[n:]
-        y, s = _below_autograd(x, weight, bias, lora_a, lora_b, plan, packed[0])
+        y, s = forward(backend, x, weight, bias, lora_a, lora_b, plan, packed[0])
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, weight, s)
             ctx.lora_a, ctx.lora_b, ctx.plan, ctx.packed = lora_a, lora_b, plan, packed[1]
+            ctx.backend = backend
             ctx.versions = _versions(*adapters, *plan)
         return y
 
@@ -106,9 +135,11 @@ class _LoRALinear(torch.autograd.Function):
         if _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
             raise RuntimeError(_changed(ctx))
         x, weight, s = ctx.saved_tensors
-        wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
-        dx, da, db = _gradients(dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, ctx.packed, wanted)
-        return (dx, None, None, None, None, None, *da, *db)
+        wanted = needs[0], True in needs[7 : 7 + n], True in needs[7 + n :]
+        dx, da, db = _gradients(
+            ctx.backend, dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, ctx.packed, wanted
+        )
+        return (dx, None, None, None, None, None, None, *da, *db)
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
@@ -147,11 +178,12 @@ def _library_backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: i
     lora_a, lora_b = ctx.saved_tensors[8 : 8 + n], ctx.saved_tensors[8 + n :]
     needs = ctx.needs_input_grad
     wanted = needs[0], any(needs[3]), any(needs[4])
-    dx, da, db = _gradients(dy, x, weight, lora_a, lora_b, s, tuple(plan), None, wanted)
+    dx, da, db = _gradients(None, dy, x, weight, lora_a, lora_b, s, tuple(plan), None, wanted)
     return (dx, None, None, list(da), list(db), *rest)
 
 
 def _gradients(
+    backend: Backend | None,
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -165,9 +197,7 @@ def _gradients(
     """The autograd formula: dx, and dA and dB of every adapter, as far as they are wanted."""
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
-    dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(
-        dy, x, weight, lora_a, lora_b, s, *plan, *wanted, packed
-    )
+    dx, da, db = backward(backend, dy, x, weight, lora_a, lora_b, s, plan, wanted, packed)
     none: Sequence[None] = (None,) * len(lora_a)
     return dx if wanted[0] else None, da if wanted[1] else none, db if wanted[2] else none
 
@@ -216,6 +246,21 @@ def _fake_base_linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None) -> T
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
+def _cuda_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator's kernel for CUDA tensors, as a compiled graph calls it."""
+    *operands, _ = arguments
+    return _gpu(operands[0]).forward(*operands)
+
+
+def _cuda_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    *operands, _ = arguments
+    return _gpu(operands[0]).backward(*operands)
+
+
+def _gpu(x: Tensor) -> Any:
+    return gpu_operator(backend_for(x.device, x.dtype))  # type: ignore[arg-type]
+
+
 def _load_library() -> bool:
     """Load the compiled operators and register what Python adds to them; False if there are none."""
     if not LIBRARY.exists():
@@ -225,6 +270,8 @@ def _load_library() -> bool:
     torch.library.register_fake("mlora_ext::lora_linear_backward", _fake_backward)
     torch.library.register_fake("mlora_ext::base_linear", _fake_base_linear)
     torch.library.register_fake("mlora_ext::base_linear_dx", _fake_base_linear_dx)
+    torch.library.register_kernel("mlora_ext::lora_linear", "cuda", _cuda_forward)
+    torch.library.register_kernel("mlora_ext::lora_linear_backward", "cuda", _cuda_backward)
     torch.library.register_autograd("mlora_ext::lora_linear", _library_backward, setup_context=_library_setup)
     return True
 

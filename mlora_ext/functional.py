@@ -94,12 +94,13 @@ def lora_linear_rows(
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
-    if backend_for(x.device, x.dtype) == "reference":
+    backend = backend_for(x.device, x.dtype)
+    if backend == "reference":
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
     else:
         pair = packed_pair(x_TD, weight, packed)
-        y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair)
+        y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair, backend)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 

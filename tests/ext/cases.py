@@ -50,10 +50,11 @@ class Case:
 
     def operator_arguments(self) -> tuple:
         """Of `mlora_ext::lora_linear`."""
-        rng = (None, None, None) if self.dropout is None else self.dropout.tensors("cpu")
+        device = self.x.device
+        rng = (None, None, None) if self.dropout is None else self.dropout.tensors(device)
         return (
             self.x.reshape(-1, self.x.shape[-1]), self.weight, self.bias, self.lora_a, self.lora_b,
-            self.layout.table(), torch.tensor(self.scaling), *rng,
+            self.layout.table(device), torch.tensor(self.scaling, device=device), *rng,
         )  # fmt: skip
 
     def gradients(self, y: torch.Tensor) -> list[torch.Tensor]:

@@ -1,25 +1,28 @@
 """The compiled operator against the oracle: values, gradients, isolation, determinism, autograd, compile."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
+from backends import BACKENDS, serving
 from cases import CASES, Case, make
 from tolerances import assert_as_exact
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
+from mlora_ext import _ops
 from mlora_ext.functional import lora_linear_rows
 
-BACKENDS = ["cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+CPU_ONLY = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest):
-    with mx.use_backend(request.param):
-        yield request.param
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
+    with serving(request.param, monkeypatch) as name:
+        yield name
 
 
 def check(case: Case) -> None:
@@ -60,12 +63,12 @@ def test_dropout_differs_by_adapter() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_intermediate(dtype: torch.dtype) -> None:
+def test_intermediate(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
     """`s` holds the scaled shrink; columns beyond the rank and rows without adapter are zero."""
     case = make([3, 9], [6, 4, 5], [0, -1, 1], dtype=dtype, p=0.2)
     arguments = case.operator_arguments()
     with torch.no_grad():
-        _, s = torch.ops.mlora_ext.lora_linear(*arguments, None)
+        _, s = _ops.forward(backend, *arguments[:5], arguments[5:])
     _, plain = mx.reference.lora_linear(*arguments)
     _, oracle = mx.reference.lora_linear(*case.to(torch.float64).operator_arguments())
     assert_as_exact(s, plain.detach(), oracle.detach(), "s")
@@ -74,7 +77,7 @@ def test_intermediate(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_mates_change_no_bit(dtype: torch.dtype) -> None:
+def test_batch_mates_change_no_bit(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
     """s, dA and dB of an adapter are bit-equal alone and beside others, wherever its rows lie."""
     together = make([5, 16, 8], [37, 150, 61], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
     for index, rows in enumerate([slice(0, 37), slice(37, 187), slice(187, 248)]):
@@ -86,12 +89,13 @@ def test_batch_mates_change_no_bit(dtype: torch.dtype) -> None:
         alone.layout = mx.SegmentLayout.from_lengths([len(alone.x)])
         drop = together.dropout
         alone.dropout = mx.LoRADropout([drop.p[index]], [drop.seeds[index]], [drop.step[index]], drop.layer)
-        for one, other in zip(low_rank(alone, 0, slice(None)), low_rank(together, index, rows), strict=True):
+        ours, theirs = low_rank(backend, alone, 0, slice(None)), low_rank(backend, together, index, rows)
+        for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_mates_between_segments_change_no_bit(dtype: torch.dtype) -> None:
+def test_batch_mates_between_segments_change_no_bit(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
     """The sum over several segments of an adapter is the same with and without others between them."""
     beside = make([8, 8], [37, 53, 70, 9], [0, 1, 0, 1], dtype=dtype, d_in=192, d_out=136, p=0.1)
     keep = torch.cat([torch.arange(37), torch.arange(90, 160)])
@@ -99,20 +103,17 @@ def test_batch_mates_between_segments_change_no_bit(dtype: torch.dtype) -> None:
     alone.__dict__.update(beside.__dict__)
     alone.x, alone.dy = beside.x[keep].detach().clone(), beside.dy[keep].clone()
     alone.layout = mx.SegmentLayout.from_lengths([37, 70], [0, 0])
-    ours, theirs = low_rank(alone, 0, slice(None)), low_rank(beside, 0, slice(None))
+    ours, theirs = low_rank(backend, alone, 0, slice(None)), low_rank(backend, beside, 0, slice(None))
     assert torch.equal(ours[0], theirs[0][keep])
     for one, other in zip(ours[1:], theirs[1:], strict=True):
         assert torch.equal(one, other)
 
 
-def low_rank(case: Case, adapter: int, rows: slice) -> list[torch.Tensor]:
-    arguments = case.operator_arguments()
-    x, weight, _, lora_a, lora_b, *plan = arguments
+def low_rank(backend: mx.backend.Backend, case: Case, adapter: int, rows: slice) -> list[torch.Tensor]:
+    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     with torch.no_grad():
-        _, s = torch.ops.mlora_ext.lora_linear(*arguments, None)
-        _, da, db = torch.ops.mlora_ext.lora_linear_backward(
-            case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True, None
-        )
+        _, s = _ops.forward(backend, x, weight, bias, lora_a, lora_b, tuple(plan))
+        _, da, db = _ops.backward(backend, case.dy, x, weight, lora_a, lora_b, s, tuple(plan))
     return [s[rows, : lora_a[adapter].shape[0]], da[adapter], db[adapter]]
 
 
@@ -134,15 +135,16 @@ def test_nan_stays_with_its_adapter(where: str, p: float | None) -> None:
         assert torch.equal(clean[index], dirty[index]), case.labels()[index]
 
 
-def test_dropped_elements_are_selected_not_multiplied() -> None:
+def test_dropped_elements_are_selected_not_multiplied(backend: mx.backend.Backend) -> None:
     """An infinite element of x that dropout drops leaves the low-rank result finite."""
     case = make([4], [8], [0], p=0.5)
     mask = mx.dropout.philox_mask(
         8, 40, p=0.5, seed=case.dropout.seeds[0], step=case.dropout.step[0], layer=case.dropout.layer
-    )
+    ).to(case.x.device)
+    arguments = case.operator_arguments()
     with torch.no_grad():
         case.x[~mask] = torch.inf
-        _, s = torch.ops.mlora_ext.lora_linear(*case.operator_arguments(), None)
+        _, s = _ops.forward(backend, *arguments[:5], arguments[5:])
     assert s.isfinite().all()
 
 
@@ -153,13 +155,14 @@ def test_same_input_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@CPU_ONLY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_thread_count_changes_no_bit(dtype: torch.dtype) -> None:
+def test_thread_count_changes_no_bit(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
     case = make([5, 16, 8], [37, 350, 161], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
-    expected = [low_rank(case, adapter, slice(None)) for adapter in range(3)]
+    expected = [low_rank(backend, case, adapter, slice(None)) for adapter in range(3)]
     torch.set_num_threads(3)
     try:
-        again = [low_rank(case, adapter, slice(None)) for adapter in range(3)]
+        again = [low_rank(backend, case, adapter, slice(None)) for adapter in range(3)]
     finally:
         torch.set_num_threads(1)
     for one, other in zip(expected, again, strict=True):
@@ -177,6 +180,7 @@ def test_uninitialised_memory_is_never_read(name: str) -> None:
         assert torch.equal(one, other)
 
 
+@CPU_ONLY
 @pytest.mark.parametrize("p", [None, 0.2], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype: torch.dtype, p: float | None) -> None:
@@ -294,6 +298,7 @@ def test_checkpoint(reentrant: bool) -> None:
         assert torch.equal(leaf.grad, gradient)
 
 
+@CPU_ONLY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compile(dtype: torch.dtype) -> None:
     case = make([4, 7], [6, 5], [0, 1], dtype=dtype, p=0.3)
@@ -309,6 +314,7 @@ def test_compile(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@CPU_ONLY
 def test_autocast() -> None:
     case = make([4, 7], [6, 5], [0, 1], p=0.3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -351,6 +357,7 @@ def test_no_grad_needs_no_graph() -> None:
         assert torch.equal(mx.multi_lora_linear(*case.arguments()), y)
 
 
+@CPU_ONLY
 def test_refuses_what_it_cannot_serve() -> None:
     case = make([4], [6], [0]).to(torch.float64)
     with pytest.raises(ValueError, match=r"backend 'cpu' serves .* x is float64"):

@@ -1,0 +1,95 @@
+"""Where the adapters' matrices and gradients lie: one table per side of the layer, kept by content.
+
+A factor is A `[r, D]` or B `[O, r]`; the kernels see either as `F [r, d]` with any strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_KEPT_TABLES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """All adapters' A, or all their B.
+
+    Attributes:
+        first: the first adapter's matrix; offsets count from its address, in elements.
+        table: `[N, 8]` int64 on the device of `first`; columns: docs/gpu.md, "Factors".
+        width: d.
+        max_rank: R.
+        rows_dense: whether every column stride, also of the gradients, is 1.
+        alignment: a power of two, at most 16, that divides every offset and rank stride.
+        shapes: of the gradients, with their strides and their places in one buffer.
+    """
+
+    first: Tensor
+    table: Tensor
+    width: int
+    max_rank: int
+    rows_dense: bool
+    alignment: int
+    shapes: tuple[tuple[torch.Size, tuple[int, int], int], ...]
+
+    def gradients(self, wanted: bool) -> tuple[Tensor, list[Tensor]]:
+        """Memory for the gradients: one buffer, and views of it with the shapes and strides of the factors.
+
+        Args:
+            wanted: whether there are any; without, the buffer is empty and so is the list.
+        """
+        last_shape, _, last_offset = self.shapes[-1]
+        buffer = self.first.new_empty(last_offset + last_shape.numel() if wanted else 0)
+        if not wanted:
+            return buffer, []
+        return buffer, [buffer.as_strided(shape, strides, offset) for shape, strides, offset in self.shapes]
+
+
+def factors_of(matrices: Sequence[Tensor], *, transposed: bool) -> Factors:
+    """Describe all adapters' A, or with `transposed` all their B.
+
+    Args:
+        matrices: of one dtype and device; `[r_i, d]`, or `[d, r_i]` if transposed.
+        transposed: whether the rank is the second dimension.
+
+    Returns:
+        The factors; their table is made, and copied to the device, once for each content.
+    """
+    first = matrices[0]
+    rank_dim = 1 if transposed else 0
+    base, size = first.data_ptr(), first.element_size()
+    key = tuple(
+        ((m.data_ptr() - base) // size, m.shape[rank_dim], m.stride(rank_dim), m.stride(1 - rank_dim))
+        for m in matrices
+    )
+    width = first.shape[1 - rank_dim]
+    table, dense, alignment, shapes = _table(key, width, transposed, first.device)
+    return Factors(first, table, width, max(k[1] for k in key), dense, alignment, shapes)
+
+
+@lru_cache(maxsize=_KEPT_TABLES)
+@torch.inference_mode(False)
+def _table(
+    key: tuple[tuple[int, int, int, int], ...], width: int, transposed: bool, device: torch.device
+) -> tuple[Tensor, bool, int, tuple[tuple[torch.Size, tuple[int, int], int], ...]]:
+    rows, shapes, place = [], [], 0
+    for offset, rank, rank_stride, column_stride in key:
+        shape = torch.Size((width, rank) if transposed else (rank, width))
+        strides = (rank_stride, column_stride)
+        # As `_ops._fake_gradient`: a parameter's own strides where it is transposed, else contiguous.
+        lies_transposed = (strides if not transposed else strides[::-1]) == (1, shape[0])
+        grad = (1, shape[0]) if lies_transposed else (shape[1], 1)
+        grad_rank, grad_column = grad[::-1] if transposed else grad
+        rows.append((offset, rank_stride, column_stride, rank, place, grad_rank, grad_column, 0))
+        shapes.append((shape, grad, place))
+        place += shape.numel()
+    dense = all(row[2] == 1 and row[6] == 1 for row in rows)
+    alignment = 16
+    while any(value % alignment for row in rows for value in (row[0], row[1], row[4], row[5])):
+        alignment //= 2
+    return torch.tensor(rows, dtype=torch.int64).to(device), dense, alignment, tuple(shapes)

@@ -1,0 +1,62 @@
+"""Block sizes, warps and pipeline stages of every kernel, by architecture and size of the element.
+
+Chosen by what the compiler reports (no spills, shared memory that leaves room for two programs a
+multiprocessor), not by timing: nothing has run on a GPU yet. No kernel is tuned during a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT = "sm_80"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is compiled.
+
+    Attributes:
+        columns: of d that one step of a sum, or one program, takes.
+        warps: warps of a program.
+        stages: depth of the software pipeline.
+    """
+
+    columns: int
+    warps: int = 4
+    stages: int = 3
+
+
+_HALF = {
+    "shrink": Config(64, 4, 4),
+    "expand": Config(128, 4, 2),
+    "read_dy": Config(64, 4, 3),
+    "read_dy_gradient": Config(128, 4, 3),
+    "read_x": Config(64, 4, 3),
+}
+_FLOAT = {
+    "shrink": Config(32, 4, 3),
+    "expand": Config(64, 4, 2),
+    "read_dy": Config(32, 4, 2),
+    "read_dy_gradient": Config(64, 4, 2),
+    "read_x": Config(32, 4, 2),
+}
+_TABLE = {
+    ("sm_80", 2): _HALF,
+    ("sm_80", 4): _FLOAT,
+    ("sm_90", 2): _HALF,
+    ("sm_90", 4): _FLOAT,
+}
+REDUCE_BLOCK = 1024
+REDUCE_RANKS, REDUCE_COLUMNS = 16, 128
+
+
+def config(kernel: str, architecture: str, element_size: int) -> Config:
+    """The configuration of a kernel.
+
+    Args:
+        kernel: its name; `read_dy_gradient` is the part of `read_dy` that makes dB.
+        architecture: such as `sm_90`; one without a table of its own takes that of sm_80.
+        element_size: bytes of an element of the rows, 2 or 4.
+    """
+    table = _TABLE.get((architecture, element_size)) or _TABLE[DEFAULT, element_size]
+    return table[kernel]

@@ -1,0 +1,162 @@
+"""Launching the Triton kernels: grids, compile-time arguments, nothing that grows with the adapters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ..gpu.factors import Factors
+from ..gpu.kernels import Dropout
+from ..gpu.launches import column_splits
+from ..gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS, Plan, PlanSizes
+from .configs import REDUCE_BLOCK, REDUCE_COLUMNS, REDUCE_RANKS, config
+from .expand import expand
+from .plan import plan
+from .read_dy import read_dy
+from .read_x import read_x
+from .reduce import reduce_gradients, reduce_rows
+from .shrink import shrink
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether the kernels above were made for Triton's interpreter."""
+PANEL = 64
+_PLAN_BLOCK = 64
+
+
+class Kernels:
+    """The backend's launches; see `mlora_ext.gpu.kernels.LaunchKernels`."""
+
+    def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
+        made = Plan.empty(sizes, segments.device)
+        with _on(segments):
+            plan[sizes.segments + sizes.adapters + 2,](
+                segments, made.tiles, made.splits, made.groups,
+                sizes.segments, sizes.rows, sizes.adapters, sizes.tiles, sizes.splits,
+                TILE=TILE_ROWS, SPLIT=SPLIT_TILES, BLOCK=_PLAN_BLOCK,
+            )  # fmt: skip
+        return made
+
+    def shrink(
+        self,
+        rows: Tensor,
+        factors: Factors,
+        plan: Plan,
+        scaling: Tensor,
+        dropout: Dropout | None,
+        out: Tensor,
+    ) -> None:
+        how = config("shrink", *_target(rows))
+        splits, width, R = column_splits(factors.width), factors.width, factors.max_rank
+        with _on(rows):
+            shrink[plan.sizes.tiles, splits, triton.cdiv(R, PANEL)](
+                rows, rows.stride(0), factors.first, factors.table, plan.tiles, scaling,
+                *(dropout or (scaling, scaling, scaling)), out, rows.shape[0] * R, width, R,
+                COLUMN_SPLIT=COLUMN_SPLIT, DROP=dropout is not None, **_of(factors), ROWS=TILE_ROWS,
+                COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
+            )  # fmt: skip
+
+    def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
+        with _on(out):
+            reduce_rows[triton.cdiv(out.numel(), REDUCE_BLOCK),](
+                partial, out, out.numel(), partial.shape[0], INTERPRETED=INTERPRETED, BLOCK=REDUCE_BLOCK
+            )
+
+    def expand(self, s: Tensor, factors: Factors, plan: Plan, bias: Tensor | None, y: Tensor) -> None:
+        how = config("expand", *_target(s))
+        with _on(s):
+            expand[triton.cdiv(factors.width, how.columns), plan.sizes.tiles](
+                s, factors.first, factors.table, plan.tiles, s if bias is None else bias, y,
+                factors.width, factors.max_rank, BIAS=bias is not None, **_of(factors), ROWS=TILE_ROWS,
+                COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
+            )  # fmt: skip
+
+    def read_dy(
+        self,
+        dy: Tensor,
+        s: Tensor,
+        factors: Factors,
+        plan: Plan,
+        scaling: Tensor,
+        ds: Tensor | None,
+        gradient: Tensor | None,
+        partial: Tensor,
+    ) -> None:
+        how, how_gradient = config("read_dy", *_target(dy)), config("read_dy_gradient", *_target(dy))
+        splits, R = column_splits(factors.width), factors.max_rank
+        panels, blocks = triton.cdiv(R, PANEL), triton.cdiv(factors.width, how_gradient.columns)
+        each = (SPLIT_TILES * splits * (ds is not None) + blocks * (gradient is not None)) * panels
+        with _on(dy):
+            read_dy[plan.sizes.splits * each,](
+                dy, dy.stride(0), s, factors.first, factors.table, plan.tiles, plan.splits, scaling,
+                s if ds is None else ds, s if gradient is None else gradient, partial,
+                dy.shape[0] * R, factors.width, R, splits, panels, blocks,
+                SPLIT_TILES=SPLIT_TILES, COLUMN_SPLIT=COLUMN_SPLIT, DS=ds is not None,
+                GRADIENT=gradient is not None, **_of(factors), ROWS=TILE_ROWS, COLUMNS=how.columns,
+                GRADIENT_COLUMNS=how_gradient.columns, num_warps=how.warps, num_stages=how.stages,
+            )  # fmt: skip
+
+    def read_x(
+        self,
+        x: Tensor,
+        ds: Tensor,
+        factors: Factors,
+        plan: Plan,
+        dropout: Dropout | None,
+        dx: Tensor | None,
+        gradient: Tensor | None,
+        partial: Tensor,
+    ) -> None:
+        how = config("read_x", *_target(x))
+        width, R = factors.width, factors.max_rank
+        with _on(x):
+            read_x[triton.cdiv(width, how.columns), plan.sizes.splits, triton.cdiv(R, PANEL)](
+                x, x.stride(0), ds, factors.first, factors.table, plan.tiles, plan.splits,
+                *(dropout or (ds, ds, ds)), x if dx is None else dx, x if gradient is None else gradient,
+                partial, width, R,
+                DX=dx is not None, GRADIENT=gradient is not None, DROP=dropout is not None, **_of(factors),
+                ROWS=TILE_ROWS, COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
+            )  # fmt: skip
+
+    def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:
+        R = factors.max_rank
+        grid = (triton.cdiv(factors.width, REDUCE_COLUMNS), plan.sizes.adapters, triton.cdiv(R, REDUCE_RANKS))
+        with _on(gradient):
+            reduce_gradients[grid](
+                partial, factors.table, plan.groups, gradient, factors.width, R,
+                ROWS_DENSE=factors.rows_dense, ALIGNMENT=factors.alignment,
+                INTERPRETED=INTERPRETED, RANKS=REDUCE_RANKS, COLUMNS=REDUCE_COLUMNS,
+            )  # fmt: skip
+
+
+def buckets(max_rank: int) -> int:
+    """How many of the rank buckets 16, 32, 64 a kernel must hold."""
+    return next(count for count in range(1, 4) if max_rank <= 8 << count or count == 3)
+
+
+def _of(factors: Factors) -> dict[str, int | bool]:
+    return {
+        "ROWS_DENSE": factors.rows_dense,
+        "ALIGNMENT": factors.alignment,
+        "INTERPRETED": INTERPRETED,
+        "BUCKETS": buckets(factors.max_rank),
+    }
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[None]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()  # type: ignore[return-value]
+
+
+def _target(tensor: Tensor) -> tuple[str, int]:
+    return _architecture(tensor.device), tensor.element_size()
+
+
+@cache
+def _architecture(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "sm_80"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,40 @@
+"""Backward's pass over x: `dA = ds^T drop(x)` and `dx = drop'(ds A)`, under one mask (mLoRA, Eq. 4).
+
+Letters: T rows, D columns, R largest rank, M splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import PANEL, factor_of, in_bucket
+from .gradient import factor_gradient, split_of, zero_tiles
+
+
+@triton.jit
+def read_x(
+    x_ptr, stride, ds_ptr, factor_ptr, table_ptr, tiles_ptr, splits_ptr, p_ptr, rng_ptr, layer_ptr,
+    dx_ptr, gradient_ptr, partial_ptr, width, R,
+    DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr,
+    ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns, split, panel of ranks); dx is complete, the base GEMM adds to it."""
+    column, split, first_rank = tl.program_id(0) * COLUMNS, tl.program_id(1), tl.program_id(2) * PANEL
+    if tl.load(splits_ptr + 4 * split + 2) >= 0:
+        tile_begin, tile_end, adapter, slot = split_of(splits_ptr, split)
+        _, _, _, rank = factor_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
+        if first_rank < rank:
+            for bucket in tl.static_range(BUCKETS):
+                if in_bucket(rank, 16 << bucket):
+                    factor_gradient(
+                        tile_begin, tile_end, adapter, slot, column, first_rank,
+                        x_ptr, stride, ds_ptr, R, factor_ptr, table_ptr, tiles_ptr, p_ptr, rng_ptr, layer_ptr,
+                        dx_ptr, gradient_ptr, partial_ptr, width,
+                        DX, GRADIENT, DROP, ROWS_DENSE, ALIGNMENT, INTERPRETED, ROWS, COLUMNS, 16 << bucket,
+                    )  # fmt: skip
+    elif DX:
+        tile_begin, tile_end = tl.load(splits_ptr + 4 * split), tl.load(splits_ptr + 4 * split + 1)
+        if (first_rank == 0) & (tile_begin < tile_end):
+            zero_tiles(tile_begin, tile_end, tiles_ptr, dx_ptr, column, width, INTERPRETED, ROWS, COLUMNS)
