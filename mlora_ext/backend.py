@@ -79,6 +79,8 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
 def _refusal(name: Backend, device: torch.device) -> str | None:
     """Why a backend does not serve a device, or None."""
     if device.type == ("cpu" if name == "cpu" else "cuda"):
+        if name != "cpu" and not torch.compiler.is_compiling():
+            gpu_operator(name)  # type: ignore[arg-type]
         return None
     if name == "cpu" or device.type != "cpu":
         return f"backend {name!r} does not serve device {device.type!r}; move the tensors"

@@ -5,7 +5,7 @@ Letters: D = d_in, O = d_out. No length depends on the number of adapters.
 
 from __future__ import annotations
 
-from .plan import COLUMN_SPLIT
+from .plan import COLUMN_SPLIT, SPLIT_TILES
 
 
 def column_splits(width: int) -> int:
@@ -25,9 +25,7 @@ def forward_launches(d_in: int) -> list[str]:
     return ["shrink", *_reduce_rows(d_in), "expand", "base_gemm"]
 
 
-def backward_launches(
-    d_out: int, *, need_dx: bool, need_da: bool, need_db: bool, partial_gradients: bool
-) -> list[str]:
+def backward_launches(d_out: int, *, need_dx: bool, need_da: bool, need_db: bool, rows: int) -> list[str]:
     """Of `lora_linear_backward`.
 
     Args:
@@ -35,7 +33,7 @@ def backward_launches(
         need_dx: whether dx is wanted.
         need_da: whether the adapters' dA are wanted.
         need_db: whether the adapters' dB are wanted.
-        partial_gradients: whether the batch has rows enough for an adapter of several splits.
+        rows: T; with more than `SPLIT_TILES`, an adapter may have several splits.
 
     Returns:
         Names of launches; `base_gemm` is torch's.
@@ -46,7 +44,7 @@ def backward_launches(
         launches += [*_reduce_rows(d_out), "read_x"]
     if need_dx:
         launches.append("base_gemm")
-    if partial_gradients:
+    if rows > SPLIT_TILES:
         launches += ["reduce_da"] * need_da + ["reduce_db"] * need_db
     return launches
 

@@ -162,7 +162,7 @@ class _Backward:
             need_dx=need_dx,
             need_da=need_da,
             need_db=need_db,
-            partial_gradients=self.plan.sizes.slots > 0,
+            rows=self.plan.sizes.rows,
         )
 
     def read_dy(self) -> None:

@@ -142,13 +142,17 @@ def low_rank_rows(
     s_ptr, row, rows, factor_ptr, offset, rank_stride, column_stride, rank, column, width, R,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """`s F` of one tile and block of columns: `[ROWS, COLUMNS]` fp32."""
+    """`s F` of one tile and block of columns: `[ROWS, COLUMNS]` fp32; `RANKS` ranks at a time.
+
+    fp32 takes 16: without tensor cores, a product holds all its ranks in registers.
+    """
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first_rank in range(0, rank, PANEL):
-        s = load_rows(s_ptr, R, row, rows, first_rank, rank, ROWS, RANKS)
+    step: tl.constexpr = 16 if s_ptr.dtype.element_ty == tl.float32 else RANKS
+    for first_rank in range(0, rank, step):
+        s = load_rows(s_ptr, R, row, rows, first_rank, rank, ROWS, step)
         f = load_factor(
             factor_ptr, offset, rank_stride, column_stride, first_rank, rank, column, width,
-            s_ptr.dtype.element_ty, INTERPRETED, RANKS, COLUMNS,
+            s_ptr.dtype.element_ty, INTERPRETED, step, COLUMNS,
         )  # fmt: skip
         sums = product(s, f, sums, INTERPRETED)
     return sums

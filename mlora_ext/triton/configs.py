@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..gpu.plan import TILE_ROWS
+
 DEFAULT = "sm_80"
 
 
@@ -19,11 +21,13 @@ class Config:
         columns: of d that one step of a sum, or one program, takes.
         warps: warps of a program.
         stages: depth of the software pipeline.
+        rows: of a tile that a gradient takes at a time; few where a product is held in registers.
     """
 
     columns: int
     warps: int = 4
     stages: int = 3
+    rows: int = TILE_ROWS
 
 
 _HALF = {
@@ -34,11 +38,11 @@ _HALF = {
     "read_x": Config(64, 4, 3),
 }
 _FLOAT = {
-    "shrink": Config(32, 4, 3),
-    "expand": Config(64, 4, 2),
-    "read_dy": Config(32, 4, 2),
-    "read_dy_gradient": Config(64, 4, 2),
-    "read_x": Config(32, 4, 2),
+    "shrink": Config(32, 8, 2),
+    "expand": Config(32, 8, 1),
+    "read_dy": Config(32, 8, 2),
+    "read_dy_gradient": Config(64, 8, 2, rows=16),
+    "read_x": Config(64, 8, 2, rows=16),
 }
 _TABLE = {
     ("sm_80", 2): _HALF,

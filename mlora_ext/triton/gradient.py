@@ -53,23 +53,28 @@ def factor_gradient(
     dx_ptr, gradient_ptr, partial_ptr, width,
     DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """`[RANKS, COLUMNS]` of one adapter's gradient; with DX, the first panel also makes
-    `[rows, COLUMNS]` of dx for every tile."""
+    """`[RANKS, COLUMNS]` of one adapter's gradient, ROWS rows of a tile at a time; with DX, the first panel
+    also makes `[rows, COLUMNS]` of dx."""
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     offset, rank_stride, column_stride, rank = factor_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
     sums = tl.zeros([RANKS, COLUMNS], dtype=tl.float32)
     keep_scale = 1.0
     if DROP:
         seed, step, layer, threshold, keep_scale = dropout_of(adapter, p_ptr, rng_ptr, layer_ptr)
-    if DX:
+    RESIDENT: tl.constexpr = RANKS < PANEL and dtype != tl.float32
+    if DX and RESIDENT:
         f = load_factor(
             factor_ptr, offset, rank_stride, column_stride, first_rank, rank, column, width, dtype,
             INTERPRETED, RANKS, COLUMNS,
         )  # fmt: skip
-    for tile in range(tile_begin, tile_end):
-        row, rows, _, philox_row = tile_of(tiles_ptr, tile)
+    PARTS: tl.constexpr = TILE // ROWS
+    for part in range(tile_begin * PARTS, tile_end * PARTS):
+        row, rows, _, philox_row = tile_of(tiles_ptr, part // PARTS)
+        row += part % PARTS * ROWS
+        rows -= part % PARTS * ROWS
+        philox_row += part % PARTS * ROWS
         s = load_rows(s_ptr, R, row, rows, first_rank, rank, ROWS, RANKS)
         if DROP:
             keep = keep_mask(seed, step, layer, threshold, philox_row, column, ROWS, COLUMNS)
@@ -80,7 +85,7 @@ def factor_gradient(
             sums = product(tl.trans(s), x, sums, INTERPRETED)
         if DX:
             dx = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-            if RANKS < PANEL:
+            if RESIDENT:
                 dx = product(s, f, dx, INTERPRETED)
             elif first_rank == 0:
                 dx = low_rank_rows(
@@ -98,8 +103,8 @@ def factor_gradient(
         inside = (j < rank)[:, None] & (c < width)[None, :]
         if slot < 0:
             start, grad_rank, grad_column = gradient_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
-            places = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
-            tl.store(places, narrow(sums, gradient_ptr.dtype.element_ty, INTERPRETED), mask=inside)
+            finals = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
+            tl.store(finals, narrow(sums, gradient_ptr.dtype.element_ty, INTERPRETED), mask=inside)
         else:
-            places = partial_ptr + (slot.to(tl.int64) * R + j)[:, None] * width + c[None, :]
-            tl.store(places, sums, mask=inside)
+            partials = partial_ptr + (slot * R + j.to(tl.int64))[:, None] * width + c[None, :]
+            tl.store(partials, sums, mask=inside)

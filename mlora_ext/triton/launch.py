@@ -96,7 +96,8 @@ class Kernels:
                 dy.shape[0] * R, factors.width, R, splits, panels, blocks,
                 SPLIT_TILES=SPLIT_TILES, COLUMN_SPLIT=COLUMN_SPLIT, DS=ds is not None,
                 GRADIENT=gradient is not None, **_of(factors), ROWS=TILE_ROWS, COLUMNS=how.columns,
-                GRADIENT_COLUMNS=how_gradient.columns, num_warps=how.warps, num_stages=how.stages,
+                GRADIENT_ROWS=how_gradient.rows, GRADIENT_COLUMNS=how_gradient.columns,
+                num_warps=how.warps, num_stages=how.stages,
             )  # fmt: skip
 
     def read_x(
@@ -118,7 +119,8 @@ class Kernels:
                 *(dropout or (ds, ds, ds)), x if dx is None else dx, x if gradient is None else gradient,
                 partial, width, R,
                 DX=dx is not None, GRADIENT=gradient is not None, DROP=dropout is not None, **_of(factors),
-                ROWS=TILE_ROWS, COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
+                TILE=TILE_ROWS, ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
+                num_stages=how.stages,
             )  # fmt: skip
 
     def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:

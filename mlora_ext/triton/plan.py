@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T", "N", "K", "M"])
 def plan(
     segments_ptr,
     tiles_ptr,

@@ -12,13 +12,14 @@ from .blocks import PANEL, factor_of, in_bucket, shrink_tile, tile_of
 from .gradient import factor_gradient, split_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split_stride"])
 def read_dy(
     dy_ptr, stride, s_ptr, factor_ptr, table_ptr, tiles_ptr, splits_ptr, scaling_ptr,
     ds_ptr, gradient_ptr, partial_ptr, split_stride, width, R, column_splits, panels, blocks,
     SPLIT_TILES: tl.constexpr, COLUMN_SPLIT: tl.constexpr, DS: tl.constexpr, GRADIENT: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GRADIENT_COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GRADIENT_ROWS: tl.constexpr, GRADIENT_COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """For each split, neighbouring programs make ds of its tiles and dB of its rows: they need nothing of
     each other, and find each other's rows of dy in the cache.
@@ -57,5 +58,5 @@ def read_dy(
                         dy_ptr, stride, s_ptr, R, factor_ptr, table_ptr, tiles_ptr,
                         scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, gradient_ptr, partial_ptr, width,
                         False, GRADIENT, False, ROWS_DENSE, ALIGNMENT, INTERPRETED,
-                        ROWS, GRADIENT_COLUMNS, 16 << bucket,
+                        ROWS, GRADIENT_ROWS, GRADIENT_COLUMNS, 16 << bucket,
                     )  # fmt: skip

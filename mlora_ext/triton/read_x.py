@@ -18,7 +18,7 @@ def read_x(
     dx_ptr, gradient_ptr, partial_ptr, width, R,
     DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, split, panel of ranks); dx is complete, the base GEMM adds to it."""
     column, split, first_rank = tl.program_id(0) * COLUMNS, tl.program_id(1), tl.program_id(2) * PANEL
@@ -32,9 +32,10 @@ def read_x(
                         tile_begin, tile_end, adapter, slot, column, first_rank,
                         x_ptr, stride, ds_ptr, R, factor_ptr, table_ptr, tiles_ptr, p_ptr, rng_ptr, layer_ptr,
                         dx_ptr, gradient_ptr, partial_ptr, width,
-                        DX, GRADIENT, DROP, ROWS_DENSE, ALIGNMENT, INTERPRETED, ROWS, COLUMNS, 16 << bucket,
+                        DX, GRADIENT, DROP, ROWS_DENSE, ALIGNMENT, INTERPRETED,
+                        TILE, ROWS, COLUMNS, 16 << bucket,
                     )  # fmt: skip
     elif DX:
         tile_begin, tile_end = tl.load(splits_ptr + 4 * split), tl.load(splits_ptr + 4 * split + 1)
         if (first_rank == 0) & (tile_begin < tile_end):
-            zero_tiles(tile_begin, tile_end, tiles_ptr, dx_ptr, column, width, INTERPRETED, ROWS, COLUMNS)
+            zero_tiles(tile_begin, tile_end, tiles_ptr, dx_ptr, column, width, INTERPRETED, TILE, COLUMNS)

@@ -38,7 +38,7 @@ def reduce_gradients(
         inside = (j < rank)[:, None] & (c < width)[None, :]
         sums = tl.zeros([RANKS, COLUMNS], dtype=tl.float32)
         for slot in range(begin, begin + slots):
-            places = partial_ptr + (slot.to(tl.int64) * R + j)[:, None] * width + c[None, :]
+            places = partial_ptr + (slot * R + j.to(tl.int64))[:, None] * width + c[None, :]
             sums += tl.load(places, mask=inside, other=0.0)
         start, grad_rank, grad_column = gradient_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
         places = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column

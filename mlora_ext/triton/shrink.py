@@ -12,7 +12,7 @@ from .blocks import PANEL, factor_of, in_bucket, shrink_tile, tile_of
 from .dropout import dropout_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split_stride"])
 def shrink(
     rows_ptr, stride, factor_ptr, table_ptr, tiles_ptr, scaling_ptr, p_ptr, rng_ptr, layer_ptr, out_ptr,
     split_stride, width, R,

@@ -1,0 +1,60 @@
+"""Every Triton kernel, compiled ahead of time for sm_80 and sm_90 from the launcher's own arguments."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+MATRIX_KERNELS = {"shrink", "expand", "read_dy", "read_x"}
+PROGRAM = """
+import dataclasses, json, sys
+sys.path.insert(0, sys.argv[1])
+import code_triton
+print(json.dumps([dataclasses.asdict(code) for code in code_triton.report(int(sys.argv[2]))]))
+"""
+SPECIALISED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import code_triton
+variant = code_triton.VARIANTS[0]
+def seen(rows):
+    launches = code_triton.launches_of(variant, 90, rows)
+    return [(l.kernel.__name__, code_triton.specialisation(l), l.options) for l in launches]
+print(json.dumps([seen(rows) for rows in (129, 1000, 4096)]))
+"""
+
+
+def run(program: str, *arguments: str, tmp_path: Path) -> list:
+    """Outside of the interpreter, which the other tests use, and with a cache of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", program, str(BENCH), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_no_spills_and_matrix_instructions(architecture: str, tmp_path: Path) -> None:
+    report = run(PROGRAM, architecture, tmp_path=tmp_path)
+    kernels = {code["kernel"] for code in report}
+    assert kernels == MATRIX_KERNELS | {"plan", "reduce_rows", "reduce_gradients"}
+    for code in report:
+        assert code["architecture"] == f"sm_{architecture}"
+        assert 0 < code["registers"] <= 255
+        assert code["shared_bytes"] <= 163 * 1024, code
+        assert code["stack_bytes"] == code["local_instructions"] == 0, code
+        if code["kernel"] in MATRIX_KERNELS and not code["variant"].startswith("fp32"):
+            assert code["matrix_instructions"] > 0, code
+
+
+def test_row_counts_recompile_nothing(tmp_path: Path) -> None:
+    """What a compiled kernel is looked up by is the same whatever the number of rows."""
+    first, *others = run(SPECIALISED, tmp_path=tmp_path)
+    assert {name for name, _, _ in first} >= MATRIX_KERNELS
+    for other in others:
+        assert other == first

@@ -1,0 +1,97 @@
+"""The GPU backends where sums are cut: many columns, many rows, large ranks; and adapters of mixed dtypes."""
+
+import pytest
+import torch
+from backends import BACKENDS, serving
+from cases import Case, make
+from tolerances import assert_as_exact
+
+import mlora_ext as mx
+from mlora_ext.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
+
+GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
+
+
+@pytest.fixture(params=GPU_BACKENDS, autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    with serving(request.param, monkeypatch) as name:
+        yield name
+
+
+def check(case: Case) -> None:
+    results, plain, oracle = case.run(), case.to(case.x.dtype).reference(), case.to(torch.float64).reference()
+    for what, result, same, exact in zip(case.labels(), results, plain, oracle, strict=True):
+        assert_as_exact(result, same, exact, what)
+
+
+def test_several_column_splits() -> None:
+    """Sums over d_in, and over d_out, in three and two parts; rows of the base between."""
+    how = {"ranks": [5, 17], "lengths": [9, 4, 6], "adapters": [0, -1, 1], "p": 0.1}
+    check(make(**how, d_in=2 * COLUMN_SPLIT + 72, d_out=40, dtype=torch.bfloat16))
+    check(make(**how, d_in=40, d_out=COLUMN_SPLIT + 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_splits_of_rows(dtype: torch.dtype) -> None:
+    """One adapter with three runs of tiles, one with one, one without rows; partial sums in order."""
+    rows = SPLIT_TILES * TILE_ROWS
+    lengths = [rows + 5, 100, rows + 64, 3]
+    check(make([6, 20, 3], lengths, [0, 1, 0, -1], d_in=24, d_out=40, dtype=dtype, p=0.1))
+
+
+@pytest.mark.parametrize("rank", [16, 33, 64, 65, 130, 200])
+def test_ranks_at_the_edges_of_buckets_and_panels(rank: int) -> None:
+    check(make([rank, 3], [9, 70], [0, 1], d_in=72, d_out=56, dtype=torch.bfloat16, p=0.2))
+    check(make([rank, 3], [9, 70], [1, 0], d_in=72, d_out=56, p=0.2))
+
+
+def test_a_large_batch_mate_changes_no_bit() -> None:
+    """An adapter of rank 4 beside one of rank 130, which needs other blocks and several panels."""
+    together = make([4, 130], [70, 20], [0, 1], d_in=72, d_out=56, p=0.2)
+    alone = object.__new__(Case)
+    alone.__dict__.update(together.__dict__)
+    alone.x, alone.dy = together.x[:70].detach().clone().requires_grad_(), together.dy[:70]
+    alone.lora_a, alone.lora_b = together.lora_a[:1], together.lora_b[:1]
+    alone.scaling, alone.layout = together.scaling[:1], mx.SegmentLayout.from_lengths([70])
+    drop = together.dropout
+    alone.dropout = mx.LoRADropout(drop.p[:1], drop.seeds[:1], drop.step[:1], drop.layer)
+    ours, theirs = alone.run(), together.run()
+    assert torch.equal(ours[2], theirs[2]), "dA"
+    assert torch.equal(ours[3], theirs[4]), "dB"
+
+
+def test_adapters_of_two_dtypes() -> None:
+    case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16, p=0.2)
+    case.lora_a[1] = case.lora_a[1].detach().float().requires_grad_()
+    results = case.run()
+    assert [g.dtype for g in results[2:4]] == [torch.bfloat16, torch.float32]
+    plain, oracle = case.to(torch.bfloat16).reference(), case.to(torch.float64).reference()
+    for what, result, same, exact in zip(case.labels(), results, plain, oracle, strict=True):
+        assert_as_exact(result, same, exact, what)
+
+
+@pytest.mark.parametrize("how", ["expanded", "columns", "rows", "transposed"])
+def test_adapters_with_unusual_strides(how: str) -> None:
+    wide = torch.randn(6, 32)
+    views = {"expanded": wide[:1, :16].expand(3, 16), "columns": wide[:3, ::2], "rows": wide[::2, :16],
+             "transposed": wide[:, :3].repeat(3, 1)[:16].t()}  # fmt: skip
+    case = make([3], [70], [0], d_in=16, d_out=8, p=0.2)
+    case.lora_a = [views[how].detach().requires_grad_()]
+    case.lora_b = [torch.randn(8, 6)[:, ::2].detach().requires_grad_()]
+    check(case)
+
+
+def test_nothing_is_kept_of_a_failed_call(backend: str) -> None:
+    """A call that is refused, then one that is served."""
+    case = make([4], [6], [0])
+    with pytest.raises(ValueError, match="layout: expected 6 rows"):
+        mx.multi_lora_linear(
+            case.x,
+            case.weight,
+            case.bias,
+            case.lora_a,
+            case.lora_b,
+            [1.0],
+            mx.SegmentLayout.from_lengths([5]),
+        )
+    check(case)
