@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import Backend, backend_for, gpu_operator
+from .gpu.operator import Batch, GpuOperator, Layer
 
 _PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 _Plan = tuple[Tensor | None, ...]
@@ -83,7 +84,7 @@ def forward(
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":
             return torch.ops.mlora_ext.lora_linear.default(x, weight, bias, lora_a, lora_b, *plan, packed)  # type: ignore[no-any-return]
-        return gpu_operator(backend).forward(x, weight, bias, lora_a, lora_b, *plan)  # type: ignore
+        return _gpu_forward(gpu_operator(backend), x, weight, bias, lora_a, lora_b, plan)  # type: ignore[arg-type]
 
 
 def backward(
@@ -104,7 +105,8 @@ def backward(
             dy, x, weight, lora_a, lora_b, s, *plan, *wanted, packed
         )
     with torch._C._AutoDispatchBelowAutograd():
-        return gpu_operator(backend).backward(dy, x, weight, lora_a, lora_b, s, *plan, *wanted)  # type: ignore
+        operator = gpu_operator(backend)  # type: ignore[arg-type]
+        return _gpu_backward(operator, dy, x, weight, lora_a, lora_b, s, plan, wanted)
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -246,18 +248,46 @@ def _fake_base_linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None) -> T
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
-def _cuda_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _gpu_forward(
+    operator: GpuOperator,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    plan: _Plan,
+) -> tuple[Tensor, Tensor]:
+    (y,), s = operator.forward(x, [Layer(weight, bias, lora_b)], lora_a, Batch(*plan))  # type: ignore[arg-type]
+    return y, s[0]
+
+
+def _gpu_backward(
+    operator: GpuOperator,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    s: Tensor,
+    plan: _Plan,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    layer, batch = Layer(weight, None, lora_b), Batch(*plan)  # type: ignore[arg-type]
+    dx, da, (db,) = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted)
+    return dx, da, db
+
+
+def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
     """The operator's kernel for CUDA tensors, as a compiled graph calls it."""
-    *operands, _ = arguments
-    return _gpu(operands[0]).forward(*operands)
+    return _gpu_forward(_of_device(x), x, weight, bias, lora_a, lora_b, rest[: len(_PLAN)])
 
 
-def _cuda_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    *operands, _ = arguments
-    return _gpu(operands[0]).backward(*operands)
+def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
+    plan, wanted = rest[: len(_PLAN)], rest[len(_PLAN) : -1]
+    return _gpu_backward(_of_device(x), dy, x, weight, lora_a, lora_b, s, plan, wanted)
 
 
-def _gpu(x: Tensor) -> Any:
+def _of_device(x: Tensor) -> GpuOperator:
     return gpu_operator(backend_for(x.device, x.dtype))  # type: ignore[arg-type]
 
 

@@ -9,7 +9,14 @@ from .factors import Factors
 from .kernels import Dropout
 from .plan import Plan, PlanSizes
 
-_NO_DROPOUT = (None, None, None)
+_LayerDropout = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _layer_of(dropout: Dropout | None, layer: int) -> _LayerDropout:
+    if dropout is None:
+        return None, None, None
+    p, rng, layers = dropout
+    return p, rng, layers.view(-1)[layer]
 
 
 class CudaKernels:
@@ -29,9 +36,13 @@ class CudaKernels:
         dropout: Dropout | None,
         out: Tensor,
     ) -> None:
-        torch.ops.mlora_ext.cuda_shrink(
-            rows, factors.first, factors.table, plan.tiles, scaling, *(dropout or _NO_DROPOUT), out
-        )
+        count = plan.sizes.adapters
+        for layer in range(out.shape[-3]):
+            table = factors.table[layer * count : (layer + 1) * count]
+            part = out.select(-3, layer)
+            torch.ops.mlora_ext.cuda_shrink(
+                rows, factors.first, table, plan.tiles, scaling, *_layer_of(dropout, layer), part
+            )
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
         torch.ops.mlora_ext.cuda_reduce_rows(partial, out)
@@ -83,7 +94,7 @@ class CudaKernels:
             factors.table,
             plan.tiles,
             plan.splits,
-            *(dropout or _NO_DROPOUT),
+            *_layer_of(dropout, 0),
             dx is not None,
             gradient is not None,
             x if dx is None else dx,

@@ -10,13 +10,13 @@ from .factors import Factors
 from .plan import Plan, PlanSizes
 
 Dropout = tuple[Tensor, Tensor, Tensor]
-"""`dropout_p [N]` fp32, `dropout_rng [N, 2]` int64, `layer []` int64."""
+"""`dropout_p [N]` fp32, `dropout_rng [N, 2]` int64, `layers [L]` int64."""
 
 
 class LaunchKernels(Protocol):
     """One backend's launches. Every output is memory that the caller has made.
 
-    Letters: T rows, d = D or O columns, R largest rank, N adapters.
+    Letters: T rows, d = D or O columns, R largest rank, N adapters, L layers that share x.
     """
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
@@ -31,10 +31,10 @@ class LaunchKernels(Protocol):
         dropout: Dropout | None,
         out: Tensor,
     ) -> None:
-        """`out [T, R]` in the dtype of rows, or fp32 `[column splits, T, R]`."""
+        """`out [L, T, R]` in the dtype of rows, or fp32 `[column splits, L, T, R]`."""
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
-        """`out [T, R] = sum of partial [column splits, T, R]`."""
+        """`out [L, T, R] = sum of partial [column splits, L, T, R]`."""
 
     def expand(self, s: Tensor, factors: Factors, plan: Plan, bias: Tensor | None, y: Tensor) -> None:
         """`y [T, d] = bias + s F`."""
@@ -50,7 +50,7 @@ class LaunchKernels(Protocol):
         gradient: Tensor | None,
         partial: Tensor,
     ) -> None:
-        """`ds` as `out` of shrink, and the gradients of B; either may be unwanted.
+        """`ds` as `out` of shrink, with L = 1, and the gradients of B; either may be unwanted.
 
         `partial [slots, R, d]`.
         """
@@ -66,7 +66,10 @@ class LaunchKernels(Protocol):
         gradient: Tensor | None,
         partial: Tensor,
     ) -> None:
-        """`dx [T, d] = drop'(ds F)`, and the gradients of A; either may be unwanted."""
+        """`dx [T, d]`: the sum of `drop'(ds F)` over layers, and the gradients of A; either may be unwanted.
+
+        `ds [L, T, R]`, `partial [L slots, R, d]`.
+        """
 
     def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:
-        """Sums of the slots of every adapter that has any."""
+        """Sums of the slots of every adapter that has any, for each layer of `factors`."""

@@ -1,11 +1,26 @@
-"""Which kernels one layer launches, in order, as data: the operator runs these lists and nothing else.
+"""Which kernels a layer, or layers that share x, launch, in order, as data: the operator runs these lists.
 
-Letters: D = d_in, O = d_out. No length depends on the number of adapters.
+Letters: T rows, D = d_in, O = d_out. No length depends on the number of adapters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from .plan import COLUMN_SPLIT, SPLIT_TILES
+
+
+class Launch(NamedTuple):
+    """One launch.
+
+    Attributes:
+        kernel: its name; `base_gemm` is torch's.
+        layer: which of the layers that share x, for a kernel that serves one of them.
+    """
+
+    kernel: str
+    layer: int = 0
 
 
 def column_splits(width: int) -> int:
@@ -13,41 +28,39 @@ def column_splits(width: int) -> int:
     return max(1, -(-width // COLUMN_SPLIT))
 
 
-def forward_launches(d_in: int) -> list[str]:
-    """Of `lora_linear`: `y = x W^T + b + s B^T`.
+def forward_launches(d_in: int, layers: int = 1) -> list[Launch]:
+    """Of `y = x W^T + b + s B^T` for every layer.
 
     Args:
         d_in: D.
-
-    Returns:
-        Names of launches; `base_gemm` is torch's.
+        layers: how many share x.
     """
-    return ["shrink", *_reduce_rows(d_in), "expand", "base_gemm"]
+    each = [Launch(kernel, layer) for layer in range(layers) for kernel in ("expand", "base_gemm")]
+    return [Launch("shrink"), *_reduce_rows("reduce_s", d_in), *each]
 
 
-def backward_launches(d_out: int, *, need_dx: bool, need_da: bool, need_db: bool, rows: int) -> list[str]:
-    """Of `lora_linear_backward`.
+def backward_launches(
+    d_outs: Sequence[int], *, need_dx: bool, need_da: bool, need_db: bool, rows: int
+) -> list[Launch]:
+    """Of dx, dA and dB of every layer.
 
     Args:
-        d_out: O.
+        d_outs: O of each layer that shares x.
         need_dx: whether dx is wanted.
         need_da: whether the adapters' dA are wanted.
         need_db: whether the adapters' dB are wanted.
         rows: T; with more than `SPLIT_TILES`, an adapter may have several splits.
-
-    Returns:
-        Names of launches; `base_gemm` is torch's.
     """
-    need_ds = need_dx or need_da
-    launches = ["read_dy"] if need_ds or need_db else []
-    if need_ds:
-        launches += [*_reduce_rows(d_out), "read_x"]
-    if need_dx:
-        launches.append("base_gemm")
-    if rows > SPLIT_TILES:
-        launches += ["reduce_da"] * need_da + ["reduce_db"] * need_db
-    return launches
+    need_ds, several = need_dx or need_da, rows > SPLIT_TILES
+    launches: list[Launch] = []
+    for layer, d_out in enumerate(d_outs):
+        launches += [Launch("read_dy", layer)] * (need_ds or need_db)
+        launches += _reduce_rows("reduce_ds", d_out, layer) * need_ds
+        launches += [Launch("reduce_db", layer)] * (need_db and several)
+    launches += [Launch("read_x")] * need_ds
+    launches += [Launch("base_gemm_dx", layer) for layer in range(len(d_outs))] * need_dx
+    return launches + [Launch("reduce_da")] * (need_da and several)
 
 
-def _reduce_rows(width: int) -> list[str]:
-    return ["reduce_rows"] if column_splits(width) > 1 else []
+def _reduce_rows(name: str, width: int, layer: int = 0) -> list[Launch]:
+    return [Launch(name, layer)] if column_splits(width) > 1 else []

@@ -1,20 +1,66 @@
-"""The operator on a GPU: memory, and the launches of a backend around the base GEMM.
+"""The operator on a GPU: memory, and the launches of a backend around the base GEMMs.
 
 The low-rank part is written first, and the base GEMM adds to it (beta = 1), so that y and dx are written
-once and read once. Letters: T rows, D = d_in, O = d_out, R largest rank, N adapters.
+once and read once. One call serves one layer, or several that share x, adapters and layout (q, k and v;
+gate and up): x is then read once for all. Letters: T rows, D = d_in, O = d_out of a layer, R largest rank,
+N adapters, L layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .factors import Factors, factors_of
 from .kernels import Dropout, LaunchKernels
-from .launches import backward_launches, column_splits, forward_launches
+from .launches import Launch, backward_launches, column_splits, forward_launches
 from .plan import Plan, PlanCache, PlanSizes
+
+Matrices = Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Which rows belong to which adapter, and what that adapter does with them.
+
+    Attributes:
+        segments: `[S, 4]` int64.
+        scaling: `[N]` fp32.
+        dropout_p: `[N]` fp32, or None.
+        dropout_rng: `[N, 2]` int64, or None.
+        layers: `[L]` int64, the index of each layer in the whole model, or None.
+    """
+
+    segments: Tensor
+    scaling: Tensor
+    dropout_p: Tensor | None = None
+    dropout_rng: Tensor | None = None
+    layers: Tensor | None = None
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """The three tensors of dropout, or None."""
+        if self.dropout_p is None or self.dropout_rng is None or self.layers is None:
+            return None
+        return self.dropout_p, self.dropout_rng, self.layers
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer's frozen part and its B; its A are handed over with those of the others.
+
+    Attributes:
+        weight: `[O, D]`.
+        bias: `[O]`, or None.
+        lora_b: per adapter `[O, r]`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    lora_b: Matrices
 
 
 class GpuOperator:
@@ -29,186 +75,179 @@ class GpuOperator:
         self._plans = PlanCache(kernels.plan)
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Sequence[Tensor],
-        lora_b: Sequence[Tensor],
-        segments: Tensor,
-        scaling: Tensor,
-        dropout_p: Tensor | None,
-        dropout_rng: Tensor | None,
-        layer: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`(y, s)`; arguments as in docs/design.md."""
+        self, x: Tensor, layers: Sequence[Layer], lora_a: Matrices, batch: Batch
+    ) -> tuple[list[Tensor], Tensor]:
+        """`y` of every layer, and s.
+
+        Args:
+            x: `[T, D]`, rows at any stride, last dimension dense.
+            layers: L of them.
+            lora_a: `[r, D]` of every adapter of the first layer, then of the second, ...
+            batch: of all layers.
+
+        Returns:
+            `[T, O]` of each layer, and s `[L, T, R]`.
+        """
         if not lora_a:
-            return torch.nn.functional.linear(x, weight, bias), x.new_empty(x.shape[0], 0)
-        a, b = _one_dtype(lora_a), _one_dtype(lora_b)
-        call = _Forward(self._kernels, x, weight, bias, a, b, scaling)
-        call.plan = self._plan(segments, x, lora_a)
-        call.dropout = _dropout(dropout_p, dropout_rng, layer)
-        for launch in forward_launches(x.shape[1]):
-            getattr(call, launch)()
+            ys = [torch.nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+            return ys, x.new_empty(len(layers), x.shape[0], 0)
+        call = _Forward(self._kernels, self._plan(batch, x), x, layers, lora_a, batch)
+        for launch in forward_launches(x.shape[1], len(layers)):
+            call.run(launch)
         return call.y, call.s
 
     def backward(
         self,
-        dy: Tensor,
+        dys: Sequence[Tensor],
         x: Tensor,
-        weight: Tensor,
-        lora_a: Sequence[Tensor],
-        lora_b: Sequence[Tensor],
+        layers: Sequence[Layer],
+        lora_a: Matrices,
         s: Tensor,
-        segments: Tensor,
-        scaling: Tensor,
-        dropout_p: Tensor | None,
-        dropout_rng: Tensor | None,
-        layer: Tensor | None,
-        need_dx: bool,
-        need_da: bool,
-        need_db: bool,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """`(dx, da, db)`; arguments as in docs/design.md."""
+        batch: Batch,
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
+        """dx, dA and dB of every layer.
+
+        Args:
+            dys: `[T, O]` of each layer.
+            x, layers, lora_a, batch: as in forward.
+            s: from forward.
+            wanted: whether dx, dA and dB are.
+
+        Returns:
+            `[T, D]` (empty if not wanted), dA in the order of `lora_a`, and dB by layer (empty lists).
+        """
+        need_dx, need_da, need_db = wanted
         if not lora_a:
-            return (dy @ weight if need_dx else dy.new_empty(0)), [], []
-        wanted = need_dx, need_da, need_db
-        call = _Backward(
-            self._kernels, dy, x, weight, _one_dtype(lora_a), _one_dtype(lora_b), s, scaling, wanted
-        )
-        call.plan = self._plan(segments, x, lora_a)
-        call.dropout = _dropout(dropout_p, dropout_rng, layer)
-        for launch in call.launches():
-            getattr(call, launch)()
-        return (
-            dy.new_empty(0) if call.dx is None else call.dx,
-            [g.to(a.dtype) for g, a in zip(call.da, lora_a, strict=need_da)],
-            [g.to(b.dtype) for g, b in zip(call.db, lora_b, strict=need_db)],
-        )
+            dx = sum(
+                (dy @ layer.weight for dy, layer in zip(dys, layers, strict=True)), start=x.new_zeros(())
+            )
+            return (dx if need_dx else x.new_empty(0)), [], [[] for _ in layers]
+        call = _Backward(self._kernels, self._plan(batch, x), dys, x, layers, lora_a, s, batch, wanted)
+        outs = [dy.shape[1] for dy in dys]
+        for launch in backward_launches(
+            outs, need_dx=need_dx, need_da=need_da, need_db=need_db, rows=x.shape[0]
+        ):
+            call.run(launch)
+        db = [
+            [g.to(b.dtype) for g, b in zip(gradients, layer.lora_b, strict=need_db)]
+            for gradients, layer in zip(call.db, layers, strict=True)
+        ]
+        return call.dx, [g.to(a.dtype) for g, a in zip(call.da, lora_a, strict=need_da)], db
 
-    def _plan(self, segments: Tensor, x: Tensor, lora_a: Sequence[Tensor]) -> Plan:
-        return self._plans.get(segments, PlanSizes(x.shape[0], segments.shape[0], len(lora_a)))
+    def _plan(self, batch: Batch, x: Tensor) -> Plan:
+        sizes = PlanSizes(x.shape[0], batch.segments.shape[0], batch.scaling.numel())
+        return self._plans.get(batch.segments, sizes)
 
 
-class _Forward:
-    """One forward call; a method is a launch."""
+class _Call:
+    """One call; its methods are the launches."""
 
-    plan: Plan
-    dropout: Dropout | None
+    def run(self, launch: Launch) -> None:
+        getattr(self, launch.kernel)(launch.layer)
 
+
+class _Forward(_Call):
     def __init__(
         self,
         kernels: LaunchKernels,
+        plan: Plan,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Sequence[Tensor],
-        lora_b: Sequence[Tensor],
-        scaling: Tensor,
+        layers: Sequence[Layer],
+        lora_a: Matrices,
+        batch: Batch,
     ) -> None:
-        self.kernels, self.x, self.weight, self.bias, self.scaling = kernels, x, weight, bias, scaling
-        self.a = factors_of(lora_a, transposed=False)
-        self.b = factors_of(lora_b, transposed=True)
-        self.y = x.new_empty(x.shape[0], weight.shape[0])
-        self.s = x.new_empty(x.shape[0], self.a.max_rank)
+        self.kernels, self.plan, self.x, self.layers, self.batch = kernels, plan, x, layers, batch
+        self.a = factors_of(_one_dtype(lora_a), transposed=False)
+        self.y = [x.new_empty(x.shape[0], layer.weight.shape[0]) for layer in layers]
+        self.s = x.new_empty(len(layers), x.shape[0], self.a.max_rank)
         self.partial = _partial_rows(self.s, x.shape[1])
 
-    def shrink(self) -> None:
-        self.kernels.shrink(self.x, self.a, self.plan, self.scaling, self.dropout, self.partial)
+    def shrink(self, _: int) -> None:
+        batch = self.batch
+        self.kernels.shrink(self.x, self.a, self.plan, batch.scaling, batch.dropout, self.partial)
 
-    def reduce_rows(self) -> None:
+    def reduce_s(self, _: int) -> None:
         self.kernels.reduce_rows(self.partial, self.s)
 
-    def expand(self) -> None:
-        self.kernels.expand(self.s, self.b, self.plan, self.bias, self.y)
+    def expand(self, layer: int) -> None:
+        b = factors_of(_one_dtype(self.layers[layer].lora_b), transposed=True)
+        self.kernels.expand(self.s[layer], b, self.plan, self.layers[layer].bias, self.y[layer])
 
-    def base_gemm(self) -> None:
-        self.y.addmm_(self.x, self.weight.t())
+    def base_gemm(self, layer: int) -> None:
+        self.y[layer].addmm_(self.x, self.layers[layer].weight.t())
 
 
-class _Backward:
-    """One backward call; a method is a launch."""
-
-    plan: Plan
-    dropout: Dropout | None
-
+class _Backward(_Call):
     def __init__(
         self,
         kernels: LaunchKernels,
-        dy: Tensor,
+        plan: Plan,
+        dys: Sequence[Tensor],
         x: Tensor,
-        weight: Tensor,
-        lora_a: Sequence[Tensor],
-        lora_b: Sequence[Tensor],
+        layers: Sequence[Layer],
+        lora_a: Matrices,
         s: Tensor,
-        scaling: Tensor,
+        batch: Batch,
         wanted: tuple[bool, bool, bool],
     ) -> None:
-        self.kernels, self.dy, self.x, self.weight, self.s = kernels, dy, x, weight, s
-        self.scaling, self.wanted = scaling, wanted
-        need_dx, need_da, need_db = wanted
-        self.a = factors_of(lora_a, transposed=False)
-        self.b = factors_of(lora_b, transposed=True)
-        self.dx = x.new_empty(x.shape) if need_dx else None
-        self.da_buffer, self.da = self.a.gradients(need_da)
-        self.db_buffer, self.db = self.b.gradients(need_db)
-        self.ds = x.new_empty(x.shape[0], self.a.max_rank)
-        self.partial_ds = _partial_rows(self.ds, dy.shape[1])
+        self.kernels, self.plan, self.dys, self.x = kernels, plan, dys, x
+        self.layers, self.s, self.batch = layers, s, batch
+        self.need_dx, self.need_da, self.need_db = wanted
+        self.a = factors_of(_one_dtype(lora_a), transposed=False)
+        self.b = [factors_of(_one_dtype(layer.lora_b), transposed=True) for layer in layers]
+        self.dx = x.new_empty(x.shape if self.need_dx else 0)
+        self.da_buffer, self.da = self.a.gradients(self.need_da)
+        buffers = [b.gradients(self.need_db) for b in self.b]
+        self.db_buffers, self.db = [buffer for buffer, _ in buffers], [views for _, views in buffers]
+        self.ds = torch.empty_like(s)
+        self.partial_ds = [_partial_rows(self.ds[i : i + 1], dy.shape[1]) for i, dy in enumerate(dys)]
+        self.partial_db: list[Tensor] = []
 
-    def launches(self) -> list[str]:
-        need_dx, need_da, need_db = self.wanted
-        return backward_launches(
-            self.dy.shape[1],
-            need_dx=need_dx,
-            need_da=need_da,
-            need_db=need_db,
-            rows=self.plan.sizes.rows,
-        )
-
-    def read_dy(self) -> None:
-        need_dx, need_da, need_db = self.wanted
-        self.partial_db = self._partial_gradient(self.b, need_db)
+    def read_dy(self, layer: int) -> None:
+        self.partial_db.append(self._partial_gradient(self.b[layer], 1, self.need_db))
         self.kernels.read_dy(
-            self.dy,
-            self.s,
-            self.b,
+            self.dys[layer],
+            self.s[layer],
+            self.b[layer],
             self.plan,
-            self.scaling,
-            self.partial_ds if need_dx or need_da else None,
-            self.db_buffer if need_db else None,
-            self.partial_db,
+            self.batch.scaling,
+            self.partial_ds[layer] if self.need_dx or self.need_da else None,
+            self.db_buffers[layer] if self.need_db else None,
+            self.partial_db[layer],
         )
 
-    def reduce_rows(self) -> None:
-        self.kernels.reduce_rows(self.partial_ds, self.ds)
+    def reduce_ds(self, layer: int) -> None:
+        self.kernels.reduce_rows(self.partial_ds[layer], self.ds[layer : layer + 1])
 
-    def read_x(self) -> None:
-        need_da = self.wanted[1]
-        self.partial_da = self._partial_gradient(self.a, need_da)
+    def read_x(self, _: int) -> None:
+        self.partial_da = self._partial_gradient(self.a, len(self.layers), self.need_da)
         self.kernels.read_x(
             self.x,
             self.ds,
             self.a,
             self.plan,
-            self.dropout,
-            self.dx,
-            self.da_buffer if need_da else None,
+            self.batch.dropout,
+            self.dx if self.need_dx else None,
+            self.da_buffer if self.need_da else None,
             self.partial_da,
         )
 
-    def base_gemm(self) -> None:
-        assert self.dx is not None
-        self.dx.addmm_(self.dy, self.weight)
+    def base_gemm_dx(self, layer: int) -> None:
+        self.dx.addmm_(self.dys[layer], self.layers[layer].weight)
 
-    def reduce_da(self) -> None:
+    def reduce_da(self, _: int) -> None:
         self.kernels.reduce_gradients(self.partial_da, self.a, self.plan, self.da_buffer)
 
-    def reduce_db(self) -> None:
-        self.kernels.reduce_gradients(self.partial_db, self.b, self.plan, self.db_buffer)
+    def reduce_db(self, layer: int) -> None:
+        self.kernels.reduce_gradients(
+            self.partial_db[layer], self.b[layer], self.plan, self.db_buffers[layer]
+        )
 
-    def _partial_gradient(self, factors: Factors, wanted: bool) -> Tensor:
-        slots = self.plan.sizes.slots if wanted else 0
-        return torch.empty(slots, factors.max_rank, factors.width, dtype=torch.float32, device=self.x.device)
+    def _partial_gradient(self, factors: Factors, layers: int, wanted: bool) -> Tensor:
+        slots = layers * self.plan.sizes.slots if wanted else 0
+        shape = slots, self.s.shape[2], factors.width
+        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
 
 
 def _partial_rows(out: Tensor, width: int) -> Tensor:
@@ -217,13 +256,7 @@ def _partial_rows(out: Tensor, width: int) -> Tensor:
     return out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
-def _dropout(p: Tensor | None, rng: Tensor | None, layer: Tensor | None) -> Dropout | None:
-    if p is None or rng is None or layer is None:
-        return None
-    return p, rng, layer
-
-
-def _one_dtype(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+def _one_dtype(matrices: Matrices) -> Matrices:
     """The kernels read one dtype for all; where adapters differ, in fp32, which holds them all."""
     if all(matrix.dtype == matrices[0].dtype for matrix in matrices):
         return matrices

@@ -50,11 +50,13 @@ class Kernels:
         out: Tensor,
     ) -> None:
         how = config("shrink", *_target(rows))
-        splits, width, R = column_splits(factors.width), factors.width, factors.max_rank
+        siblings, total, R = out.shape[-3:]
+        grid = (plan.sizes.tiles * siblings, column_splits(factors.width), triton.cdiv(R, PANEL))
         with _on(rows):
-            shrink[plan.sizes.tiles, splits, triton.cdiv(R, PANEL)](
+            shrink[grid](
                 rows, rows.stride(0), factors.first, factors.table, plan.tiles, scaling,
-                *(dropout or (scaling, scaling, scaling)), out, rows.shape[0] * R, width, R,
+                *(dropout or (scaling, scaling, scaling)), out, siblings * total * R, total * R,
+                factors.width, R, plan.sizes.adapters, SIBLINGS=siblings,
                 COLUMN_SPLIT=COLUMN_SPLIT, DROP=dropout is not None, **_of(factors), ROWS=TILE_ROWS,
                 COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
             )  # fmt: skip
@@ -70,7 +72,7 @@ class Kernels:
         with _on(s):
             expand[triton.cdiv(factors.width, how.columns), plan.sizes.tiles](
                 s, factors.first, factors.table, plan.tiles, s if bias is None else bias, y,
-                factors.width, factors.max_rank, BIAS=bias is not None, **_of(factors), ROWS=TILE_ROWS,
+                factors.width, s.shape[1], BIAS=bias is not None, **_of(factors), ROWS=TILE_ROWS,
                 COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
             )  # fmt: skip
 
@@ -86,7 +88,7 @@ class Kernels:
         partial: Tensor,
     ) -> None:
         how, how_gradient = config("read_dy", *_target(dy)), config("read_dy_gradient", *_target(dy))
-        splits, R = column_splits(factors.width), factors.max_rank
+        splits, R = column_splits(factors.width), s.shape[1]
         panels, blocks = triton.cdiv(R, PANEL), triton.cdiv(factors.width, how_gradient.columns)
         each = (SPLIT_TILES * splits * (ds is not None) + blocks * (gradient is not None)) * panels
         with _on(dy):
@@ -112,23 +114,29 @@ class Kernels:
         partial: Tensor,
     ) -> None:
         how = config("read_x", *_target(x))
-        width, R = factors.width, factors.max_rank
+        siblings, total, R = ds.shape
         with _on(x):
-            read_x[triton.cdiv(width, how.columns), plan.sizes.splits, triton.cdiv(R, PANEL)](
+            read_x[triton.cdiv(factors.width, how.columns), plan.sizes.splits, triton.cdiv(R, PANEL)](
                 x, x.stride(0), ds, factors.first, factors.table, plan.tiles, plan.splits,
                 *(dropout or (ds, ds, ds)), x if dx is None else dx, x if gradient is None else gradient,
-                partial, width, R,
-                DX=dx is not None, GRADIENT=gradient is not None, DROP=dropout is not None, **_of(factors),
+                partial, total * R, plan.sizes.slots, factors.width, R, plan.sizes.adapters,
+                SIBLINGS=siblings, DX=dx is not None, GRADIENT=gradient is not None,
+                DROP=dropout is not None, **_of(factors),
                 TILE=TILE_ROWS, ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
                 num_stages=how.stages,
             )  # fmt: skip
 
     def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:
-        R = factors.max_rank
-        grid = (triton.cdiv(factors.width, REDUCE_COLUMNS), plan.sizes.adapters, triton.cdiv(R, REDUCE_RANKS))
+        R = partial.shape[1]
+        grid = (
+            triton.cdiv(factors.width, REDUCE_COLUMNS),
+            len(factors.shapes),
+            triton.cdiv(R, REDUCE_RANKS),
+        )
         with _on(gradient):
             reduce_gradients[grid](
-                partial, factors.table, plan.groups, gradient, factors.width, R,
+                partial, factors.table, plan.groups, gradient, plan.sizes.slots, factors.width, R,
+                plan.sizes.adapters,
                 ROWS_DENSE=factors.rows_dense, ALIGNMENT=factors.alignment,
                 INTERPRETED=INTERPRETED, RANKS=REDUCE_RANKS, COLUMNS=REDUCE_COLUMNS,
             )  # fmt: skip

@@ -54,9 +54,10 @@ def read_dy(
             for bucket in tl.static_range(BUCKETS):
                 if in_bucket(rank, 16 << bucket):
                     factor_gradient(
-                        tile_begin, tile_end, adapter, slot, column, first_rank,
+                        tile_begin, tile_end, adapter, adapter, slot, column, first_rank,
                         dy_ptr, stride, s_ptr, R, factor_ptr, table_ptr, tiles_ptr,
-                        scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, gradient_ptr, partial_ptr, width,
+                        scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, False, gradient_ptr, partial_ptr, slot,
+                        width,
                         False, GRADIENT, False, ROWS_DENSE, ALIGNMENT, INTERPRETED,
                         ROWS, GRADIENT_ROWS, GRADIENT_COLUMNS, 16 << bucket,
                     )  # fmt: skip

@@ -20,26 +20,28 @@ def reduce_rows(partial_ptr, out_ptr, numbers, splits, INTERPRETED: tl.constexpr
     tl.store(out_ptr + index, narrow(sums, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "N"])
 def reduce_gradients(
-    partial_ptr, table_ptr, groups_ptr, gradient_ptr, width, R,
+    partial_ptr, table_ptr, groups_ptr, gradient_ptr, slots, width, R, N,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, adapter, block of ranks): the sum over the adapter's slots, in order."""
-    adapter = tl.program_id(1)
-    begin = tl.load(groups_ptr + 4 * adapter + 2)
-    slots = tl.load(groups_ptr + 4 * adapter + 3)
-    _, _, _, rank = factor_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
+    """Program (block of columns, adapter of a layer, block of ranks): the sum over the adapter's slots, in
+    order. Each layer has `slots` of them."""
+    factor = tl.program_id(1)
+    adapter = factor % N
+    begin = factor // N * slots + tl.load(groups_ptr + 4 * adapter + 2)
+    count = tl.load(groups_ptr + 4 * adapter + 3)
+    _, _, _, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
     first_rank = tl.program_id(2) * RANKS
-    if (slots > 0) & (first_rank < rank):
+    if (count > 0) & (first_rank < rank):
         j = first_rank + tl.arange(0, RANKS)
         c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (j < rank)[:, None] & (c < width)[None, :]
         sums = tl.zeros([RANKS, COLUMNS], dtype=tl.float32)
-        for slot in range(begin, begin + slots):
+        for slot in range(begin, begin + count):
             places = partial_ptr + (slot * R + j.to(tl.int64))[:, None] * width + c[None, :]
             sums += tl.load(places, mask=inside, other=0.0)
-        start, grad_rank, grad_column = gradient_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
+        start, grad_rank, grad_column = gradient_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
         places = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
         tl.store(places, narrow(sums, gradient_ptr.dtype.element_ty, INTERPRETED), mask=inside)

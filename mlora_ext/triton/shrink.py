@@ -12,25 +12,30 @@ from .blocks import PANEL, factor_of, in_bucket, shrink_tile, tile_of
 from .dropout import dropout_of
 
 
-@triton.jit(do_not_specialize=["split_stride"])
+@triton.jit(do_not_specialize=["split_stride", "sibling_stride", "N"])
 def shrink(
     rows_ptr, stride, factor_ptr, table_ptr, tiles_ptr, scaling_ptr, p_ptr, rng_ptr, layer_ptr, out_ptr,
-    split_stride, width, R,
+    split_stride, sibling_stride, width, R, N, SIBLINGS: tl.constexpr,
     COLUMN_SPLIT: tl.constexpr, DROP: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, column split, panel of ranks) writes its part of the split's result `[T, R]`."""
-    tile, split, first_rank = tl.program_id(0), tl.program_id(1), tl.program_id(2) * PANEL
+    """Program (tile and layer, column split, panel of ranks) writes its part of the split's result `[T, R]`.
+
+    Layers that share x are neighbours in the launch: they find its rows in the cache.
+    """
+    tile, sibling = tl.program_id(0) // SIBLINGS, tl.program_id(0) % SIBLINGS
+    split, first_rank = tl.program_id(1), tl.program_id(2) * PANEL
     if tl.load(tiles_ptr + 4 * tile + 1) > 0:
         row, rows, adapter, philox_row = tile_of(tiles_ptr, tile)
         # A tile without adapter reads the tables of adapter 0, of which nothing is used.
         who = tl.maximum(adapter, 0)
-        offset, rank_stride, column_stride, rank = factor_of(table_ptr, who, ROWS_DENSE, ALIGNMENT)
+        factor = sibling * N + who
+        offset, rank_stride, column_stride, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
         rank = tl.where(adapter >= 0, rank, 0)
         scale = tl.load(scaling_ptr + who)
         seed, step, layer, threshold = 0, 0, 0, 0
         if DROP:
-            seed, step, layer, threshold, keep_scale = dropout_of(who, p_ptr, rng_ptr, layer_ptr)
+            seed, step, layer, threshold, keep_scale = dropout_of(who, p_ptr, rng_ptr, layer_ptr + sibling)
             scale *= keep_scale
         begin = split * COLUMN_SPLIT
         end = tl.minimum(width, begin + COLUMN_SPLIT)
@@ -39,6 +44,7 @@ def shrink(
                 shrink_tile(
                     rows_ptr, stride, row, rows, width, begin, end,
                     factor_ptr, offset, rank_stride, column_stride, first_rank, rank, scale,
-                    seed, step, layer, threshold, philox_row, out_ptr + split * split_stride, R,
+                    seed, step, layer, threshold, philox_row,
+                    out_ptr + split * split_stride + sibling * sibling_stride, R,
                     DROP, INTERPRETED, ROWS, COLUMNS, 16 << bucket,
                 )  # fmt: skip

@@ -11,7 +11,7 @@ from plan_oracle import Row, plan_of
 import mlora_ext as mx
 from mlora_ext.backend import gpu_operator
 from mlora_ext.gpu.factors import factors_of
-from mlora_ext.gpu.launches import backward_launches, forward_launches
+from mlora_ext.gpu.launches import Launch, backward_launches, forward_launches
 from mlora_ext.gpu.plan import Plan, PlanCache, PlanSizes
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
@@ -153,7 +153,7 @@ def test_launches_do_not_grow_with_adapters(monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.undo()
         counts[adapters] = counted.names
     assert counts[1] == counts[64] == [
-        "shrink", "expand", "read_dy", "read_x", "reduce_gradients", "reduce_gradients",
+        "shrink", "expand", "read_dy", "reduce_gradients", "read_x", "reduce_gradients",
     ]  # fmt: skip
 
 
@@ -172,13 +172,23 @@ class Counted:
 
 
 def test_launches_as_data() -> None:
-    assert forward_launches(2048) == ["shrink", "expand", "base_gemm"]
-    assert forward_launches(4096) == ["shrink", "reduce_rows", "expand", "base_gemm"]
+    def names(launches: list[Launch]) -> list[tuple[str, int]]:
+        return [tuple(launch) for launch in launches]
+
+    assert names(forward_launches(2048)) == [("shrink", 0), ("expand", 0), ("base_gemm", 0)]
+    assert names(forward_launches(4096, layers=2)) == [
+        ("shrink", 0), ("reduce_s", 0), ("expand", 0), ("base_gemm", 0), ("expand", 1), ("base_gemm", 1),
+    ]  # fmt: skip
     every = {"need_dx": True, "need_da": True, "need_db": True}
-    assert backward_launches(4096, **every, rows=8192) == [
-        "read_dy", "reduce_rows", "read_x", "base_gemm", "reduce_da", "reduce_db",
+    assert names(backward_launches([4096], **every, rows=8192)) == [
+        ("read_dy", 0), ("reduce_ds", 0), ("reduce_db", 0), ("read_x", 0), ("base_gemm_dx", 0),
+        ("reduce_da", 0),
+    ]  # fmt: skip
+    assert names(backward_launches([4096, 1024], **every, rows=16)) == [
+        ("read_dy", 0), ("reduce_ds", 0), ("read_dy", 1), ("read_x", 0), ("base_gemm_dx", 0),
+        ("base_gemm_dx", 1),
     ]  # fmt: skip
     only_db = {"need_dx": False, "need_da": False, "need_db": True}
-    assert backward_launches(4096, **only_db, rows=8192) == ["read_dy", "reduce_db"]
+    assert names(backward_launches([4096], **only_db, rows=8192)) == [("read_dy", 0), ("reduce_db", 0)]
     nothing = {"need_dx": False, "need_da": False, "need_db": False}
-    assert backward_launches(4096, **nothing, rows=8192) == []
+    assert backward_launches([4096], **nothing, rows=8192) == []
