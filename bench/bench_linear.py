@@ -24,13 +24,12 @@ from typing import Any
 import contenders
 import limits
 import machine
-import oracle
 import peers
 import torch
 from contenders import Layer
 from layouts import balanced
 from limits import copy_speed
-from oracle import Entry, WrongResult
+from oracle import Entry, Oracle, WrongResult
 from timing import take_turns
 
 from mlora_ext.gemm import PackedWeight
@@ -61,10 +60,10 @@ def check(dtype: torch.dtype) -> None:
         Entry("addmm_ loop", peers.addmm_loop),
     ]
     for p in (0.0, 0.1):
-        layer = Layer.random(balanced(96, 3), [8] * 3, 160, 224, dtype, p)
+        oracle = Oracle(Layer.random(balanced(96, 3), [8] * 3, 160, 224, dtype, p))
         for entry in entries:
             try:
-                oracle.check(entry, layer)
+                oracle.check(entry)
             except WrongResult as wrong:
                 raise SystemExit(f"{wrong}, p={p}") from None
 

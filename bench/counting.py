@@ -7,6 +7,7 @@ launches nothing: there the operators that PyTorch's dispatcher called are count
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ def count(run: Run, device: torch.device | str) -> Counts:
     Raises:
         RuntimeError: if the profiler saw nothing run on the GPU; a count of zero would be wrong.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints two lines per use
     place = torch.device(device)
     if place.type != "cuda":
         return Counts(live_peak(run), operator_calls=operator_calls(run))

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import contenders
 import limits
-import oracle
 import peers
 import torch
 from contenders import Contender, Layer, Run
 from counting import count
 from layouts import LAYOUTS
 from limits import Ceilings, Work
-from oracle import Entry, WrongResult
+from oracle import Entry, Oracle, WrongResult
 from settings import Findings, Settings, dtype_name, failures, first_line
 from timing import back_to_back, take_turns
 
 T = TypeVar("T")
 FROZEN = "frozen"
 _PEERS = [
-    Entry(FROZEN, contenders.frozen, adapters=False, drops=False),
+    Entry(FROZEN, lambda layer: contenders.frozen(layer), adapters=False, drops=False),
     Entry("PEFT loop", lambda layer: peers.peft_loop(layer, autocast_adapter_dtype=False)),
-    Entry("addmm_ loop", peers.addmm_loop),
+    Entry("addmm_ loop", lambda layer: peers.addmm_loop(layer)),
     Entry("parts, cat, add", lambda layer: peers.addmm_loop(layer, in_place=False)),
     Entry(
         "grouped_mm, padded ranks, p=0",
@@ -106,12 +104,10 @@ def small_checks(settings: Settings, findings: Findings, named: Sequence[Entry])
     Those that are right stand in `findings.checks` and may be timed; what the others did is in the findings.
     """
     for dtype in settings.dtypes:
-        layer = Layer.random([5, 1, 70, 21], [8, 16, 32, 64], 96, 160, dtype, 0.1, settings.device)
+        oracle = Oracle(Layer.random([5, 1, 70, 21], [8, 16, 32, 64], 96, 160, dtype, 0.1, settings.device))
         right = findings.checks.setdefault(dtype_name(dtype), {})
         for entry in named:
-            checked = guarded(
-                findings, entry, f"check {dtype_name(dtype)}", partial(oracle.check, layer=layer)
-            )
+            checked = guarded(findings, entry, f"check {dtype_name(dtype)}", oracle.check)
             if checked is not None:
                 right[entry.name] = checked
 
@@ -144,18 +140,19 @@ def measure(
         settings: of the run.
         findings: what fails is added to them.
         part: `forward`, `backward` or `both`.
-        steady: also take wall time back to back, which on a GPU shows the share of launches.
+        steady: on a GPU, also take wall time back to back, which shows the share of launches.
 
     Returns:
         The row.
     """
     layer = shape.layer(settings)
+    oracle = Oracle(layer)
     kind = dtype_name(shape.dtype)
     where = f"{shape.name}, {shape.rows} rows, N={len(shape.ranks)}, {shape.layout}, {kind}"
 
     def prepared(entry: Entry) -> Run:
         if settings.check:
-            oracle.check(entry, layer)
+            oracle.check(entry)
         contender = entry.build(layer)
         assert isinstance(contender, Contender)
         run: Run = contender if part == "both" else getattr(contender, part)()
@@ -197,10 +194,9 @@ def timed(
             row["bytes_per_second"] = work[name].bytes / timing.seconds
         counts = count(cases[name], settings.device)
         row |= {key: value for key, value in asdict(counts).items() if value is not None}
-        if steady:
-            row["steady_seconds"] = back_to_back(cases[name], settings.device)
-            if counts.device_seconds is not None:
-                row["launch_share"] = max(0.0, 1 - counts.device_seconds / row["steady_seconds"])
+        if steady and counts.device_seconds is not None:
+            row["steady_seconds"] = back_to_back(cases[name], settings.device, min(10, settings.rounds))
+            row["launch_share"] = max(0.0, 1 - counts.device_seconds / row["steady_seconds"])
         results[name] = row
     return results
 

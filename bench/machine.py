@@ -56,6 +56,8 @@ def describe(command: str | None = None, commit: str | None = None) -> dict[str,
 
 
 def _gpu() -> dict[str, Any]:
+    import triton
+
     properties = torch.cuda.get_device_properties(0)
     info: dict[str, Any] = {
         "gpu": properties.name,
@@ -63,7 +65,7 @@ def _gpu() -> dict[str, Any]:
         "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
         "gpu_multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
-        "triton": version("triton"),
+        "triton": triton.__version__,
     }
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

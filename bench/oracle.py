@@ -46,12 +46,6 @@ class Entry:
     own_masks: bool = True
 
 
-def exact_results(layer: Layer, adapters: bool = True) -> list[Tensor]:
-    """`[y, dx, dA_0, dB_0, ...]` in fp64, or `[y, dx]` of the frozen layer."""
-    exact = layer.exact()
-    return contenders.ours(exact, backend="reference")() if adapters else contenders.frozen(exact)()
-
-
 def errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> Tensor:
     """Relative error of each result, in the Frobenius norm."""
     pairs = zip(results, exact, strict=True)
@@ -94,16 +88,32 @@ def compare(
     return float(found.max())
 
 
-def check(entry: Entry, layer: Layer) -> float:
-    """Run a contender on a layer and compare; without dropout where it draws masks of its own.
+class Oracle:
+    """The right results of one layer, computed in fp64 when they are first asked for."""
 
-    Returns:
-        The relative error.
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self._exact: dict[tuple[bool, bool], list[Tensor]] = {}
 
-    Raises:
-        WrongResult: if it is too large; names the contender.
-    """
-    if not entry.drops or entry.own_masks:
-        layer = replace(layer, p=0.0)
-    exact = exact_results(layer, entry.adapters)
-    return compare(entry.name, entry.build(layer)(), exact, layer.x.dtype)
+    def exact(self, adapters: bool, drop: bool) -> list[Tensor]:
+        """`[y, dx, dA_0, dB_0, ...]`, or `[y, dx]` of the frozen layer."""
+        key = adapters, drop and self.layer.p > 0
+        if key not in self._exact:
+            layer = self.layer.exact() if key[1] else replace(self.layer, p=0.0).exact()
+            run = contenders.ours(layer, backend="reference") if adapters else contenders.frozen(layer)
+            self._exact[key] = [tensor.detach() for tensor in run()]
+        return self._exact[key]
+
+    def check(self, entry: Entry) -> float:
+        """Run a contender on the layer and compare; without dropout where it draws masks of its own.
+
+        Returns:
+            The relative error.
+
+        Raises:
+            WrongResult: if it is too large; names the contender.
+        """
+        drop = entry.drops and not entry.own_masks
+        layer = self.layer if drop else replace(self.layer, p=0.0)
+        exact = self.exact(entry.adapters, drop)
+        return compare(entry.name, entry.build(layer)(), exact, layer.x.dtype)

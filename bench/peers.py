@@ -71,6 +71,8 @@ def grouped_mm(layer: Layer) -> Contender:
     """
     if layer.p:
         raise ValueError(f"p: expected 0 for grouped_mm, got {layer.p}")
+    if not hasattr(F, "grouped_mm"):
+        raise RuntimeError(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm")
     rank = -(-max(layer.ranks) // 8) * 8
     pairs = zip(layer.lora_a, layer.lora_b, strict=True)
     a_NRD, b_NOR = (

@@ -30,6 +30,8 @@ def plot(data: Mapping[str, Any], path: Path) -> bool:
 
     rows = {name: [r for r in data["rows"] if r["section"] == name] for name in _PANELS}
     panels = [(draw, found) for name, found in rows.items() if found for draw in _PANELS[name]]
+    if data["settings"]["device"] == "cpu":
+        panels = [panel for panel in panels if panel[0] is not _share]
     if not panels:
         return False
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, 3.6 * len(panels)), squeeze=False)
@@ -82,11 +84,11 @@ def _launches(axes: Any, rows: Rows) -> None:
 
 
 def _share(axes: Any, rows: Rows) -> None:
-    """Share of wall time in which no kernel runs, against the number of adapters; empty on a CPU."""
+    """Share of wall time in which no kernel runs, against the number of adapters, on a GPU."""
     _curves(axes, rows, "launch_share", 1)
     axes.set_ylim(0, 1)
     axes.set_ylabel("1 - kernel time / wall time")
-    axes.set_title("Share of time in launches (GPU only)", fontsize=9)
+    axes.set_title("Share of time in launches", fontsize=9)
 
 
 def _curves(axes: Any, rows: Rows, key: str, factor: float) -> None:
@@ -99,7 +101,9 @@ def _curves(axes: Any, rows: Rows, key: str, factor: float) -> None:
             ]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{name}, {dtype}")
+    numbers = sorted({row["adapters"] for row in rows})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.set_xlabel("adapters")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=6)

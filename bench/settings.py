@@ -103,11 +103,15 @@ class Deadline:
         """Seconds since the beginning."""
         return time.monotonic() - self._begin
 
-    def share(self, sections_left: int) -> float | None:
-        """When the next section must start no more rows, in seconds since the beginning; None: never."""
+    def share(self, part: float) -> float | None:
+        """When a section that has this part of the time left must start no more rows.
+
+        Returns:
+            Seconds since the beginning; None: never.
+        """
         if self._seconds is None:
             return None
-        return self.elapsed + max(0.0, self._seconds - self.elapsed) / sections_left
+        return self.elapsed + max(0.0, self._seconds - self.elapsed) * part
 
 
 def dtype_name(dtype: torch.dtype) -> str:
