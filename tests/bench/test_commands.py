@@ -98,3 +98,45 @@ def test_script_goes_on_after_a_failure(tmp_path: Path) -> None:
     failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
     assert [line.split()[0] for line in failed] == ["tests", "odd", "suite"]
     assert all("exit code 7" in line for line in failed)
+
+
+FAKE_PYTHON = """#!/bin/sh
+here=$(dirname "$0")
+if [ "$1" = - ]; then printf 'Python, torch\\na GPU, capability 9.0\\n90a\\n'; exit 0; fi
+echo "$CMAKE_ARGS|$PYTORCH_NO_CUDA_MEMORY_CACHING|$*" >>"$here/calls"
+case "$CMAKE_ARGS" in *CUDA=ON*) exit "$(cat "$here/cuda_build")" ;; esac
+"""
+FAKE_SANITIZER = """#!/bin/sh
+case "$2" in memcheck) shift 4; exec "$@" ;; esac
+echo "========= Error: Device not supported. Please refer to the documentation"; exit 1
+"""
+
+
+@pytest.mark.parametrize("cuda_build", [0, 1])
+def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> None:
+    """Which commands it would run, and what it makes of their exit codes; nothing here needs a GPU."""
+    for name, text in (("python", FAKE_PYTHON), ("compute-sanitizer", FAKE_SANITIZER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "cuda_build").write_text(str(cuda_build))
+    done = subprocess.run(
+        ["env", f"PATH={tmp_path}:/usr/bin:/bin", SCRIPT, "--python", tmp_path / "python", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    calls = [line.split("|") for line in (tmp_path / "calls").read_text().splitlines()]
+    builds = [options for options, _, command in calls if command.startswith("setup.py build_ext --inplace")]
+    assert builds[0] == "-DMLORA_WITH_CUDA=ON -DMLORA_CUDA_ARCHITECTURES=90a"
+    assert builds[1:] == (["-DMLORA_WITH_CUDA=OFF"] if cuda_build else [])
+    programs = [(cache, command.split()[0]) for _, cache, command in calls[len(builds) :]]
+    assert programs[:3] == [("", "-m"), ("", "bench/sanitize.py"), ("1", "bench/sanitize.py")]
+    assert calls[len(builds)][2].startswith("-m pytest -m gpu ")
+    assert calls[-1][2].startswith(
+        "bench/suite.py linears adapters decoder ablation choose operators step --check"
+    )
+    table = [" ".join(line.split()[:3]) for line in done.stdout.splitlines()]
+    assert f"build sm_90a {'FAILED' if cuda_build else 'ok'}" in table
+    assert any(line.startswith("memcheck ok") for line in table)
+    assert "racecheck NOT RUN" in table, "a device that it cannot watch is no failure"
+    assert done.returncode == cuda_build
