@@ -17,9 +17,7 @@ from shapes import MODELS
 def header(device: str) -> str:
     """Titles of the columns; a CPU launches nothing, its operator calls are counted."""
     calls = "op calls" if device == "cpu" else "launches"
-    return (
-        f"  {'':32} {'median ms':>10} {'TFLOP/s':>8} {'GB/s':>8} {'/ frozen':>9} {calls:>9} {'peak MiB':>9}"
-    )
+    return f"  {'':32} {'median ms':>10} {'TFLOP/s':>8} {'GB/s':>8} {'+-%':>5} {'/ frozen':>9} {calls:>9} {'peak MiB':>9}"
 
 
 def title(row: Mapping[str, Any]) -> str:
@@ -49,6 +47,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
             (1e3 * each["seconds"], "10.3f"),
             (_scaled(each.get("flops_per_second"), 1e-12), "8.3f"),
             (_scaled(each.get("bytes_per_second"), 1e-9), "8.1f"),
+            (100 * each["spread"], "5.1f"),
             (each.get("ratio_to_frozen"), "9.3f"),
             (calls, "9d"),
             (each["peak_bytes"] / 2**20, "9.1f"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,12 +29,14 @@ class Timing:
 
     Attributes:
         seconds: of a call: wall time on a CPU, between two events on a GPU.
+        spread: interquartile range / median of these; differences below it are noise.
         first: on a CPU, of the first call of a turn, with caches that another function has filled.
         processors: on a CPU, processor seconds per wall second.
         host: on a GPU, until everything was enqueued.
     """
 
     seconds: float
+    spread: float
     first: float | None = None
     processors: float | None = None
     host: float | None = None
@@ -56,7 +58,8 @@ class HostClock:
 
     def timing(self, turns: list[tuple[float, ...]]) -> Timing:
         first, wall, processor = zip(*turns, strict=True)
-        return Timing(statistics.median(wall), statistics.median(first), sum(processor) / sum(wall))
+        busy = sum(processor) / sum(wall)
+        return Timing(statistics.median(wall), spread(wall), statistics.median(first), busy)
 
 
 class DeviceClock:
@@ -80,7 +83,7 @@ class DeviceClock:
 
     def timing(self, turns: list[tuple[float, ...]]) -> Timing:
         seconds, host = zip(*turns, strict=True)
-        return Timing(statistics.median(seconds), host=statistics.median(host))
+        return Timing(statistics.median(seconds), spread(seconds), host=statistics.median(host))
 
 
 def clock_for(device: torch.device | str) -> Clock:
@@ -118,6 +121,14 @@ def take_turns(
             if turn >= warm_up:
                 turns[name].append(times)
     return {name: clock.timing(times) for name, times in turns.items()}
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Interquartile range / median; 0 of a single value."""
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle
 
 
 def back_to_back(run: Run, device: torch.device | str, calls: int = 10) -> float:

@@ -130,8 +130,8 @@ def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> Non
     assert builds[0] == "-DMLORA_WITH_CUDA=ON -DMLORA_CUDA_ARCHITECTURES=90a"
     assert builds[1:] == (["-DMLORA_WITH_CUDA=OFF"] if cuda_build else [])
     programs = [(cache, command.split()[0]) for _, cache, command in calls[len(builds) :]]
-    assert programs[:3] == [("", "-m"), ("", "bench/sanitize.py"), ("1", "bench/sanitize.py")]
-    assert calls[len(builds)][2].startswith("-m pytest -m gpu ")
+    assert programs[:4] == [("", "-c"), ("", "-m"), ("", "bench/sanitize.py"), ("1", "bench/sanitize.py")]
+    assert calls[len(builds) + 1][2].startswith("-m pytest -m gpu ")
     assert calls[-1][2].startswith(
         "bench/suite.py linears adapters decoder ablation choose operators step --check"
     )

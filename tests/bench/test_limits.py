@@ -124,6 +124,21 @@ def test_counts_on_a_cpu() -> None:
     assert found.launches is None
 
 
+def test_spread_of_times() -> None:
+    from timing import spread, take_turns
+
+    assert spread([3.0]) == 0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4 - 2) / 3)
+    calls: list[str] = []
+    cases = {name: lambda name=name: calls.append(name) for name in "abc"}
+    found = take_turns(cases, lambda: calls.append("new data"), rounds=3, warm_up=1)  # type: ignore[arg-type]
+    assert set(found) == set("abc")
+    turns = " ".join(calls).split("new data")[1:]
+    assert [turn.split() for turn in turns] == [
+        list(order) for order in ("aabbcc", "bbccaa", "ccaabb", "aabbcc")
+    ]
+
+
 def test_time_limit_is_shared() -> None:
     from settings import Deadline
 
