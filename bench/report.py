@@ -17,7 +17,8 @@ from shapes import MODELS
 def header(device: str) -> str:
     """Titles of the columns; a CPU launches nothing, its operator calls are counted."""
     calls = "op calls" if device == "cpu" else "launches"
-    return f"  {'':32} {'median ms':>10} {'TFLOP/s':>8} {'GB/s':>8} {'+-%':>5} {'/ frozen':>9} {calls:>9} {'peak MiB':>9}"
+    titles = f"{'median ms':>10} {'TFLOP/s':>8} {'GB/s':>8} {'+-%':>5} {'/ frozen':>9} {calls:>9}"
+    return f"  {'':32} {titles} {'peak MiB':>9}"
 
 
 def title(row: Mapping[str, Any]) -> str:
