@@ -18,18 +18,16 @@ RANKS = (16, 64)
 BACKENDS = ("triton", "cuda")
 
 
-def choose(settings: Settings, findings: Findings) -> Iterator[Case]:
-    """Every shape of the models, ranks 16 and 64, by both backends.
+def missing(settings: Settings) -> str | None:
+    """Why the section cannot run: it needs a GPU and both backends; None where it can."""
+    if settings.device.type == "cuda" and set(BACKENDS) <= set(settings.backends):
+        return None
+    found = ", ".join(settings.backends) or "no backend"
+    return f"expected a CUDA device and the backends triton and cuda, got {settings.device.type} with {found}"
 
-    Raises:
-        ValueError: if the device is no GPU, or a backend is missing.
-    """
-    missing = [name for name in BACKENDS if name not in settings.backends]
-    if settings.device.type != "cuda" or missing:
-        raise ValueError(
-            f"choose: expected a CUDA device and the backends triton and cuda, got {settings.device.type} "
-            f"with {', '.join(settings.backends) or 'none'}"
-        )
+
+def choose(settings: Settings, findings: Findings) -> Iterator[Case]:
+    """Every shape of the models, ranks 16 and 64, by both backends; see `missing` first."""
     chosen = pick(settings, "ours")
     seen = set()
     for model in settings.models:

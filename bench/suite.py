@@ -241,9 +241,12 @@ def dispatch(options: argparse.Namespace, command: str) -> int:
         torch.set_num_threads(options.threads)
     settings, skipped = complete(options)
     sections = options.sections or list(SECTIONS)
-    if not options.sections and len(settings.backends) < 2:
+    reason = choose_section.missing(settings)
+    if reason and sections == ["choose"]:
+        raise ValueError(f"choose: {reason}")
+    if reason and "choose" in sections:
         sections.remove("choose")
-        skipped["choose"] = f"needs triton and cuda, this run has {', '.join(settings.backends) or 'none'}"
+        skipped["choose"] = reason
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     about = machine.describe(command, options.commit)

@@ -12,12 +12,11 @@ from mlora.errors import RunError
 FOLDER = Path(__file__).resolve().parents[2] / "bench"
 
 
-def run_suite(arguments: Sequence[str], folder: Path = FOLDER) -> int:
+def run_suite(arguments: Sequence[str]) -> int:
     """Run ``bench/suite.py`` in this process.
 
     Args:
         arguments: its command line.
-        folder: where the benchmarks lie.
 
     Returns:
         Its exit code.
@@ -26,11 +25,11 @@ def run_suite(arguments: Sequence[str], folder: Path = FOLDER) -> int:
         RunError: this is an installed package without the source checkout.
         SystemExit: from the suite's own parser, as for ``--help``.
     """
-    if not (folder / "suite.py").is_file():
+    if not (FOLDER / "suite.py").is_file():
         raise RunError(
             "bench: the benchmarks are part of the source checkout, not of the installed package; "
             "in a checkout: pip install --no-build-isolation -e ."
         )
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
     return int(importlib.import_module("suite").main(arguments, program="mlora bench"))

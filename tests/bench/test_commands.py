@@ -28,7 +28,6 @@ def test_without_the_source_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from mlora import benchmarks
 
     monkeypatch.setattr(benchmarks, "FOLDER", tmp_path)
-    monkeypatch.setattr(benchmarks.run_suite, "__defaults__", (tmp_path,))
     done = CliRunner().invoke(app, ["bench", "linears"], catch_exceptions=False)
     assert done.exit_code == 1
     assert done.stderr.startswith("error: bench: the benchmarks are part of the source checkout")

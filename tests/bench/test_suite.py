@@ -191,6 +191,13 @@ def test_fewer_rows_than_adapters_is_told_of(tmp_path: Path) -> None:
     assert data["skipped"] == {"quick q/o, 2 rows": "fewer rows than adapters (4)"}
 
 
+def test_choose_among_others_is_skipped(tmp_path: Path) -> None:
+    assert suite("choose", "linears", "--layouts", "balanced", "--out", tmp_path) == 0
+    data = results(tmp_path)
+    assert data["skipped"]["choose"].startswith("expected a CUDA device and the backends triton and cuda")
+    assert {row["section"] for row in data["rows"]} == {"linears"}
+
+
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
