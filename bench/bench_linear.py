@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import contenders
+import limits
 import machine
+import peers
 import torch
-from contenders import Layer, Run
+from contenders import Layer
+from layouts import balanced
+from limits import copy_speed
+from oracle import Entry, Oracle, WrongResult
+from timing import take_turns
 
-import mlora_ext as mx
 from mlora_ext.gemm import PackedWeight
 
 RANK = 16
@@ -44,103 +46,38 @@ TARGETS = {
 Shape = tuple[int, int, int, int]
 
 
-@dataclass
-class Timing:
-    """Median wall seconds of the first and second call of a turn; processor seconds per wall second."""
-
-    first: float
-    seconds: float
-    processors: float
-
-
-def take_turns(cases: dict[str, Run], layer: Layer, rounds: int, warm_up: int = 2) -> dict[str, Timing]:
-    """Time every case twice in a row, once a round on the same fresh data, the order turning."""
-    calls: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}
-    names = list(cases)
-    for turn in range(warm_up + rounds):
-        layer.refresh()
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            first, _ = timed(cases[name])
-            wall, processor = timed(cases[name])
-            if turn >= warm_up:
-                calls[name].append((first, wall, processor))
-    timings = {}
-    for name, times in calls.items():
-        first, wall, processor = zip(*times, strict=True)
-        timings[name] = Timing(statistics.median(first), statistics.median(wall), sum(processor) / sum(wall))
-    return timings
-
-
-def timed(run: Run) -> tuple[float, float]:
-    """Wall and processor seconds of one call, without freeing its results."""
-    wall, processor = time.perf_counter(), time.process_time()
-    results = run()
-    wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    del results
-    return wall, processor
-
-
-def error(results: list[torch.Tensor], oracle: list[torch.Tensor]) -> float:
-    """Largest relative error of a result, in the Frobenius norm."""
-    pairs = zip(results, oracle, strict=True)
-    return max(float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
-
-
 def check(dtype: torch.dtype) -> None:
     """Stop the benchmark when a contender computes something else than the oracle does.
 
     Raises:
         SystemExit: naming the contender and its error.
     """
-    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    packed = PackedWeight()
+    entries = [
+        Entry("ours", contenders.ours, own_masks=False),
+        Entry("ours, packed", lambda layer: contenders.ours(layer, packed), own_masks=False),
+        Entry("PEFT loop", peers.peft_loop),
+        Entry("addmm_ loop", peers.addmm_loop),
+    ]
     for p in (0.0, 0.1):
-        layer = Layer.random(96, 160, 224, 3, 8, dtype, p)
-        double = [t.detach().double().requires_grad_() for t in (layer.x, *layer.lora_a, *layer.lora_b)]
-        exact = Layer(double[0], layer.dy.double(), layer.weight.double(), double[1:4], double[4:], p)
-        with mx.use_backend("reference"):
-            oracle = contenders.ours(exact)()
-        checked = {"ours": contenders.ours(layer), "ours, packed": contenders.ours(layer, PackedWeight())}
-        if p == 0.0:  # torch draws other masks
-            checked |= {"PEFT loop": contenders.peft_loop(layer), "addmm_ loop": contenders.addmm_loop(layer)}
-        for name, run in checked.items():
-            found = error(run(), oracle)
-            if not found <= allowed:
-                raise SystemExit(f"{name}, {dtype}, p={p}: relative error {found:.2e}, allowed {allowed:.0e}")
+        oracle = Oracle(Layer.random(balanced(96, 3), [8] * 3, 160, 224, dtype, p))
+        for entry in entries:
+            try:
+                oracle.check(entry)
+            except WrongResult as wrong:
+                raise SystemExit(f"{wrong}, p={p}") from None
 
 
-def copy_speed() -> float:
-    """Bytes read and written per second by a copy that no cache holds."""
-    source, target = torch.empty(2, 64 * 2**20).unbind()
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - begin)
-    return 2 * source.nbytes / statistics.median(seconds)
-
-
-def limit(shape: Shape, element: int, gemm_seconds: float, bytes_per_second: float) -> dict[str, float]:
-    """Bytes and FLOPs of the low-rank part, and the least seconds for them (KERNELS: the limit)."""
-    rows, d_in, d_out, _ = shape
-    flops = 6.0 * rows * RANK * (d_in + d_out)
-    # forward: x read, y read and written; backward: dy and x read, dx read and written
-    moved = float(element * rows * (4 * d_in + 3 * d_out))
-    flops_per_second = 4.0 * rows * d_in * d_out / gemm_seconds
-    return {
-        "flops": flops,
-        "bytes": moved,
-        "seconds": max(moved / bytes_per_second, flops / flops_per_second),
-    }
-
-
-def bench(shape: Shape, dtype: torch.dtype, p: float, rounds: int, bytes_per_second: float) -> dict[str, Any]:
+def bench(shape: Shape, dtype: torch.dtype, p: float, turns: int, bytes_per_second: float) -> dict[str, Any]:
     """One row of the table."""
-    layer = Layer.random(*shape, RANK, dtype, p)
-    cases = {
+    rows, d_in, d_out, adapters = shape
+    lengths, ranks = balanced(rows, adapters), [RANK] * adapters
+    layer = Layer.random(lengths, ranks, d_in, d_out, dtype, p)
+    cases: dict[str, contenders.Run] = {
         "frozen": contenders.frozen(layer),
         "gemm": contenders.chosen_gemm(layer),
-        "peft": contenders.peft_loop(layer),
-        "addmm": contenders.addmm_loop(layer),
+        "peft": peers.peft_loop(layer),
+        "addmm": peers.addmm_loop(layer),
         "ours": contenders.ours(layer),
     }
     packed = PackedWeight()
@@ -148,7 +85,11 @@ def bench(shape: Shape, dtype: torch.dtype, p: float, rounds: int, bytes_per_sec
         cases["ours_packed"] = contenders.ours(layer, packed)
     if dtype != torch.float32:
         cases["ours_fp32_adapters"] = contenders.ours(layer.with_fp32_adapters())
-    timings = take_turns(cases, layer, rounds)
+    timings = take_turns(cases, layer.refresh, turns)
+    element = layer.x.element_size()
+    work = limits.low_rank(lengths, ranks, d_in, d_out, element)
+    rate = limits.frozen(rows, d_in, d_out, element).flops / timings["gemm"].seconds
+    least = limits.Ceilings(bytes_per_second, rate).seconds(work)
     seconds = {name: timing.seconds for name, timing in timings.items()}
     name = str(dtype).removeprefix("torch.")
     return {
@@ -163,7 +104,7 @@ def bench(shape: Shape, dtype: torch.dtype, p: float, rounds: int, bytes_per_sec
         "ours_to_gemm": seconds["ours"] / seconds["gemm"],
         "added_seconds": seconds["ours"] - seconds["gemm"],
         "must": TARGETS.get(shape, {}).get(name),
-        "limit": limit(shape, layer.x.element_size(), seconds["gemm"], bytes_per_second),
+        "limit": {"flops": work.flops, "bytes": work.bytes, "seconds": least},
         "processors": {key: timing.processors for key, timing in timings.items()},
     }
 

@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 import machine
 import torch
+from counting import live_peak
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.malloc import keep_freed_memory
@@ -153,17 +153,7 @@ def memory_of(adapters: int, sequences: int, length: int) -> dict[str, float]:
     for _ in range(3):
         step()
     resident = _resident_peak() - before
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return {"step_peak_bytes": peak, "resident_peak_bytes": resident}
+    return {"step_peak_bytes": live_peak(step), "resident_peak_bytes": resident}
 
 
 def memory(adapters: int) -> dict[str, Any]:

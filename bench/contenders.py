@@ -1,23 +1,23 @@
-"""The ways to run one linear layer with several LoRA adapters that `bench_linear.py` compares.
+"""One linear layer with several LoRA adapters, and the ways to run it that are this project's own.
 
-Each is a function that runs forward and backward through autograd, as training does, and returns
-`[y, dx, dA_0, dB_0, dA_1, ...]`. T rows, D = d_in, O = d_out, R = rank; adapter i has its own run of rows.
+`peers.py` has those of others. Each is a `Contender`: called, it runs forward and backward through autograd,
+as training does, and returns `[y, dx, dA_0, dB_0, dA_1, ...]`.
+T rows, D = d_in, O = d_out, R = rank; adapter i has its own run of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 import mlora_ext as mx
 from mlora_ext import gemm
+from mlora_ext.backend import Backend
 from mlora_ext.functional import lora_linear_rows
 from mlora_ext.gemm import PackedWeight
 
@@ -34,6 +34,7 @@ class Layer:
         weight: `[O, D]`.
         lora_a, lora_b: per adapter `[R, D]` and `[O, R]`.
         p: dropout probability.
+        lengths: rows of each adapter.
     """
 
     x: Tensor
@@ -42,54 +43,125 @@ class Layer:
     lora_a: list[Tensor]
     lora_b: list[Tensor]
     p: float
+    lengths: list[int]
 
     @classmethod
     def random(
-        cls, rows: int, d_in: int, d_out: int, adapters: int, rank: int, dtype: torch.dtype, p: float
+        cls,
+        lengths: Sequence[int],
+        ranks: Sequence[int],
+        d_in: int,
+        d_out: int,
+        dtype: torch.dtype,
+        p: float,
+        device: torch.device | str = "cpu",
     ) -> Layer:
         """A layer with adapters as trained ones look: neither A nor B is zero."""
-        lora_a = [(torch.randn(rank, d_in) / d_in**0.5).to(dtype).requires_grad_() for _ in range(adapters)]
-        # rows of a bank: B is the transposed view, as `MultiLoRALinear` keeps it
-        lora_b = [(0.1 * torch.randn(rank, d_out)).to(dtype).T.requires_grad_() for _ in range(adapters)]
+        rows = sum(lengths)
         return cls(
-            torch.randn(rows, d_in).to(dtype).requires_grad_(),
-            torch.randn(rows, d_out).to(dtype),
-            (torch.randn(d_out, d_in) / d_in**0.5).to(dtype),
-            lora_a,
-            lora_b,
+            torch.randn(rows, d_in, device=device).to(dtype).requires_grad_(),
+            torch.randn(rows, d_out, device=device).to(dtype),
+            (torch.randn(d_out, d_in, device=device) / d_in**0.5).to(dtype),
+            _bank(torch.randn(sum(ranks), d_in, device=device).to(dtype) / d_in**0.5, ranks),
+            # B is the transposed view, as `MultiLoRALinear` keeps it
+            [b.T for b in _bank((0.1 * torch.randn(sum(ranks), d_out, device=device)).to(dtype), ranks)],
             p,
-        )
+            list(lengths),
+        ).with_gradients()
 
     @property
-    def lengths(self) -> list[int]:
-        """Rows of each adapter."""
-        return [len(rows) for rows in self.x.detach().tensor_split(len(self.lora_a))]
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.x.device
+
+    @property
+    def ranks(self) -> list[int]:
+        """Rank of each adapter."""
+        return [a.shape[0] for a in self.lora_a]
+
+    def with_gradients(self) -> Layer:
+        """Itself, after asking for the gradients of its adapters."""
+        for tensor in (*self.lora_a, *self.lora_b):
+            tensor.requires_grad_()
+        return self
 
     def refresh(self) -> None:
         """Fresh random input and gradient."""
         with torch.no_grad():
-            self.x.copy_(torch.randn(self.x.shape))
-            self.dy.copy_(torch.randn(self.dy.shape))
+            self.x.copy_(torch.randn(self.x.shape, device=self.device))
+            self.dy.copy_(torch.randn(self.dy.shape, device=self.device))
 
     def with_fp32_adapters(self) -> Layer:
         """The same layer with fp32 copies of the adapters, sharing everything else."""
-        lora_a = [a.detach().float().requires_grad_() for a in self.lora_a]
-        lora_b = [b.detach().float().requires_grad_() for b in self.lora_b]
-        return Layer(self.x, self.dy, self.weight, lora_a, lora_b, self.p)
+        lora_a, lora_b = ([t.detach().float() for t in tensors] for tensors in (self.lora_a, self.lora_b))
+        return replace(self, lora_a=lora_a, lora_b=lora_b).with_gradients()
+
+    def exact(self) -> Layer:
+        """The same numbers in fp64."""
+        x, dy, weight = (tensor.detach().double() for tensor in (self.x, self.dy, self.weight))
+        lora_a, lora_b = ([t.detach().double() for t in tensors] for tensors in (self.lora_a, self.lora_b))
+        return Layer(x.requires_grad_(), dy, weight, lora_a, lora_b, self.p, self.lengths).with_gradients()
+
+    def interleaved(self) -> list[Tensor]:
+        """A_0, B_0, A_1, B_1, ..."""
+        return [tensor for pair in zip(self.lora_a, self.lora_b, strict=True) for tensor in pair]
 
 
-def _interleaved(pairs_a: list[Tensor], pairs_b: list[Tensor]) -> list[Tensor]:
-    return [tensor for pair in zip(pairs_a, pairs_b, strict=True) for tensor in pair]
+def _bank(rows: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    """Adapters as rows of one page, as a converted model keeps them."""
+    ends = torch.tensor(ranks).cumsum(0).tolist()
+    return [rows[end - rank : end] for end, rank in zip(ends, ranks, strict=True)]
 
 
-def frozen(layer: Layer) -> Run:
+@dataclass
+class Contender:
+    """A way to run a layer, or several.
+
+    Attributes:
+        dy: gradient of y.
+        compute: the forward pass, to y.
+        wanted: what gradients are for: x, then A and B of each adapter in turn.
+        around: entered for every pass.
+    """
+
+    dy: Tensor
+    compute: Callable[[], Tensor]
+    wanted: list[Tensor]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __call__(self) -> list[Tensor]:
+        with self.around():
+            y = self.compute()
+            return [y, *self.gradients(y)]
+
+    def forward(self) -> Run:
+        """The forward pass alone, with what it keeps for backward."""
+
+        def run() -> list[Tensor]:
+            with self.around():
+                return [self.compute()]
+
+        return run
+
+    def backward(self) -> Run:
+        """The backward pass alone, over one forward pass made now; the layer must not be refreshed."""
+        with self.around():
+            y = self.compute()
+
+        def run() -> list[Tensor]:
+            with self.around():
+                return self.gradients(y, keep=True)
+
+        return run
+
+    def gradients(self, y: Tensor, keep: bool = False) -> list[Tensor]:
+        """Of x, and of A and B of each adapter in turn."""
+        return list(torch.autograd.grad(y, self.wanted, self.dy, retain_graph=keep))
+
+
+def frozen(layer: Layer) -> Contender:
     """`F.linear` and dX: what the base model costs without adapters."""
-
-    def run() -> list[Tensor]:
-        y = F.linear(layer.x, layer.weight)
-        return [y, *torch.autograd.grad(y, [layer.x], layer.dy)]
-
-    return run
+    return Contender(layer.dy, lambda: F.linear(layer.x, layer.weight), [layer.x])
 
 
 def chosen_gemm(layer: Layer) -> Run:
@@ -102,102 +174,24 @@ def chosen_gemm(layer: Layer) -> Run:
     return run
 
 
-def ours(layer: Layer, packed: PackedWeight | None = None) -> Run:
+def ours(layer: Layer, packed: PackedWeight | None = None, backend: Backend | None = None) -> Contender:
     """`multi_lora_linear` on the operator's own tensors, built beforehand as a route does for all layers.
 
     Args:
         layer: what to run.
         packed: as `mlora_ext.pack_base` gives a layer; None: the plain weight.
+        backend: which one serves; None: the device's own.
     """
-    count = len(layer.lora_a)
-    table = mx.SegmentLayout.from_lengths(layer.lengths).table()
-    wanted = [layer.x, *_interleaved(layer.lora_a, layer.lora_b)]
-    scaling = torch.full((count,), SCALING)
+    count, device = len(layer.lora_a), layer.device
+    table = mx.SegmentLayout.from_lengths(layer.lengths).table(device)
+    scaling = torch.full((count,), SCALING, device=device)
     dropout = mx.LoRADropout(p=[layer.p] * count, seeds=list(range(count)))
-    p, rng, index = dropout.tensors("cpu") if layer.p else (None, None, None)
+    p, rng, index = dropout.tensors(device) if layer.p else (None, None, None)
 
-    def run() -> list[Tensor]:
-        y = lora_linear_rows(
+    def compute() -> Tensor:
+        return lora_linear_rows(
             layer.x, layer.weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index, packed
         )
-        return [y, *torch.autograd.grad(y, wanted, layer.dy)]
 
-    return run
-
-
-def peft_loop(layer: Layer) -> Run:
-    """PEFT's own LoRA layers over one shared base, each on its rows."""
-    modules, wanted = [], [layer.x]
-    for a, b in zip(layer.lora_a, layer.lora_b, strict=True):
-        holder = nn.Module()
-        holder.linear = nn.Linear(*layer.weight.T.shape, bias=False, device="meta")
-        holder.linear.weight = nn.Parameter(layer.weight, requires_grad=False)
-        rank = a.shape[0]
-        config = LoraConfig(
-            r=rank, lora_alpha=int(SCALING * rank), lora_dropout=layer.p, target_modules=["linear"]
-        )
-        module = get_peft_model(holder, config).base_model.model.linear
-        with torch.no_grad():
-            module.lora_A["default"].weight.copy_(a)
-            module.lora_B["default"].weight.copy_(b)
-        modules.append(module.train())
-        wanted += [module.lora_A["default"].weight, module.lora_B["default"].weight]
-
-    def run() -> list[Tensor]:
-        parts = [module(rows) for module, rows in zip(modules, layer.x.split(layer.lengths), strict=True)]
-        y = torch.cat(parts)
-        return [y, *torch.autograd.grad(y, wanted, layer.dy)]
-
-    return run
-
-
-def addmm_loop(layer: Layer) -> Run:
-    """One base product, then a Python loop of in-place `addmm_` over the adapters' rows."""
-    wanted = [layer.x, *_interleaved(layer.lora_a, layer.lora_b)]
-
-    def run() -> list[Tensor]:
-        y = _AddmmLoop.apply(layer.x, layer.weight, layer.lengths, layer.p, *layer.lora_a, *layer.lora_b)
-        return [y, *torch.autograd.grad(y, wanted, layer.dy)]
-
-    return run
-
-
-class _AddmmLoop(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, lengths: list[int], p: float, *adapters: Tensor
-    ) -> Tensor:
-        lora_a, lora_b = adapters[: len(lengths)], adapters[len(lengths) :]
-        y = F.linear(x, weight)
-        dropped, masks, small = [], [], []
-        for rows, out, a, b in zip(x.split(lengths), y.split(lengths), lora_a, lora_b, strict=True):
-            if p:
-                rows, mask = torch.native_dropout(rows, p, True)
-                masks.append(mask)
-            s = (rows @ a.T).mul_(SCALING)
-            out.addmm_(s, b.T)
-            dropped.append(rows)
-            small.append(s)
-        ctx.lengths, ctx.p = lengths, p
-        ctx.save_for_backward(weight, *dropped, *masks, *small, *adapters)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        weight, *saved = ctx.saved_tensors
-        n = len(ctx.lengths)
-        dropped, saved = saved[:n], saved[n:]
-        masks, saved = (saved[:n], saved[n:]) if ctx.p else ([None] * n, saved)
-        small, lora_a, lora_b = saved[:n], saved[n : 2 * n], saved[2 * n :]
-        dx = dy @ weight
-        grad_a, grad_b = [], []
-        for i, (grad, out) in enumerate(zip(dy.split(ctx.lengths), dx.split(ctx.lengths), strict=True)):
-            ds = (grad @ lora_b[i]).mul_(SCALING)
-            grad_b.append(grad.T @ small[i])
-            grad_a.append(ds.T @ dropped[i])
-            if ctx.p:
-                out.addcmul_(ds @ lora_a[i], masks[i], value=1 / (1 - ctx.p))
-            else:
-                out.addmm_(ds, lora_a[i])
-        return dx, None, None, None, *grad_a, *grad_b
+    around = nullcontext if backend is None else lambda: mx.use_backend(backend)
+    return Contender(layer.dy, compute, [layer.x, *layer.interleaved()], around)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,8 +20,13 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def describe() -> dict[str, Any]:
-    """The machine and the software that a result was measured with."""
+def describe(command: str | None = None, commit: str | None = None) -> dict[str, Any]:
+    """The machine and the software that a result was measured with.
+
+    Args:
+        command: what was run; default: of this process.
+        commit: of a source folder that is no git checkout; default: what git says.
+    """
     import mlora_ext  # noqa: F401  (loads the operators that name their instruction set)
     from mlora_ext import _ops
 
@@ -34,8 +40,8 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: version(name) for name in ("transformers", "peft")},
         "threads": torch.get_num_threads(),
-        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "commit": _commit(),
+        "command": command or " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "commit": (commit or _commit()) + _foreign(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
     if _ops.LOADED:
@@ -45,18 +51,49 @@ def describe() -> dict[str, Any]:
             for dtype in (torch.float32, torch.bfloat16)
         }
     if torch.cuda.is_available():
-        info["gpu"] = torch.cuda.get_device_name()
+        info |= _gpu()
+    return info
+
+
+def _gpu() -> dict[str, Any]:
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    info: dict[str, Any] = {
+        "gpu": properties.name,
+        "gpu_capability": f"{properties.major}.{properties.minor}",
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        "gpu_multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        info["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
     return info
 
 
 def _commit() -> str:
-    """The checkout's commit, marked where the product's files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent.parent)]
+    """The checkout's commit, marked where the product's files differ from it; `unknown` without git."""
+    folder = Path(__file__).parent.parent
+    if not shutil.which("git") or not (folder / ".git").exists():
+        return "unknown"
+    git = ["git", "-C", str(folder)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run(
-        [*git, "status", "--porcelain", "csrc", "mlora_ext", "python"], capture_output=True, text=True
+        [*git, "status", "--porcelain", "csrc", "mlora_ext", "python", "bench/*.py"],
+        capture_output=True,
+        text=True,
     )
-    return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    return (commit.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
+
+
+def _foreign() -> str:
+    """Said beside the commit where the package that runs is not that of this checkout."""
+    import mlora_ext
+
+    mine = Path(mlora_ext.__file__).resolve().is_relative_to(Path(__file__).resolve().parent.parent)
+    return "" if mine else " of the benchmarks; mlora_ext is installed elsewhere"
 
 
 def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, float]:

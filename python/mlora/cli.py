@@ -161,6 +161,17 @@ def generate(
         print_answers(answers, as_json=json_lines, between=" | " if chat else "")
 
 
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def bench(context: typer.Context) -> None:
+    """Run the benchmarks of the source checkout; `mlora bench --help` tells more."""
+    with command():
+        from mlora.benchmarks import run_suite
+
+        raise typer.Exit(run_suite(context.args))
+
+
 @contextmanager
 def command(*, goes_on: bool = False) -> Iterator[None]:
     """What every command does around its work: errors become lines, and so does output that goes away.

@@ -1,0 +1,171 @@
+#!/usr/bin/env bash
+# Build, test and measure on a machine with a CUDA GPU, in under nine minutes, offline.
+#
+#   bench/gpu.sh [--device cuda|cpu] [--python PYTHON] [--commit TEXT] OUT_FOLDER
+#
+# Builds for the present GPU only, into this checkout; runs the GPU tests, compute-sanitizer where it is there,
+# and the benchmarks. Needs Python with torch >= 2.11, triton, transformers, peft, pytest, pytest-timeout, and
+# what builds: nvcc, a C++ compiler, cmake, ninja, setuptools, pybind11. A phase that fails or runs out of time
+# stops none after it; the exit code is 1 then, and the table at the end says which. `--device cpu` goes
+# through the same phases on the CPU with tiny sizes, to try this script: its figures show nothing.
+set -euo pipefail
+
+device=cuda python=python3 commit="" out=""
+usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --device) [ $# -ge 2 ] || usage; device=$2; shift 2 ;;
+    --python) [ $# -ge 2 ] || usage; python=$2; shift 2 ;;
+    --commit) [ $# -ge 2 ] || usage; commit=$2; shift 2 ;;
+    -*) usage ;;
+    *) [ -z "$out" ] || usage; out=$1; shift ;;
+  esac
+done
+[ -n "$out" ] || usage
+case "$device" in cuda | cpu) ;; *) echo "--device: expected cuda or cpu, got $device" >&2; exit 2 ;; esac
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "$root"
+export PYTHONPATH="$root:$root/python"
+# where CUDA's tools lie when nobody has put them on PATH
+[ -d /usr/local/cuda/bin ] && PATH="$PATH:/usr/local/cuda/bin"
+if [ -z "$commit" ] && [ -d .git ] && command -v git >/dev/null; then
+  commit=$(git rev-parse --short HEAD)$(git diff --quiet HEAD -- || echo " with changes")
+fi
+commit=${commit:-unknown}
+
+deadline=530 # seconds; the rest of the nine minutes is for the table at the end
+table=() failed=0
+note() { table+=("$(printf '%-22s %-8s %4ss  %s' "$1" "$2" "$3" "$4")"); }
+
+# phase NAME SECONDS LOG COMMAND...: runs for at most SECONDS, or what is left, and notes how it ended
+phase() {
+  local name=$1 budget=$2 log=$3 begin=$SECONDS left=$((deadline - SECONDS)) code=0
+  shift 3
+  [ "$budget" -lt "$left" ] || budget=$left
+  if [ "$budget" -lt 5 ]; then
+    failed=1
+    note "$name" "NOT RUN" 0 "no time left"
+    return 1
+  fi
+  echo "== $name (at most $budget s): $*" | tee -a "$log"
+  timeout -k 5 "$budget" "$@" >>"$log" 2>&1 || code=$?
+  tail -n 4 "$log"
+  case $code in
+    0) note "$name" ok $((SECONDS - begin)) "" ; return 0 ;;
+    124 | 137) note "$name" TIMEOUT $((SECONDS - begin)) "after $budget s, see $(basename "$log")" ;;
+    5) note "$name" FAILED $((SECONDS - begin)) "exit code 5 (pytest: no tests), see $(basename "$log")" ;;
+    *) note "$name" FAILED $((SECONDS - begin)) "exit code $code, see $(basename "$log")" ;;
+  esac
+  failed=1
+  return 1
+}
+
+# sanitizer TOOL: one that cannot watch this device has not run, which is told of and is no failure
+sanitizer() {
+  local log="$out/sanitizer.log" lines
+  if ! command -v compute-sanitizer >/dev/null; then
+    note "$1" "NOT RUN" 0 "compute-sanitizer is not on PATH"
+    return
+  fi
+  lines=$(wc -l <"$log")
+  # without PyTorch's cache, so that every tensor is an allocation of its own
+  phase "$1" 35 "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" bench/sanitize.py && return
+  if tail -n +"$((lines + 1))" "$log" | grep -q "Device not supported"; then
+    unset 'table[-1]'
+    failed=$before_sanitizer
+    note "$1" "NOT RUN" 0 "compute-sanitizer does not support this device here"
+  fi
+}
+
+for name in build.log tests.log sanitizer.log suite.log suite.json suite.txt suite.png summary.txt; do
+  rm -f "${out:?}/$name"
+done
+
+about=$(timeout 60 "$python" - "$device" <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+def of(name):
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} missing"
+
+
+names = ("triton", "transformers", "peft", "pytest", "pytest-timeout")
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__},", ", ".join(map(of, names)))
+if sys.argv[1] == "cuda":
+    if not torch.cuda.is_available():
+        sys.exit("this torch sees no CUDA device")
+    major, minor = torch.cuda.get_device_capability()
+    print(f"{torch.cuda.get_device_name()}, capability {major}.{minor}, CUDA {torch.version.cuda}")
+    # 9.0 needs the features of sm_90a; the others are built as they are
+    print("90a" if (major, minor) == (9, 0) else f"{major}{minor}")
+PY
+) || { echo "$python: no usable torch for device $device" >&2; exit 1; }
+arch=""
+if [ "$device" = cuda ]; then
+  arch=$(tail -n 1 <<<"$about")
+  about=$(head -n -1 <<<"$about")
+  if command -v nvidia-smi >/dev/null; then
+    about+=$'\n'$(nvidia-smi --query-gpu=driver_version,memory.total --format=csv,noheader || true)
+  fi
+fi
+about="commit $commit"$'\n'"$about"
+echo "$about"
+
+if [ "$device" = cuda ]; then
+  build=("$python" setup.py build_ext --inplace)
+  if ! phase "build sm_$arch" 150 "$out/build.log" \
+    env "CMAKE_ARGS=-DMLORA_WITH_CUDA=ON -DMLORA_CUDA_ARCHITECTURES=$arch" "${build[@]}"; then
+    # Triton needs the operators' schemas only
+    phase "build without CUDA" 60 "$out/build.log" \
+      env CMAKE_ARGS=-DMLORA_WITH_CUDA=OFF "${build[@]}" || true
+  fi
+  folders=()
+  for folder in tests/ext tests/gpu tests/cuda tests/triton; do
+    [ ! -d "$folder" ] || folders+=("$folder")
+  done
+  # in several processes where pytest-xdist is there: kernels compile beside each other, and a test that
+  # breaks its CUDA context takes few others with it
+  parallel=()
+  ! "$python" -c "import xdist" 2>>"$out/tests.log" || parallel=(-n 4)
+  phase tests 150 "$out/tests.log" "$python" -m pytest -m gpu --timeout 120 -rfEs "${parallel[@]}" \
+    --continue-on-collection-errors "${folders[@]}" tests/bench/test_suite_gpu.py || true
+  phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py || true
+  for tool in memcheck racecheck; do
+    before_sanitizer=$failed
+    sanitizer "$tool"
+  done
+  options=(linears adapters decoder ablation choose operators step --check)
+else
+  note "build" "NOT RUN" 0 "--device cpu takes what is built"
+  phase tests 60 "$out/tests.log" "$python" -m pytest --timeout 60 tests/ext/test_segments.py || true
+  phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py --device cpu || true
+  options=(linears adapters ablation --quick --rounds 1 --layouts balanced --threads 1)
+fi
+
+# ends by itself before its limit, so that the last rows and the figure are written
+left=$((deadline - SECONDS - 40))
+[ "$left" -lt 150 ] || left=150
+[ "$left" -gt 1 ] || left=1
+phase suite $((left + 40)) "$out/suite.log" "$python" bench/suite.py "${options[@]}" --device "$device" \
+  --time-limit "$left" --commit "$commit" --out "$out" || true
+# what the suite printed stands in suite.txt, unless it did not get that far
+[ ! -s "$out/suite.txt" ] || rm -f "$out/suite.log"
+
+{
+  echo "$about"
+  echo "bench/gpu.sh --device $device: $SECONDS s"
+  printf '%s\n' "${table[@]}"
+  [ ! -s "$out/suite.txt" ] || grep -E '^(seven linears|FAILED|skipped|out of time)' "$out/suite.txt" || true
+} >"$out/summary.txt"
+cat "$out/summary.txt"
+exit "$failed"

@@ -1,0 +1,146 @@
+"""Results as text and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from choose_section import architecture
+from entries import FROZEN
+from settings import Findings, Settings, dtype_name
+from shapes import MODELS
+
+
+def header(device: str) -> str:
+    """Titles of the columns; a CPU launches nothing, its operator calls are counted."""
+    calls = "op calls" if device == "cpu" else "launches"
+    titles = f"{'median ms':>10} {'TFLOP/s':>8} {'GB/s':>8} {'+-%':>5} {'/ frozen':>9} {calls:>9}"
+    return f"  {'':32} {titles} {'peak MiB':>9}"
+
+
+def title(row: Mapping[str, Any]) -> str:
+    """What a row is about, and its computed limit."""
+    size = f" {row['d_in']} -> {row['d_out']}," if "d_in" in row else ","
+    ranks = "/".join(map(str, sorted(set(row["ranks"]))))
+    words = [
+        f"{row['section']}: {row['name']}{size} {row['rows']} rows, {row['adapters']} adapters, r {ranks}, "
+        f"{row['layout']}, {row['dtype']}, dropout {row['dropout']}"
+    ]
+    if row.get("part", "both") != "both":
+        words.append(row["part"])
+    least = row.get("limit", {})
+    if "ratio_to_frozen" in least:
+        words.append(
+            f"limit {least['ratio_to_frozen']:.3f} of frozen (+{1e3 * least['low_rank_seconds']:.3f} ms)"
+        )
+    return "; ".join(words)
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """A row as text: what it is about, then a line for each contender."""
+    found = [title(row)]
+    for name, each in row["contenders"].items():
+        calls = each.get("launches", each.get("operator_calls"))
+        cells = [
+            (1e3 * each["seconds"], "10.3f"),
+            (_scaled(each.get("flops_per_second"), 1e-12), "8.3f"),
+            (_scaled(each.get("bytes_per_second"), 1e-9), "8.1f"),
+            (100 * each["spread"], "5.1f"),
+            (each.get("ratio_to_frozen"), "9.3f"),
+            (calls, "9d"),
+            (each["peak_bytes"] / 2**20, "9.1f"),
+        ]
+        text = " ".join(
+            f"{'':{spec.partition('.')[0].strip('df')}}" if value is None else f"{value:{spec}}"
+            for value, spec in cells
+        )
+        share = f"  launch share {each['launch_share']:.2f}" if "launch_share" in each else ""
+        found.append(f"  {name:32} {text}{share}")
+    return found
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def whole_layers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The seven linears of a decoder layer together, where every shape of a model was measured.
+
+    Returns:
+        For each model, batch, layout and dtype: seconds and the ratio to the frozen layers of every contender
+        that took part in all of them, and the ratio of the computed limit.
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["section"] == "linears":
+            key = tuple(row[name] for name in ("model", "rows", "adapters", "layout", "dtype"))
+            groups.setdefault(key, []).append(row)
+    found = []
+    for (model, total, adapters, layout, dtype), parts in groups.items():
+        by_part = [part["contenders"] for part in parts]
+        common = [name for name in by_part[0] if all(name in each for each in by_part)]
+        if len(parts) < len(MODELS[model].linears) or FROZEN not in common:
+            continue
+        seconds = {
+            name: sum(part["count"] * part["contenders"][name]["seconds"] for part in parts)
+            for name in common
+        }
+        least = sum(part["count"] * part["limit"]["low_rank_seconds"] for part in parts)
+        found.append(
+            {
+                "model": model,
+                "rows": total,
+                "adapters": adapters,
+                "layout": layout,
+                "dtype": dtype,
+                "seconds": seconds,
+                "ratio_to_frozen": {name: value / seconds[FROZEN] for name, value in seconds.items()},
+                "limit_ratio_to_frozen": 1 + least / seconds[FROZEN],
+            }
+        )
+    return found
+
+
+def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`whole_layers` as text."""
+    found = []
+    for layer in layers:
+        ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in layer["ratio_to_frozen"].items())
+        found.append(
+            f"seven linears of {layer['model']}, {layer['rows']} rows, {layer['adapters']} adapters, "
+            f"{layer['layout']}, {layer['dtype']}: {ratios}; limit {layer['limit_ratio_to_frozen']:.3f}"
+        )
+    return found
+
+
+def result(
+    settings: Settings, findings: Findings, machine: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    """What `suite.json` holds."""
+    options = asdict(settings) | {
+        "device": str(settings.device),
+        "dtypes": [dtype_name(dtype) for dtype in settings.dtypes],
+    }
+    place = {"architecture": architecture(settings.device)} if settings.device.type == "cuda" else {}
+    return {
+        "machine": {**machine, **place},
+        "settings": options,
+        "seconds": round(seconds, 1),
+        "ceilings": {name: ceiling.as_dict() for name, ceiling in findings.ceilings.items()},
+        "checks": findings.checks,
+        "failed": findings.failed,
+        "skipped": findings.skipped,
+        "not_run": findings.not_run,
+        "layers": whole_layers(findings.rows),
+        "rows": findings.rows,
+    }
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a result so that an interruption leaves the one before it."""
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(data, indent=1) + "\n")
+    scratch.replace(path)

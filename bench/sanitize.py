@@ -1,0 +1,94 @@
+"""Forward and backward of each GPU backend on small, odd shapes: for `compute-sanitizer`, and by itself.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python bench/sanitize.py
+    python bench/sanitize.py --device cpu
+
+Results are compared with the reference in fp64, so that a run in which nothing was launched, or in which the
+sanitizer changed something, does not pass. Exits with 1 where a result is wrong or no backend was there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import product
+
+import torch
+from torch import Tensor
+
+import mlora_ext as mx
+
+BACKENDS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
+ALLOWED = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+Shape = tuple[list[int], list[int], list[int], int, int]
+SHAPES: list[Shape] = [
+    # rows of each segment, its adapter, ranks, d_in, d_out
+    ([67, 0, 1, 64, 3], [1, 0, 2, 0, -1], [1, 8, 17], 72, 40),
+    ([130, 5], [0, 1], [64, 33], 40, 136),
+]
+
+
+def results(shape: Shape, dtype: torch.dtype, p: float, inputs: list[Tensor]) -> list[Tensor]:
+    """y, dx and the adapters' gradients, by the backend that is in use."""
+    lengths, order, ranks, _, _ = shape
+    x, dy, weight, bias, *adapters = (tensor.to(dtype) for tensor in inputs)
+    for tensor in (x, *adapters):
+        tensor.requires_grad_()
+    lora_a, lora_b = adapters[: len(ranks)], adapters[len(ranks) :]
+    layout = mx.SegmentLayout.from_lengths(lengths, order)
+    dropout = mx.LoRADropout(p=[p] * len(ranks), seeds=list(range(len(ranks)))) if p else None
+    scaling = [0.5 + index for index in range(len(ranks))]
+    y = mx.multi_lora_linear(x, weight, bias, lora_a, lora_b, scaling, layout, dropout)
+    return [y.detach(), *torch.autograd.grad(y, [x, *adapters], dy)]
+
+
+def random_inputs(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """x, dy, W, b, the A and the B, in fp64 but with values that the dtype has."""
+    lengths, _, ranks, d_in, d_out = shape
+    rows = sum(lengths)
+    sizes = [(rows, d_in), (rows, d_out), (d_out, d_in), (d_out,)]
+    sizes += [(rank, d_in) for rank in ranks] + [(d_out, rank) for rank in ranks]
+    return [torch.randn(size, device=device).div(8).to(dtype).double() for size in sizes]
+
+
+def wrong(found: list[Tensor], exact: list[Tensor], allowed: float) -> list[str]:
+    """What is not as the oracle has it."""
+    faults = []
+    for index, (one, other) in enumerate(zip(found, exact, strict=True)):
+        error = float((one.double() - other).norm() / other.norm().clamp_min(1e-30))
+        if not error <= allowed:
+            faults.append(f"result {index}: relative error {error:.2e}, allowed {allowed:.0e}")
+    return faults
+
+
+def main() -> int:
+    """Run every backend that this build has; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=BACKENDS, default="cuda")
+    device = parser.parse_args().device
+    ran, failed = 0, 0
+    for backend in BACKENDS[device]:
+        try:
+            with mx.use_backend(backend):  # type: ignore[arg-type]
+                pass
+        except ValueError as error:
+            print(f"{backend}: not checked: {error}")
+            continue
+        for shape, dtype, p in product(SHAPES, ALLOWED, (0.0, 0.1)):
+            inputs = random_inputs(shape, dtype, device)
+            with mx.use_backend("reference"):
+                exact = results(shape, torch.float64, p, inputs)
+            with mx.use_backend(backend):  # type: ignore[arg-type]
+                faults = wrong(results(shape, dtype, p, inputs), exact, ALLOWED[dtype])
+            ran += 1
+            failed += bool(faults)
+            for fault in faults:
+                print(f"{backend}, {dtype}, p={p}, {shape[0]} rows: {fault}")
+    print(f"{ran} cases, {failed} wrong")
+    if not ran:
+        print("nothing was checked: no backend of this build serves the device")
+    return 0 if ran and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
