@@ -8,8 +8,9 @@ Schemas stand in csrc/ops.cpp, argument by argument in docs/design.md. The formu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,18 @@ from torch.autograd.function import once_differentiable
 from .backend import Backend, backend_for, gpu_operator
 from .gpu.operator import Batch, GpuOperator, Layer
 
+if TYPE_CHECKING:
+    from .functional import LayerOperands
+
 _PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 _Plan = tuple[Tensor | None, ...]
 Packed = tuple[Tensor | None, Tensor | None]
 NOT_PACKED: Packed = (None, None)
 
+_CHANGED = (
+    "{}: modified by an in-place operation between forward and backward, as by an optimizer step; run the "
+    "backward pass first"
+)
 LIBRARY = Path(__file__).parent / "libmlora_ops.so"
 
 
@@ -144,6 +152,50 @@ class _LoRALinear(torch.autograd.Function):
         return (dx, None, None, None, None, None, None, *da, *db)
 
 
+def lora_linear_siblings(
+    x: Tensor, operands: Sequence[LayerOperands], plan: _Plan, backend: Backend
+) -> Sequence[Tensor]:
+    """`y` of several layers that share x, adapters and plan, differentiable once in x and the adapters."""
+    adapters = [a for layer in operands for a in layer.lora_a] + [
+        b for layer in operands for b in layer.lora_b
+    ]
+    return _LoRASiblings.apply(x, operands, plan, backend, *adapters)  # type: ignore[no-any-return]
+
+
+class _LoRASiblings(torch.autograd.Function):
+    """As `_LoRALinear`, for several layers; theirs is one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x, operands, plan, backend, *adapters):  # type: ignore[no-untyped-def]
+        layers = [Layer(layer.weight, layer.bias, layer.lora_b) for layer in operands]
+        lora_a, batch = adapters[: len(adapters) // 2], Batch(*plan)
+        with torch._C._AutoDispatchBelowAutograd():
+            ys, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
+        if True in ctx.needs_input_grad:
+            ctx.save_for_backward(x, s, *(layer.weight for layer in layers))
+            ctx.layers, ctx.lora_a, ctx.batch, ctx.backend = layers, lora_a, batch, backend
+            ctx.adapters, ctx.plan = adapters, plan
+            ctx.versions = _versions(*adapters, *plan)
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor):  # type: ignore[no-untyped-def]
+        needs, n = ctx.needs_input_grad, len(ctx.lora_a)
+        if _versions(*ctx.adapters, *ctx.plan) != ctx.versions:
+            raise RuntimeError(_CHANGED.format("an adapter, or the plan"))
+        x, s, *weights = ctx.saved_tensors
+        layers = [replace(layer, weight=weight) for layer, weight in zip(ctx.layers, weights, strict=True)]
+        wanted = needs[0], True in needs[4 : 4 + n], True in needs[4 + n :]
+        rows = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys]
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, da, db = gpu_operator(ctx.backend).backward(rows, x, layers, ctx.lora_a, s, ctx.batch, wanted)
+        none = [None] * n
+        das = da if wanted[1] else none
+        dbs = [gradient for gradients in db for gradient in gradients] if wanted[2] else none
+        return (dx if wanted[0] else None, None, None, None, *das, *dbs)
+
+
 def _versions(*tensors: Tensor | None) -> list[int]:
     try:
         return [0 if tensor is None else tensor._version for tensor in tensors]
@@ -157,10 +209,7 @@ def _changed(ctx: Any) -> str:
     names = [f"lora_a[{i}]" for i in range(n)] + [f"lora_b[{i}]" for i in range(n)] + [*_PLAN]
     now = _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
     name = next(name for name, new, old in zip(names, now, ctx.versions, strict=True) if new != old)
-    return (
-        f"{name}: modified by an in-place operation between forward and backward, as by an optimizer step; "
-        "run the backward pass first"
-    )
+    return _CHANGED.format(name)
 
 
 def _library_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

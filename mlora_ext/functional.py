@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +103,47 @@ def lora_linear_rows(
         pair = packed_pair(x_TD, weight, packed)
         y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair, backend)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOperands:
+    """One of several layers that are given the same x.
+
+    Attributes:
+        weight: `[d_out, d_in]`, frozen.
+        bias: `[d_out]` or None, frozen.
+        lora_a: per adapter `[r_i, d_in]`, all of one dtype: that of x, or fp32.
+        lora_b: per adapter `[d_out, r_i]`, likewise.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Sequence[Tensor]
+    lora_b: Sequence[Tensor]
+
+
+def lora_linear_siblings(
+    x: Tensor,
+    operands: Sequence[LayerOperands],
+    segments: Tensor,
+    scaling: Tensor,
+    dropout_p: Tensor | None,
+    dropout_rng: Tensor | None,
+    layers: Tensor | None,
+) -> list[Tensor]:
+    """`lora_linear_rows` of several layers at once, by a GPU's backend, which reads x once for all of them.
+
+    The layers have the same adapters, scalings and dropouts; each draws masks of its own (`layers [L]`).
+
+    Returns:
+        `[..., d_out]` of each layer.
+    """
+    x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x_TD.stride(-1) != 1:
+        x_TD = x_TD.contiguous()
+    plan = (segments, scaling, dropout_p, dropout_rng, layers)
+    ys = _ops.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype))
+    return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
 def _check_base(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

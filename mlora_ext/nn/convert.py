@@ -17,6 +17,7 @@ from .base_dropout import stop_base_dropout
 from .linear import MultiLoRALinear
 from .routes import LayerGroup
 from .routing import AdapterInfo, Router, router_of
+from .siblings import find_siblings
 from .targets import (
     LayerSpec,
     adapter_dtype,
@@ -253,3 +254,4 @@ def _regroup(model: nn.Module) -> None:
         key = (names, scaling, dropout, module.weight.device)
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
+    find_siblings(model)

@@ -13,6 +13,7 @@ from ..gemm import PackedWeight, frozen_linear
 from .bank import AdapterBank
 from .routes import LayerGroup
 from .routing import Router
+from .siblings import Siblings
 from .targets import LayerSpec
 
 
@@ -54,6 +55,7 @@ class MultiLoRALinear(nn.Module):
         self.name, self.index = name, index
         self.router = router
         self.packed: PackedWeight | None = None
+        self.siblings: Siblings | None = None
         self.specs: dict[str, LayerSpec] = {}
         self.group = LayerGroup((), (), (), weight.device)
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
@@ -97,6 +99,10 @@ class MultiLoRALinear(nn.Module):
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
         if not active.names:
             return frozen_linear(x, weight, self.bias, self.packed)
+        if self.siblings is not None and not torch.compiler.is_compiling():
+            y = self.siblings.output(self, x, active)
+            if y is not None:
+                return y
         drops = self.training and active.dropout_p is not None
         return lora_linear_rows(
             x,

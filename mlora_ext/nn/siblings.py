@@ -1,0 +1,126 @@
+"""Layers that are given the same x, such as q, k and v: on a GPU one call computes them all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backend import backend_for
+from ..functional import LayerOperands, lora_linear_siblings
+from .routes import RouteTensors
+
+if TYPE_CHECKING:
+    from .linear import MultiLoRALinear
+
+NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Children of one module that are given the same x in Transformers' models. Only a guess: whether x is the
+same is seen at each call."""
+_PATIENCE = 3
+
+
+class Siblings:
+    """Some layers that are expected to be called one after the other with the same x.
+
+    The first that is called computes all, the others hand out what waits for them. Where x turns out to be
+    another, as in cross-attention, a layer computes alone, and after a few such calls all do so for good.
+
+    Args:
+        layers: two or more, of one parent.
+    """
+
+    def __init__(self, layers: Sequence[MultiLoRALinear]) -> None:
+        self.layers = list(layers)
+        self.disappointed = 0
+        self._waiting: dict[int, Tensor] = {}
+        self._seen: tuple[Any, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_waiting": {}, "_seen": ()}
+
+    def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
+        """`y` of one layer, or None where it has to compute alone.
+
+        Args:
+            layer: one of `layers`.
+            x: its input.
+            active: the route's tensors for its group.
+        """
+        if self.disappointed >= _PATIENCE or not self._alike(layer, x):
+            return None
+        index = next(i for i, other in enumerate(self.layers) if other is layer)
+        if not self._is_for(x, active):
+            self.disappointed += bool(self._waiting)
+            self._waiting = dict(enumerate(self._compute(x, active)))
+            self._seen = (weakref.ref(x), x._version, active, torch.is_grad_enabled())
+        y = self._waiting.pop(index, None)
+        if not self._waiting:
+            self._seen = ()
+            self.disappointed = 0
+        return y
+
+    def _is_for(self, x: Tensor, active: RouteTensors) -> bool:
+        if not self._seen:
+            return False
+        seen, version, route, grad = self._seen
+        return seen() is x and (version, grad) == (x._version, torch.is_grad_enabled()) and route is active
+
+    def _alike(self, layer: MultiLoRALinear, x: Tensor) -> bool:
+        """Whether one call can serve all: a GPU's backend, the same adapters, one dtype, no autocast."""
+        if x.is_inference() or torch.is_autocast_enabled(x.device.type):
+            return False
+        if backend_for(x.device, x.dtype) not in ("triton", "cuda"):
+            return False
+        return all(
+            other.group is layer.group
+            and other.training == layer.training
+            and other.weight.dtype == x.dtype
+            and other.lora_A.dtype in (x.dtype, torch.float32)
+            and other.lora_B.dtype in (x.dtype, torch.float32)
+            for other in self.layers
+        )
+
+    def _compute(self, x: Tensor, active: RouteTensors) -> list[Tensor]:
+        drops = self.layers[0].training and active.dropout_p is not None
+        operands = [
+            LayerOperands(
+                layer.plain_weight,
+                layer.bias,
+                [layer.lora_A.parameter_of(name) for name in active.names],
+                [layer.lora_B.parameter_of(name) for name in active.names],
+            )
+            for layer in self.layers
+        ]
+        return lora_linear_siblings(
+            x,
+            operands,
+            active.segments,
+            active.scaling,
+            active.dropout_p if drops else None,
+            active.dropout_rng if drops else None,
+            torch.stack([layer.layer for layer in self.layers]) if drops else None,
+        )
+
+
+def find_siblings(model: nn.Module) -> None:
+    """Tell the layers of a converted model who their siblings are; called again whenever adapters join or
+    leave, since siblings have the same adapters, scalings and dropouts."""
+    from .linear import MultiLoRALinear
+
+    for parent in model.modules():
+        for names in NAMES:
+            children = [getattr(parent, name, None) for name in names]
+            layers = [child for child in children if isinstance(child, MultiLoRALinear)]
+            for group in {layer.group for layer in layers}:
+                alike = [layer for layer in layers if layer.group is group]
+                siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
+                for layer in alike:
+                    layer.siblings = siblings
