@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _ops, reference
+from . import eager, reference
 from .backend import backend_for
 from .dropout import LoRADropout
 from .gemm import PackedWeight, packed_pair
@@ -76,10 +76,12 @@ def lora_linear_rows(
     dropout_rng: Tensor | None,
     layer: Tensor | None,
     packed: PackedWeight | None = None,
+    accumulates: bool = False,
 ) -> Tensor:
     """`multi_lora_linear` on the operator's own tensors, which the caller has checked.
 
     Casts as autocast does, flattens leading dimensions and calls the backend. `packed` is of `weight`.
+    `accumulates`: backward may add to the `grad` of the adapters itself.
     """
     if not lora_a:
         return F.linear(x, weight, bias)
@@ -101,7 +103,7 @@ def lora_linear_rows(
             y_TO, _ = reference.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
     else:
         pair = packed_pair(x_TD, weight, packed)
-        y_TO = _ops.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair, backend)
+        y_TO = eager.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair, backend, accumulates)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
@@ -130,6 +132,7 @@ def lora_linear_siblings(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layers: Tensor | None,
+    accumulates: bool = False,
 ) -> list[Tensor]:
     """`lora_linear_rows` of several layers at once, by a GPU's backend, which reads x once for all of them.
 
@@ -142,7 +145,7 @@ def lora_linear_siblings(
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
-    ys = _ops.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype))
+    ys = eager.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype), accumulates)
     return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 

@@ -60,6 +60,7 @@ class CudaKernels:
         ds: Tensor | None,
         gradient: Tensor | None,
         partial: Tensor,
+        add: bool,
     ) -> None:
         torch.ops.mlora_ext.cuda_read_dy(
             dy,
@@ -86,6 +87,7 @@ class CudaKernels:
         dx: Tensor | None,
         gradient: Tensor | None,
         partial: Tensor,
+        add: bool,
     ) -> None:
         torch.ops.mlora_ext.cuda_read_x(
             x,
@@ -102,7 +104,9 @@ class CudaKernels:
             partial,
         )
 
-    def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:
+    def reduce_gradients(
+        self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor, add: bool
+    ) -> None:
         torch.ops.mlora_ext.cuda_reduce_gradients(
             partial, factors.table, plan.groups, factors.width, gradient
         )

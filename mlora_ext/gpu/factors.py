@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _KEPT_TABLES = 4096
+_Place = tuple[int, int, int, int]
+_Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class Factors:
     max_rank: int
     rows_dense: bool
     alignment: int
-    shapes: tuple[tuple[torch.Size, tuple[int, int], int], ...]
+    shapes: _Shapes
 
     def gradients(self, wanted: bool) -> tuple[Tensor, list[Tensor]]:
         """Memory for the gradients: one buffer, and views of it with the shapes and strides of the factors.
@@ -50,42 +52,58 @@ class Factors:
         return buffer, [buffer.as_strided(shape, strides, offset) for shape, strides, offset in self.shapes]
 
 
-def factors_of(matrices: Sequence[Tensor], *, transposed: bool) -> Factors:
+def factors_of(
+    matrices: Sequence[Tensor], *, transposed: bool, gradients: Sequence[Tensor] | None = None
+) -> Factors:
     """Describe all adapters' A, or with `transposed` all their B.
 
     Args:
         matrices: of one dtype and device; `[r_i, d]`, or `[d, r_i]` if transposed.
         transposed: whether the rank is the second dimension.
+        gradients: shapes and dtype of `matrices`; gradients that exist, to be added to, whose offsets count
+            from the first of them. Default: places in a buffer that `Factors.gradients` makes.
 
     Returns:
         The factors; their table is made, and copied to the device, once for each content.
     """
     first = matrices[0]
     rank_dim = 1 if transposed else 0
-    base, size = first.data_ptr(), first.element_size()
-    key = tuple(
+    key = _places(matrices, rank_dim)
+    width = first.shape[1 - rank_dim]
+    existing = None if gradients is None else _places(gradients, rank_dim)
+    table, dense, alignment, shapes = _table(key, existing, width, transposed, first.device)
+    return Factors(first, table, width, max(k[1] for k in key), dense, alignment, shapes)
+
+
+def _places(matrices: Sequence[Tensor], rank_dim: int) -> tuple[_Place, ...]:
+    """Offset from the first, rank, rank stride and column stride of each, in elements."""
+    base, size = matrices[0].data_ptr(), matrices[0].element_size()
+    return tuple(
         ((m.data_ptr() - base) // size, m.shape[rank_dim], m.stride(rank_dim), m.stride(1 - rank_dim))
         for m in matrices
     )
-    width = first.shape[1 - rank_dim]
-    table, dense, alignment, shapes = _table(key, width, transposed, first.device)
-    return Factors(first, table, width, max(k[1] for k in key), dense, alignment, shapes)
 
 
 @lru_cache(maxsize=_KEPT_TABLES)
 @torch.inference_mode(False)
 def _table(
-    key: tuple[tuple[int, int, int, int], ...], width: int, transposed: bool, device: torch.device
-) -> tuple[Tensor, bool, int, tuple[tuple[torch.Size, tuple[int, int], int], ...]]:
+    key: tuple[_Place, ...],
+    existing: tuple[_Place, ...] | None,
+    width: int,
+    transposed: bool,
+    device: torch.device,
+) -> tuple[Tensor, bool, int, _Shapes]:
     rows, shapes, place = [], [], 0
-    for offset, rank, rank_stride, column_stride in key:
+    for index, (offset, rank, rank_stride, column_stride) in enumerate(key):
         shape = torch.Size((width, rank) if transposed else (rank, width))
         strides = (rank_stride, column_stride)
         # As `_ops._fake_gradient`: a parameter's own strides where it is transposed, else contiguous.
         lies_transposed = (strides if not transposed else strides[::-1]) == (1, shape[0])
         grad = (1, shape[0]) if lies_transposed else (shape[1], 1)
-        grad_rank, grad_column = grad[::-1] if transposed else grad
-        rows.append((offset, rank_stride, column_stride, rank, place, grad_rank, grad_column, 0))
+        grad_place = (place, *(grad[::-1] if transposed else grad))
+        if existing is not None:
+            grad_place = (existing[index][0], *existing[index][2:])
+        rows.append((offset, rank_stride, column_stride, rank, *grad_place, 0))
         shapes.append((shape, grad, place))
         place += shape.numel()
     dense = all(row[2] == 1 and row[6] == 1 for row in rows)

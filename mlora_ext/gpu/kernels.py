@@ -49,10 +49,11 @@ class LaunchKernels(Protocol):
         ds: Tensor | None,
         gradient: Tensor | None,
         partial: Tensor,
+        add: bool,
     ) -> None:
         """`ds` as `out` of shrink, with L = 1, and the gradients of B; either may be unwanted.
 
-        `partial [slots, R, d]`.
+        `partial [slots, R, d]`; with `add`, gradients are added to what `gradient` holds.
         """
 
     def read_x(
@@ -65,11 +66,14 @@ class LaunchKernels(Protocol):
         dx: Tensor | None,
         gradient: Tensor | None,
         partial: Tensor,
+        add: bool,
     ) -> None:
         """`dx [T, d]`: the sum of `drop'(ds F)` over layers, and the gradients of A; either may be unwanted.
 
-        `ds [L, T, R]`, `partial [L slots, R, d]`.
+        `ds [L, T, R]`, `partial [L slots, R, d]`; with `add`, gradients are added to what `gradient` holds.
         """
 
-    def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:
+    def reduce_gradients(
+        self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor, add: bool
+    ) -> None:
         """Sums of the slots of every adapter that has any, for each layer of `factors`."""

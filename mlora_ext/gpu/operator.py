@@ -63,6 +63,19 @@ class Layer:
     lora_b: Matrices
 
 
+@dataclass(frozen=True, eq=False)
+class Into:
+    """Gradients that exist and are to be added to, as when micro-batches accumulate.
+
+    Attributes:
+        da: in the order of `lora_a`, or None.
+        db: by layer, or None.
+    """
+
+    da: Matrices | None = None
+    db: Sequence[Matrices] | None = None
+
+
 class GpuOperator:
     """`mlora_ext::lora_linear` and its backward by one backend's kernels.
 
@@ -105,6 +118,7 @@ class GpuOperator:
         s: Tensor,
         batch: Batch,
         wanted: tuple[bool, bool, bool],
+        into: Into = Into(),
     ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
         """dx, dA and dB of every layer.
 
@@ -113,9 +127,11 @@ class GpuOperator:
             x, layers, lora_a, batch: as in forward.
             s: from forward.
             wanted: whether dx, dA and dB are.
+            into: gradients to be added to.
 
         Returns:
-            `[T, D]` (empty if not wanted), dA in the order of `lora_a`, and dB by layer (empty lists).
+            `[T, D]` (empty if not wanted), dA in the order of `lora_a`, and dB by layer (empty lists where
+            they are not wanted, or were added to others).
         """
         need_dx, need_da, need_db = wanted
         if not lora_a:
@@ -123,17 +139,18 @@ class GpuOperator:
                 (dy @ layer.weight for dy, layer in zip(dys, layers, strict=True)), start=x.new_zeros(())
             )
             return (dx if need_dx else x.new_empty(0)), [], [[] for _ in layers]
-        call = _Backward(self._kernels, self._plan(batch, x), dys, x, layers, lora_a, s, batch, wanted)
+        plan = self._plan(batch, x)
+        call = _Backward(self._kernels, plan, dys, x, layers, lora_a, s, batch, wanted, into)
         outs = [dy.shape[1] for dy in dys]
         for launch in backward_launches(
             outs, need_dx=need_dx, need_da=need_da, need_db=need_db, rows=x.shape[0]
         ):
             call.run(launch)
         db = [
-            [g.to(b.dtype) for g, b in zip(gradients, layer.lora_b, strict=need_db)]
+            [g.to(b.dtype) for g, b in zip(gradients, layer.lora_b, strict=False)]
             for gradients, layer in zip(call.db, layers, strict=True)
         ]
-        return call.dx, [g.to(a.dtype) for g, a in zip(call.da, lora_a, strict=need_da)], db
+        return call.dx, [g.to(a.dtype) for g, a in zip(call.da, lora_a, strict=False)], db
 
     def _plan(self, batch: Batch, x: Tensor) -> Plan:
         sizes = PlanSizes(x.shape[0], batch.segments.shape[0], batch.scaling.numel())
@@ -190,16 +207,22 @@ class _Backward(_Call):
         s: Tensor,
         batch: Batch,
         wanted: tuple[bool, bool, bool],
+        into: Into,
     ) -> None:
         self.kernels, self.plan, self.dys, self.x = kernels, plan, dys, x
         self.layers, self.s, self.batch = layers, s, batch
         self.need_dx, self.need_da, self.need_db = wanted
-        self.a = factors_of(_one_dtype(lora_a), transposed=False)
-        self.b = [factors_of(_one_dtype(layer.lora_b), transposed=True) for layer in layers]
+        self.a = factors_of(_one_dtype(lora_a), transposed=False, gradients=into.da)
+        dbs: Sequence[Matrices | None] = into.db or [None] * len(layers)
+        self.b = [
+            factors_of(_one_dtype(layer.lora_b), transposed=True, gradients=db)
+            for layer, db in zip(layers, dbs, strict=True)
+        ]
         self.dx = x.new_empty(x.shape if self.need_dx else 0)
-        self.da_buffer, self.da = self.a.gradients(self.need_da)
-        buffers = [b.gradients(self.need_db) for b in self.b]
-        self.db_buffers, self.db = [buffer for buffer, _ in buffers], [views for _, views in buffers]
+        self.add_da, self.add_db = into.da is not None, into.db is not None
+        self.da_buffer, self.da = _memory(self.a, self.need_da, into.da)
+        memory = [_memory(b, self.need_db, db) for b, db in zip(self.b, dbs, strict=True)]
+        self.db_buffers, self.db = [buffer for buffer, _ in memory], [views for _, views in memory]
         self.ds = torch.empty_like(s)
         self.partial_ds = [_partial_rows(self.ds[i : i + 1], dy.shape[1]) for i, dy in enumerate(dys)]
         self.partial_db: list[Tensor] = []
@@ -215,6 +238,7 @@ class _Backward(_Call):
             self.partial_ds[layer] if self.need_dx or self.need_da else None,
             self.db_buffers[layer] if self.need_db else None,
             self.partial_db[layer],
+            self.add_db,
         )
 
     def reduce_ds(self, layer: int) -> None:
@@ -231,23 +255,31 @@ class _Backward(_Call):
             self.dx if self.need_dx else None,
             self.da_buffer if self.need_da else None,
             self.partial_da,
+            self.add_da,
         )
 
     def base_gemm_dx(self, layer: int) -> None:
         self.dx.addmm_(self.dys[layer], self.layers[layer].weight)
 
     def reduce_da(self, _: int) -> None:
-        self.kernels.reduce_gradients(self.partial_da, self.a, self.plan, self.da_buffer)
+        self.kernels.reduce_gradients(self.partial_da, self.a, self.plan, self.da_buffer, self.add_da)
 
     def reduce_db(self, layer: int) -> None:
         self.kernels.reduce_gradients(
-            self.partial_db[layer], self.b[layer], self.plan, self.db_buffers[layer]
+            self.partial_db[layer], self.b[layer], self.plan, self.db_buffers[layer], self.add_db
         )
 
     def _partial_gradient(self, factors: Factors, layers: int, wanted: bool) -> Tensor:
         slots = layers * self.plan.sizes.slots if wanted else 0
         shape = slots, self.s.shape[2], factors.width
         return torch.empty(shape, dtype=torch.float32, device=self.x.device)
+
+
+def _memory(factors: Factors, wanted: bool, existing: Matrices | None) -> tuple[Tensor, list[Tensor]]:
+    """Where gradients go, and those that are new."""
+    if existing is not None:
+        return existing[0], []
+    return factors.gradients(wanted)
 
 
 def _partial_rows(out: Tensor, width: int) -> Tensor:

@@ -116,6 +116,7 @@ class MultiLoRALinear(nn.Module):
             active.dropout_rng if drops else None,
             self.layer if drops else None,
             self.packed,
+            self.router.accumulates,
         )
 
     def extra_repr(self) -> str:

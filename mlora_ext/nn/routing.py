@@ -54,6 +54,8 @@ class Router:
         groups: distinct sets of adapters among the layers.
         step: dropout step of foreign training loops; the top-level training forward advances it. No state
             dict holds it: a loop that stops and resumes stores it and sets it again, else it counts from 0.
+        accumulates: whether backward may add to the `grad` of adapters itself, in place and past hooks on
+            them; for loops that use `Tensor.backward` only.
         turn: the thread that is inside of a route or of a forward pass.
     """
 
@@ -62,6 +64,7 @@ class Router:
         self.groups: list[LayerGroup] = []
         self.step = 0
         self.packs_base = False
+        self.accumulates = False
         self.turn = Turn()
         self.active: Route | None = None
         self._entered_in_backward = False

@@ -107,6 +107,7 @@ class Siblings:
             active.dropout_p if drops else None,
             active.dropout_rng if drops else None,
             torch.stack([layer.layer for layer in self.layers]) if drops else None,
+            self.layers[0].router.accumulates,
         )
 
 

@@ -51,7 +51,7 @@ def factor_gradient(
     tile_begin, tile_end, adapter, factor, slot, column, first_rank,
     rows_ptr, stride, s_ptr, R, factor_ptr, table_ptr, tiles_ptr, p_ptr, rng_ptr, layer_ptr,
     dx_ptr, add_dx, gradient_ptr, partial_ptr, place, width,
-    DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr,
+    DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +106,8 @@ def factor_gradient(
         if slot < 0:
             start, grad_rank, grad_column = gradient_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
             finals = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
+            if ADD:
+                sums += tl.load(finals, mask=inside, other=0.0).to(tl.float32)
             tl.store(finals, narrow(sums, gradient_ptr.dtype.element_ty, INTERPRETED), mask=inside)
         else:
             partials = partial_ptr + (place * R + j.to(tl.int64))[:, None] * width + c[None, :]

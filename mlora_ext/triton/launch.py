@@ -86,6 +86,7 @@ class Kernels:
         ds: Tensor | None,
         gradient: Tensor | None,
         partial: Tensor,
+        add: bool,
     ) -> None:
         how, how_gradient = config("read_dy", *_target(dy)), config("read_dy_gradient", *_target(dy))
         splits, R = column_splits(factors.width), s.shape[1]
@@ -97,7 +98,7 @@ class Kernels:
                 s if ds is None else ds, s if gradient is None else gradient, partial,
                 dy.shape[0] * R, factors.width, R, splits, panels, blocks,
                 SPLIT_TILES=SPLIT_TILES, COLUMN_SPLIT=COLUMN_SPLIT, DS=ds is not None,
-                GRADIENT=gradient is not None, **_of(factors), ROWS=TILE_ROWS, COLUMNS=how.columns,
+                GRADIENT=gradient is not None, ADD=add, **_of(factors), ROWS=TILE_ROWS, COLUMNS=how.columns,
                 GRADIENT_ROWS=how_gradient.rows, GRADIENT_COLUMNS=how_gradient.columns,
                 num_warps=how.warps, num_stages=how.stages,
             )  # fmt: skip
@@ -112,6 +113,7 @@ class Kernels:
         dx: Tensor | None,
         gradient: Tensor | None,
         partial: Tensor,
+        add: bool,
     ) -> None:
         how = config("read_x", *_target(x))
         siblings, total, R = ds.shape
@@ -121,12 +123,14 @@ class Kernels:
                 *(dropout or (ds, ds, ds)), x if dx is None else dx, x if gradient is None else gradient,
                 partial, total * R, plan.sizes.slots, factors.width, R, plan.sizes.adapters,
                 SIBLINGS=siblings, DX=dx is not None, GRADIENT=gradient is not None,
-                DROP=dropout is not None, **_of(factors),
+                DROP=dropout is not None, ADD=add, **_of(factors),
                 TILE=TILE_ROWS, ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
                 num_stages=how.stages,
             )  # fmt: skip
 
-    def reduce_gradients(self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor) -> None:
+    def reduce_gradients(
+        self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor, add: bool
+    ) -> None:
         R = partial.shape[1]
         grid = (
             triton.cdiv(factors.width, REDUCE_COLUMNS),
@@ -137,7 +141,7 @@ class Kernels:
             reduce_gradients[grid](
                 partial, factors.table, plan.groups, gradient, plan.sizes.slots, factors.width, R,
                 plan.sizes.adapters,
-                ROWS_DENSE=factors.rows_dense, ALIGNMENT=factors.alignment,
+                ADD=add, ROWS_DENSE=factors.rows_dense, ALIGNMENT=factors.alignment,
                 INTERPRETED=INTERPRETED, RANKS=REDUCE_RANKS, COLUMNS=REDUCE_COLUMNS,
             )  # fmt: skip
 

@@ -16,7 +16,8 @@ from .gradient import factor_gradient, split_of
 def read_dy(
     dy_ptr, stride, s_ptr, factor_ptr, table_ptr, tiles_ptr, splits_ptr, scaling_ptr,
     ds_ptr, gradient_ptr, partial_ptr, split_stride, width, R, column_splits, panels, blocks,
-    SPLIT_TILES: tl.constexpr, COLUMN_SPLIT: tl.constexpr, DS: tl.constexpr, GRADIENT: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, COLUMN_SPLIT: tl.constexpr,
+    DS: tl.constexpr, GRADIENT: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GRADIENT_ROWS: tl.constexpr, GRADIENT_COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
@@ -58,6 +59,6 @@ def read_dy(
                         dy_ptr, stride, s_ptr, R, factor_ptr, table_ptr, tiles_ptr,
                         scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, False, gradient_ptr, partial_ptr, slot,
                         width,
-                        False, GRADIENT, False, ROWS_DENSE, ALIGNMENT, INTERPRETED,
+                        False, GRADIENT, False, ADD, ROWS_DENSE, ALIGNMENT, INTERPRETED,
                         ROWS, GRADIENT_ROWS, GRADIENT_COLUMNS, 16 << bucket,
                     )  # fmt: skip

@@ -16,7 +16,7 @@ from .gradient import factor_gradient, split_of, zero_tiles
 def read_x(
     x_ptr, stride, ds_ptr, factor_ptr, table_ptr, tiles_ptr, splits_ptr, p_ptr, rng_ptr, layer_ptr,
     dx_ptr, gradient_ptr, partial_ptr, sibling_stride, slots, width, R, N, SIBLINGS: tl.constexpr,
-    DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr,
+    DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def read_x(
                             x_ptr, stride, ds_ptr + sibling * sibling_stride, R, factor_ptr, table_ptr,
                             tiles_ptr, p_ptr, rng_ptr, layer_ptr + sibling, dx_ptr, sibling > 0,
                             gradient_ptr, partial_ptr, sibling * slots + slot, width,
-                            DX, GRADIENT, DROP, ROWS_DENSE, ALIGNMENT, INTERPRETED,
+                            DX, GRADIENT, DROP, ADD, ROWS_DENSE, ALIGNMENT, INTERPRETED,
                             TILE, ROWS, COLUMNS, 16 << bucket,
                         )  # fmt: skip
     elif DX:

@@ -23,7 +23,7 @@ def reduce_rows(partial_ptr, out_ptr, numbers, splits, INTERPRETED: tl.constexpr
 @triton.jit(do_not_specialize=["slots", "N"])
 def reduce_gradients(
     partial_ptr, table_ptr, groups_ptr, gradient_ptr, slots, width, R, N,
-    ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
+    ADD: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, adapter of a layer, block of ranks): the sum over the adapter's slots, in
@@ -44,4 +44,6 @@ def reduce_gradients(
             sums += tl.load(places, mask=inside, other=0.0)
         start, grad_rank, grad_column = gradient_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
         places = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
+        if ADD:
+            sums += tl.load(places, mask=inside, other=0.0).to(tl.float32)
         tl.store(places, narrow(sums, gradient_ptr.dtype.element_ty, INTERPRETED), mask=inside)

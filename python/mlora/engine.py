@@ -118,6 +118,7 @@ class Engine:
         source = base_model if isinstance(base_model, PreTrainedModel) else os.fspath(base_model)
         self._base: BaseModel = load_base(source, self.device, dtype)
         self.model = self._base.model
+        router_of(self.model).accumulates = True
         if gradient_checkpointing:
             self._base.checkpoint_activations()
         if pack_base:

@@ -1,0 +1,189 @@
+"""The operator in eager mode: `torch.autograd.Function` costs a few microseconds a call, where the function
+that `torch.library` generates costs some ten times that.
+
+The formula is that of `_ops`; saved are x itself, the weights and s, never a copy or a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._ops import NOT_PACKED, PLAN, Gradients, Packed, PlanTensors, check_library, forward, gradients
+from .backend import Backend, gpu_operator
+from .gpu.operator import Batch, Into, Layer
+
+if TYPE_CHECKING:
+    from .functional import LayerOperands
+
+_CHANGED = (
+    "{}: modified by an in-place operation between forward and backward, as by an optimizer step; run the "
+    "backward pass first"
+)
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    segments: Tensor,
+    scaling: Tensor,
+    dropout_p: Tensor | None,
+    dropout_rng: Tensor | None,
+    layer: Tensor | None,
+    packed: Packed = NOT_PACKED,
+    backend: Backend = "cpu",
+    accumulates: bool = False,
+) -> Tensor:
+    """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
+
+    `packed` holds the weight for the forward and for the backward product; a compiled graph goes without.
+    With `accumulates`, backward adds to the `grad` of the adapters where all of them have one, in place and
+    past any hooks; only `Tensor.backward` may then be used, not `torch.autograd.grad`.
+    """
+    check_library()
+    if torch.compiler.is_compiling():
+        y, _ = torch.ops.mlora_ext.lora_linear(
+            x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer, None
+        )
+        return y
+    plan = (segments, scaling, dropout_p, dropout_rng, layer)
+    if not torch.is_grad_enabled():
+        return forward(backend, x, weight, bias, lora_a, lora_b, plan, packed[0])[0]
+    how = _How(packed, backend, accumulates)
+    return _LoRALinear.apply(x, weight, bias, plan, how, len(lora_a), *lora_a, *lora_b)
+
+
+@dataclass(frozen=True, eq=False)
+class _How:
+    packed: Packed
+    backend: Backend
+    accumulates: bool
+
+
+class _LoRALinear(torch.autograd.Function):
+    """Eager mode. Tensor lists are spread over the arguments, as `Function` asks.
+
+    Saved are x itself, the weight and s; never a copy or a mask. Adapters and plan are kept beside them, with
+    a version check of our own, so that hooks on saved tensors see only what is worth moving.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, plan, how, n, *adapters):  # type: ignore[no-untyped-def]
+        lora_a, lora_b = adapters[:n], adapters[n:]
+        y, s = forward(how.backend, x, weight, bias, lora_a, lora_b, plan, how.packed[0])
+        if True in ctx.needs_input_grad:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(x, weight, s)
+            ctx.lora_a, ctx.lora_b, ctx.plan, ctx.how = lora_a, lora_b, plan, how
+            ctx.versions = _versions(*adapters, *plan)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None):  # type: ignore[no-untyped-def]
+        needs, n = ctx.needs_input_grad, len(ctx.lora_a)
+        if dy is None:
+            return (None,) * len(needs)
+        if _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
+            raise RuntimeError(_changed(ctx))
+        x, weight, s = ctx.saved_tensors
+        wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
+        how = ctx.how
+        into = _existing(ctx.lora_a, ctx.lora_b) if how.accumulates and all(needs[6:]) else None
+        dx, da, db = gradients(
+            how.backend, dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, how.packed[1], wanted, into
+        )
+        return (dx, None, None, None, None, None, *da, *db)
+
+
+def lora_linear_siblings(
+    x: Tensor,
+    operands: Sequence[LayerOperands],
+    plan: PlanTensors,
+    backend: Backend,
+    accumulates: bool = False,
+) -> Sequence[Tensor]:
+    """`y` of several layers that share x, adapters and plan, differentiable once in x and the adapters.
+
+    `accumulates` as in `lora_linear`.
+    """
+    adapters = [a for layer in operands for a in layer.lora_a] + [
+        b for layer in operands for b in layer.lora_b
+    ]
+    return _LoRASiblings.apply(x, operands, plan, backend, accumulates, *adapters)  # type: ignore[no-any-return]
+
+
+class _LoRASiblings(torch.autograd.Function):
+    """As `_LoRALinear`, for several layers; theirs is one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x, operands, plan, backend, accumulates, *adapters):  # type: ignore[no-untyped-def]
+        layers = [Layer(layer.weight, layer.bias, layer.lora_b) for layer in operands]
+        lora_a, batch = adapters[: len(adapters) // 2], Batch(*plan)
+        with torch._C._AutoDispatchBelowAutograd():
+            ys, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
+        if True in ctx.needs_input_grad:
+            ctx.save_for_backward(x, s, *(layer.weight for layer in layers))
+            ctx.layers, ctx.lora_a, ctx.batch, ctx.backend = layers, lora_a, batch, backend
+            ctx.adapters, ctx.plan, ctx.accumulates = adapters, plan, accumulates
+            ctx.versions = _versions(*adapters, *plan)
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor):  # type: ignore[no-untyped-def]
+        needs, n = ctx.needs_input_grad, len(ctx.lora_a)
+        if _versions(*ctx.adapters, *ctx.plan) != ctx.versions:
+            raise RuntimeError(_CHANGED.format("an adapter, or the plan"))
+        x, s, *weights = ctx.saved_tensors
+        layers = [replace(layer, weight=weight) for layer, weight in zip(ctx.layers, weights, strict=True)]
+        wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
+        into = Into()
+        if ctx.accumulates and all(needs[5:]) and (found := _existing(ctx.lora_a, ctx.adapters[n:])):
+            each = n // len(layers)
+            into = Into(found[0], [found[1][i : i + each] for i in range(0, n, each)])
+        rows = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys]
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, da, db = gpu_operator(ctx.backend).backward(
+                rows, x, layers, ctx.lora_a, s, ctx.batch, wanted, into
+            )
+        none = [None] * n
+        dbs = [gradient for gradients in db for gradient in gradients]
+        return (dx if wanted[0] else None, None, None, None, None, *(da or none), *(dbs or none))
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # one was made in inference mode; it counts no versions and needs no gradient
+        return [0 if t is None or t.is_inference() else t._version for t in tensors]
+
+
+def _changed(ctx: Any) -> str:
+    """Names the first tensor that is not what it was in the forward pass."""
+    n = len(ctx.lora_a)
+    names = [f"lora_a[{i}]" for i in range(n)] + [f"lora_b[{i}]" for i in range(n)] + [*PLAN]
+    now = _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
+    name = next(name for name, new, old in zip(names, now, ctx.versions, strict=True) if new != old)
+    return _CHANGED.format(name)
+
+
+def _existing(lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> Gradients | None:
+    """The gradients of all adapters, if all have one of their own dtype and nobody listens to any."""
+    for parameter in (*lora_a, *lora_b):
+        grad = parameter.grad if parameter.is_leaf else None
+        if grad is None or grad.dtype != parameter.dtype or grad.is_sparse:
+            return None
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return None
+    if len({p.dtype for p in lora_a}) > 1 or len({p.dtype for p in lora_b}) > 1:
+        return None
+    return [a.grad for a in lora_a], [b.grad for b in lora_b]  # type: ignore[misc]
