@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import mlora_ext as mx
-from mlora_ext.gpu.operator import GpuOperator
+from mlora_ext.gpu.operator import Batch, GpuOperator, Layer
 from mlora_ext.triton import launch
 
 KERNELS = ("plan", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
@@ -88,12 +88,12 @@ def launches_of(variant: Variant, architecture: int, rows: int = 128) -> list[La
     a, b = list(pages[0].split(ranks)), [rows.t() for rows in pages[1].split(ranks)]
     layout = mx.SegmentLayout.from_lengths([64, rows - 64])
     drop = mx.LoRADropout([0.1, 0.1], [1, 2]).tensors("cpu") if variant.dropout else (None, None, None)
-    tail = (layout.table(), torch.ones(2), *drop)
-    weight = torch.zeros(d_out, d_in, dtype=variant.dtype)
+    batch = Batch(layout.table(), torch.ones(2), *drop)
+    layer = Layer(torch.zeros(d_out, d_in, dtype=variant.dtype), None, b)
     with _recorded(made, architecture):
         operator = GpuOperator(launch.Kernels())
-        _, s = operator.forward(x, weight, None, a, b, *tail)
-        operator.backward(dy, x, weight, a, b, s, *tail, True, True, True)
+        _, s = operator.forward(x, [layer], a, batch)
+        operator.backward([dy], x, [layer], a, s, batch, (True, True, True))
     return made
 
 
