@@ -165,16 +165,17 @@ def _gpu_backward(
 
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
     """The operator's kernel for CUDA tensors, as a compiled graph calls it."""
-    return _gpu_forward(_of_device(x), x, weight, bias, lora_a, lora_b, rest[: len(PLAN)])
+    return _gpu_forward(_of_device(x, weight), x, weight, bias, lora_a, lora_b, rest[: len(PLAN)])
 
 
 def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
     plan, wanted = rest[: len(PLAN)], rest[len(PLAN) : -1]
-    return _gpu_backward(_of_device(x), dy, x, weight, lora_a, lora_b, s, plan, wanted)
+    return _gpu_backward(_of_device(x, weight), dy, x, weight, lora_a, lora_b, s, plan, wanted)
 
 
-def _of_device(x: Tensor) -> GpuOperator:
-    return gpu_operator(backend_for(x.device, x.dtype))  # type: ignore[arg-type]
+def _of_device(x: Tensor, weight: Tensor) -> GpuOperator:
+    shape = (weight.shape[1], weight.shape[0])
+    return gpu_operator(backend_for(x.device, x.dtype, shape))  # type: ignore[arg-type]
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]

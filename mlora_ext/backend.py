@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from .choice import choose
+
 if TYPE_CHECKING:
     from .gpu.operator import GpuOperator
 
 Backend = Literal["reference", "cpu", "triton", "cuda"]
-_DEFAULTS: dict[str, Backend] = {"cpu": "cpu", "cuda": "triton"}
+_RANK, _ROWS = 32, 8192
+"""The batch for which the faster GPU backend is looked up, whatever the batch: else an adapter's bits would
+depend on its batch-mates."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,13 +59,24 @@ def use_backend(name: Backend) -> Iterator[None]:
         _choice.name = before
 
 
-def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend that serves tensors of this device and dtype.
+def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int] = (4096, 4096)) -> Backend:
+    """The backend that serves a layer: the one that `use_backend` says, else `cpu` on a CPU, and on a GPU the
+    faster one by the measured table of its architecture.
+
+    Args:
+        device: of its tensors.
+        dtype: of x.
+        shape: `(d_in, d_out)`.
 
     Raises:
         ValueError: if the backend cannot serve them; says why and what to do.
     """
-    name = _choice.name or _DEFAULTS.get(device.type)
+    name = _choice.name
+    if name is None and device.type == "cuda":
+        # A graph calls the operator, whose kernel for CUDA tensors asks again when it runs.
+        name = "triton" if torch.compiler.is_compiling() else _faster(device, dtype, shape)
+    elif name is None and device.type == "cpu":
+        name = "cpu"
     if name == "reference":
         return name
     reason = f"no backend serves device {device.type!r}" if name is None else _refusal(name, device)
@@ -74,6 +89,20 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
         raise ValueError(f"{reason}, or use mlora_ext.use_backend('reference')")
     assert name is not None
     return name
+
+
+@cache
+def _faster(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Backend:
+    """The GPU backend that the table prefers; the other one where this installation lacks it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    name = str(dtype).removeprefix("torch.")
+    if choose(f"sm_{major}{minor}", name, *shape, rank=_RANK, rows=_ROWS) == "cuda" and _has_kernel("CUDA"):
+        return "cuda"
+    try:
+        gpu_operator("triton")
+    except ValueError:
+        return "cuda" if _has_kernel("CUDA") else "triton"
+    return "triton"
 
 
 def _refusal(name: Backend, device: torch.device) -> str | None:

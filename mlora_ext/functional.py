@@ -97,7 +97,7 @@ def lora_linear_rows(
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
-    backend = backend_for(x.device, x.dtype)
+    backend = backend_for(x.device, x.dtype, (weight.shape[1], weight.shape[0]))
     if backend == "reference":
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
@@ -145,7 +145,8 @@ def lora_linear_siblings(
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
-    ys = eager.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype), accumulates)
+    shape = (x_TD.shape[1], max(layer.weight.shape[0] for layer in operands))
+    ys = eager.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)
     return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 

@@ -87,6 +87,7 @@ def test_the_default_device_is_never_another_one_silently(
     path = write_run(tmp_path, data)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, "mlora_ext.triton", None)  # as where triton is not installed
     gpu_operator.cache_clear()
     line = only_line(run("validate", path))

@@ -1,0 +1,72 @@
+"""Which backend serves what, and what is refused."""
+
+import pytest
+import torch
+from cases import make
+
+import mlora_ext as mx
+from mlora_ext import backend, choice
+from mlora_ext.backend import backend_for, gpu_operator
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def no_memory():
+    backend._faster.cache_clear()
+    yield
+    backend._faster.cache_clear()
+
+
+def test_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    assert backend_for(CPU, torch.float32) == "cpu"
+    assert backend_for(GPU, torch.bfloat16) == "triton", "nothing has been measured"
+    with pytest.raises(ValueError, match="no backend serves device 'meta'"):
+        backend_for(torch.device("meta"), torch.float32)
+
+
+def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shape, never by the batch."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backend, "_has_kernel", lambda key: key == "CUDA")
+    entries = [
+        choice.Measured("bfloat16", 4096, 4096, 16, 8192, 2.0, 1.0),
+        choice.Measured("bfloat16", 512, 512, 16, 8192, 1.0, 2.0),
+    ]
+    monkeypatch.setattr(choice, "packaged", lambda: {"sm_90": entries})
+    assert backend_for(GPU, torch.bfloat16, (4096, 5000)) == "cuda"
+    assert backend_for(GPU, torch.bfloat16, (512, 512)) == "triton"
+    assert backend_for(GPU, torch.float32, (4096, 4096)) == "triton"
+    with mx.use_backend("triton"):
+        assert backend_for(GPU, torch.bfloat16, (4096, 4096)) == "triton"
+
+
+def test_a_backend_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_has_kernel", lambda key: False)
+    gpu_operator.cache_clear()
+    with pytest.raises(ValueError, match="backend 'cuda': this build has no CUDA kernels"):
+        mx.use_backend("cuda").__enter__()
+    with pytest.raises(ValueError, match="backend: expected one of reference, cpu, triton, cuda, got 'tpu'"):
+        mx.use_backend("tpu").__enter__()  # type: ignore[arg-type]
+    gpu_operator.cache_clear()
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make([4], [6], [0])
+    monkeypatch.setattr("mlora_ext.triton.INTERPRETED", False)
+    with (
+        mx.use_backend("triton"),
+        pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before Python starts"),
+    ):
+        mx.multi_lora_linear(*case.arguments())
+
+
+def test_a_compiled_graph_of_cpu_tensors_has_no_gpu_backend() -> None:
+    case = make([4], [6], [0])
+    x, *rest = case.operator_arguments()
+    function = torch.compile(
+        lambda x: mx.functional.lora_linear_rows(x, *rest), fullgraph=True, backend="aot_eager"
+    )
+    with mx.use_backend("triton"), pytest.raises(Exception, match="compile of CPU tensors"):
+        function(x)
