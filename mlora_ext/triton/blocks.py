@@ -144,12 +144,13 @@ def low_rank_rows(
 ):  # fmt: skip
     """`s F` of one tile and block of columns: `[ROWS, COLUMNS]` fp32; `RANKS` ranks at a time.
 
-    fp32 takes 16: without tensor cores, a product holds all its ranks in registers.
+    fp32 takes 16: without tensor cores, a product holds all its ranks in registers. s is read up to R, not
+    to the adapter's rank: what lies between is zero, and 16-byte loads need no mask.
     """
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     step: tl.constexpr = 16 if s_ptr.dtype.element_ty == tl.float32 else RANKS
     for first_rank in range(0, rank, step):
-        s = load_rows(s_ptr, R, row, rows, first_rank, rank, ROWS, step)
+        s = load_rows(s_ptr, R, row, rows, first_rank, R, ROWS, step)
         f = load_factor(
             factor_ptr, offset, rank_stride, column_stride, first_rank, rank, column, width,
             s_ptr.dtype.element_ty, INTERPRETED, step, COLUMNS,

@@ -50,8 +50,7 @@ _TABLE = {
     ("sm_90", 2): _HALF,
     ("sm_90", 4): _FLOAT,
 }
-REDUCE_BLOCK = 1024
-REDUCE_RANKS, REDUCE_COLUMNS = 16, 128
+REDUCE_ROWS, REDUCE_RANKS, REDUCE_COLUMNS = 64, 16, 128
 
 
 def config(kernel: str, architecture: str, element_size: int) -> Config:

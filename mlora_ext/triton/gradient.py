@@ -75,7 +75,7 @@ def factor_gradient(
         row += part % PARTS * ROWS
         rows -= part % PARTS * ROWS
         philox_row += part % PARTS * ROWS
-        s = load_rows(s_ptr, R, row, rows, first_rank, rank, ROWS, RANKS)
+        s = load_rows(s_ptr, R, row, rows, first_rank, R, ROWS, RANKS)
         if DROP:
             keep = keep_mask(seed, step, layer, threshold, philox_row, column, ROWS, COLUMNS)
         if GRADIENT:

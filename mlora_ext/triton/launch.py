@@ -13,7 +13,7 @@ from ..gpu.factors import Factors
 from ..gpu.kernels import Dropout
 from ..gpu.launches import column_splits
 from ..gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS, Plan, PlanSizes
-from .configs import REDUCE_BLOCK, REDUCE_COLUMNS, REDUCE_RANKS, config
+from .configs import REDUCE_COLUMNS, REDUCE_RANKS, REDUCE_ROWS, config
 from .expand import expand
 from .plan import plan
 from .read_dy import read_dy
@@ -62,10 +62,13 @@ class Kernels:
             )  # fmt: skip
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
+        R = out.shape[-1]
+        rows = out.numel() // max(R, 1)
         with _on(out):
-            reduce_rows[triton.cdiv(out.numel(), REDUCE_BLOCK),](
-                partial, out, out.numel(), partial.shape[0], INTERPRETED=INTERPRETED, BLOCK=REDUCE_BLOCK
-            )
+            reduce_rows[triton.cdiv(rows, REDUCE_ROWS), triton.cdiv(R, REDUCE_RANKS)](
+                partial, out, rows, R, partial.shape[0],
+                INTERPRETED=INTERPRETED, ROWS=REDUCE_ROWS, RANKS=REDUCE_RANKS,
+            )  # fmt: skip
 
     def expand(self, s: Tensor, factors: Factors, plan: Plan, bias: Tensor | None, y: Tensor) -> None:
         how = config("expand", *_target(s))

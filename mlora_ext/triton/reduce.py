@@ -5,19 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import factor_of, narrow
+from .blocks import factor_of, load_rows, narrow, store_rows
 from .gradient import gradient_of
 
 
-@triton.jit(do_not_specialize=["numbers"])
-def reduce_rows(partial_ptr, out_ptr, numbers, splits, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
-    """`out = sum over splits, in order, of partial [splits, numbers]`."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < numbers
-    sums = tl.zeros([BLOCK], dtype=tl.float32)
+@triton.jit(do_not_specialize=["rows"])
+def reduce_rows(
+    partial_ptr, out_ptr, rows, R, splits,
+    INTERPRETED: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Program (block of rows, block of ranks): `out [rows, R]`, the sum over splits, in order, of
+    `partial [splits, rows, R]`."""
+    row, rank = tl.program_id(0) * ROWS, tl.program_id(1) * RANKS
+    sums = tl.zeros([ROWS, RANKS], dtype=tl.float32)
     for split in range(splits):
-        sums += tl.load(partial_ptr + split * numbers.to(tl.int64) + index, mask=inside, other=0.0)
-    tl.store(out_ptr + index, narrow(sums, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
+        begin = split * rows.to(tl.int64) + row
+        sums += load_rows(partial_ptr, R, begin, rows - row, rank, R, ROWS, RANKS)
+    begin = row + tl.zeros([], dtype=tl.int64)
+    store_rows(out_ptr, R, begin, rows - row, rank, R, sums, INTERPRETED, ROWS, RANKS)
 
 
 @triton.jit(do_not_specialize=["slots", "N"])
