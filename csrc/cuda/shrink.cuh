@@ -1,0 +1,131 @@
+// out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, column split and panel of ranks.
+#pragma once
+
+#include "cuda/dropout_tile.cuh"
+#include "cuda/fragments.cuh"
+
+namespace mlora::cuda {
+
+// Warps share a tile by rows and ranks. Two warps have the same place there: one sums the columns of even
+// runs of 32, the other those of odd runs, whatever the panel's width, so that no bit depends on batch-mates'
+// ranks.
+template <typename T, int kRanks>
+struct ShrinkShape {
+  static constexpr int kColumns = (kRanks > 64 ? 128 : 256) / static_cast<int>(sizeof(T));
+  static constexpr int kStages = 3;
+  static constexpr int kWarpsK = 2;
+  static constexpr int kDepth = 32;
+  static constexpr int kWarpsN = kRanks >= 64 ? 2 : 1;
+  static constexpr int kWarpsM = kThreads / 32 / (kWarpsK * kWarpsN);
+  static constexpr int kM = kTileRows / 16 / kWarpsM;
+  static constexpr int kN = kRanks / 8 / kWarpsN;
+  static constexpr int kRowBytes = SharedTile<T, kColumns>::bytes(kTileRows);
+  static constexpr int kStageBytes = kRowBytes + SharedTile<T, kColumns>::bytes(kRanks);
+  static constexpr int kSumBytes = kWarpsK * kTileRows * kRanks * 4;
+  static constexpr int kShared = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
+};
+
+// Writes value(row, rank) to the panel's columns of the result.
+template <typename T, typename Function>
+__device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile& tile, int split, int first,
+                                    int width, Function&& value) {
+  for (int index = thread_index(); index < tile.rows * width; index += kThreads) {
+    const int row = index / width;
+    const int rank = index % width;
+    const int64_t place = int64_t{tile.row + row} * arguments.ranks + first + rank;
+    if (arguments.partial) {
+      const int64_t offset = int64_t{split} * arguments.total_rows * arguments.ranks;
+      static_cast<float*>(arguments.out)[offset + place] = value(row, rank);
+    } else {
+      from_float(value(row, rank), static_cast<T*>(arguments.out)[place]);
+    }
+  }
+}
+
+template <typename T, int kRanks>
+__device__ inline void shrink_program(const ShrinkArguments& arguments, int tile_index, int split,
+                                      int panel_index) {
+  using Shape = ShrinkShape<T, kRanks>;
+  using Stage = SharedTile<T, Shape::kColumns>;
+  const Tile tile = arguments.tiles[tile_index];
+  const int first_rank = panel_index * kRanks;
+  const int width = clamp(arguments.ranks - first_rank, kRanks);
+  if (tile.rows == 0) {
+    return;
+  }
+  if (tile.adapter < 0 || arguments.factor.rows[tile.adapter].rank <= first_rank) {
+    write_shrunk<T>(arguments, tile, split, first_rank, width, [](int, int) { return 0.0f; });
+    return;
+  }
+  const Panel<T> panel(arguments.factor, arguments.factor.rows[tile.adapter], panel_index, kRanks);
+  const Dropout dropout = dropout_of(arguments.dropout, tile.adapter);
+  const int begin = split * kColumnSplit;
+  const int end = clamp(arguments.columns, begin + kColumnSplit);
+  const int steps = ceil_div(end - begin, Shape::kColumns);
+  const T* source = static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride;
+  unsigned char* shared = shared_memory();
+  const auto rows_of = [&](int step) {
+    return Stage{reinterpret_cast<T*>(shared + step % Shape::kStages * Shape::kStageBytes)};
+  };
+  const auto factor_of = [&](int step) {
+    return Stage{
+        reinterpret_cast<T*>(shared + step % Shape::kStages * Shape::kStageBytes + Shape::kRowBytes)};
+  };
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      const int column = begin + step * Shape::kColumns;
+      load_rows<kTileRows>(rows_of(step), source + column, arguments.rows.stride, tile.rows, end - column,
+                           arguments.rows.aligned);
+      load_factor<kRanks>(factor_of(step), panel, column, end - column);
+    }
+    commit_copies();
+  };
+
+  Fragment<Shape::kM, Shape::kN> sum;
+  sum.clear();
+  const int warp = warp_index();
+  const int part = warp / (Shape::kWarpsM * Shape::kWarpsN);
+  const int m = warp % Shape::kWarpsM * 16 * Shape::kM;
+  const int n = warp / Shape::kWarpsM % Shape::kWarpsN * 8 * Shape::kN;
+#pragma unroll
+  for (int step = 0; step < Shape::kStages - 1; ++step) {
+    fetch(step);
+  }
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    KeepBits<T, kTileRows, Shape::kColumns> keep;
+    if (dropout.threshold != 0) {
+      keep.draw(dropout, tile.philox_row, begin + step * Shape::kColumns);
+    }
+    wait_copies<Shape::kStages - 2>();
+    if (dropout.threshold != 0) {
+      keep.apply(rows_of(step));
+    }
+    synchronize();
+    fetch(step + Shape::kStages - 1);
+#pragma unroll
+    for (int k = 0; k < Shape::kColumns; k += Shape::kWarpsK * Shape::kDepth) {
+      add_product<true, true, Shape::kDepth>(sum, rows_of(step), m, factor_of(step), n,
+                                             k + part * Shape::kDepth);
+    }
+  }
+
+  wait_copies<0>();
+  synchronize();
+  float* sums = reinterpret_cast<float*>(shared);
+  sum.for_each([&](int row, int rank, float value) {
+    sums[(part * kTileRows + m + row) * kRanks + n + rank] = value;
+  });
+  synchronize();
+  const float scale = arguments.scaling[tile.adapter] * dropout.keep_scale;
+  write_shrunk<T>(arguments, tile, split, first_rank, width, [&](int row, int rank) {
+    float value = 0.0f;
+#pragma unroll
+    for (int k = 0; k < Shape::kWarpsK; ++k) {
+      value += sums[(k * kTileRows + row) * kRanks + rank];
+    }
+    return rank < panel.ranks ? scale * value : 0.0f;
+  });
+}
+
+}  // namespace mlora::cuda
