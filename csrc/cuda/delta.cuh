@@ -15,8 +15,9 @@ __device__ inline int delta_row() { return warp_index() / 2 * 16; }
 __device__ inline int delta_column() { return warp_index() % 2 * 8 * kDeltaBlocks; }
 
 template <typename T, int kRanks>
-__device__ inline void add_delta(Delta& sum, SharedTile<T, kRanks> s, SharedTile<T, kBlockColumns> factor) {
-  add_product<true, false, kRanks>(sum, s, delta_row(), factor, delta_column(), 0);
+__device__ inline void add_delta(Delta& sum, SharedTile<T, kRanks> s, SharedTile<T, kBlockColumns> factor,
+                                 int ranks) {
+  add_product<Ranks::kDepth, true, false, kRanks>(sum, s, delta_row(), factor, delta_column(), 0, ranks);
 }
 
 // keep[h]: keep bytes of the warp's four blocks of eight columns, in this lane's row h.

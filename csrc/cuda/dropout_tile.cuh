@@ -13,7 +13,7 @@ struct KeepBits {
   static constexpr int kOwn = kRows / Own::kStep;
   static_assert(kOwn * Own::kStep == kRows && kOwn <= 4);
 
-  uint32_t bytes;  // one of each chunk
+  uint32_t bytes = 0;  // one of each chunk
 
   // `column` is the tile's first column, a multiple of 8.
   __device__ void draw(const Dropout& dropout, uint32_t philox_row, int column) {

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
       // where there is one panel, the tile of s stays
       if (step < Shape::kSTiles || panels > 1) {
         load_rows<kTileRows>(s_of(step), s + step % panels * kRanks, arguments.s.stride, tile.rows,
-                             panel.ranks, arguments.s.aligned);
+                             panel.ranks, arguments.s.aligned, kTileRows, whole_blocks(panel.ranks));
       }
       load_factor<kRanks>(factor_of(step), panel, column, arguments.columns - column);
     }
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
       start_with_bias(sum, bias == nullptr ? nullptr : bias + column, columns);
     }
     if (served) {
-      add_delta(sum, s_of(step), factor_of(step));
+      add_delta(sum, s_of(step), factor_of(step), panel_ranks(row->rank, step % panels, kRanks));
     }
     if (step % panels == panels - 1) {
       if (dropout.threshold != 0) {

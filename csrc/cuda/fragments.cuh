@@ -46,25 +46,39 @@ struct Fragment {
   }
 };
 
-// sum += a b over `kDepth` steps from step `depth`; a begins at row `m`, b at column `n` of the product.
+// Along which side of a product the ranks run; blocks that hold none of them are left out.
+enum class Ranks { kRows, kColumns, kDepth };
+
+template <Ranks kWhere>
+__device__ inline bool holds_ranks(Ranks side, int first, int ranks) {
+  return side != kWhere || first < ranks;
+}
+
+// sum += a b over kDepth steps from step `depth`; a begins at row `m`, b at column `n` of the product.
 // kAAlong, kBAlong: whether the operand's rows in shared memory run along the summed dimension.
-template <bool kAAlong, bool kBAlong, int kDepth, typename T, int kM, int kN, int kAColumns, int kBColumns>
+template <Ranks kWhere, bool kAAlong, bool kBAlong, int kDepth, typename T, int kM, int kN, int kAColumns,
+          int kBColumns>
 __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<T, kAColumns> a, int m,
-                                   SharedTile<T, kBColumns> b, int n, int depth) {
+                                   SharedTile<T, kBColumns> b, int n, int depth, int ranks) {
   const int low = lane_index() % 8;
   const int second = lane_index() / 8 % 2 * 8;
   const int third = lane_index() / 16 * 8;
 #pragma unroll 2
-  for (int k = depth; k < depth + kDepth; k += 16) {
+  for (int k = depth; k < depth + kDepth && holds_ranks<kWhere>(Ranks::kDepth, k, ranks); k += 16) {
     uint32_t a_words[kM][4];
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
-      const T* row = kAAlong ? a.element(m + 16 * i + low + second, k + third)
-                             : a.element(k + low + third, m + 16 * i + second);
-      load_matrices<!kAAlong>(a_words[i], row);
+      if (holds_ranks<kWhere>(Ranks::kRows, m + 16 * i, ranks)) {
+        const T* row = kAAlong ? a.element(m + 16 * i + low + second, k + third)
+                               : a.element(k + low + third, m + 16 * i + second);
+        load_matrices<!kAAlong>(a_words[i], row);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kN; j += 2) {
+      if (!holds_ranks<kWhere>(Ranks::kColumns, n + 8 * j, ranks)) {
+        break;
+      }
       uint32_t b_words[4];
       // a single block of eight columns loads its one block twice
       const int block = kN == 1 ? 0 : third;
@@ -73,9 +87,11 @@ __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<T, kAColumn
       load_matrices<!kBAlong>(b_words, row);
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
-        multiply(T{}, sum.value[i][j], a_words[i], b_words[0], b_words[1]);
-        if constexpr (kN > 1) {
-          multiply(T{}, sum.value[i][j + 1], a_words[i], b_words[2], b_words[3]);
+        if (holds_ranks<kWhere>(Ranks::kRows, m + 16 * i, ranks)) {
+          multiply(T{}, sum.value[i][j], a_words[i], b_words[0], b_words[1]);
+          if constexpr (kN > 1) {
+            multiply(T{}, sum.value[i][j + 1], a_words[i], b_words[2], b_words[3]);
+          }
         }
       }
     }
@@ -99,26 +115,35 @@ __device__ inline void load_four(float (&out)[4], SharedTile<float, kColumns> ti
 }
 
 // Sums of kDepth products are complete before they join: rounding errors grow with the number of joins.
-template <bool kAAlong, bool kBAlong, int kDepth, int kM, int kN, int kAColumns, int kBColumns>
+template <Ranks kWhere, bool kAAlong, bool kBAlong, int kDepth, int kM, int kN, int kAColumns, int kBColumns>
 __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<float, kAColumns> a, int m,
-                                   SharedTile<float, kBColumns> b, int n, int depth) {
+                                   SharedTile<float, kBColumns> b, int n, int depth, int ranks) {
   Fragment<kM, kN> part;
   part.clear();
 #pragma unroll 1
-  for (int k = depth; k < depth + kDepth; k += 4) {
+  for (int k = depth; k < depth + kDepth && holds_ranks<kWhere>(Ranks::kDepth, k, ranks); k += 4) {
     float a_values[2 * kM][4];
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
+      if (!holds_ranks<kWhere>(Ranks::kRows, m + 16 * (i / 2), ranks)) {
+        break;
+      }
       load_four<kAAlong>(a_values[i], a, m + 8 * i + fragment_row(), k);
     }
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
+      if (!holds_ranks<kWhere>(Ranks::kColumns, n + 8 * j, ranks)) {
+        break;
+      }
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         float b_values[4];
         load_four<kBAlong>(b_values, b, n + 8 * j + fragment_column() + odd, k);
 #pragma unroll
         for (int i = 0; i < 2 * kM; ++i) {
+          if (!holds_ranks<kWhere>(Ranks::kRows, m + 16 * (i / 2), ranks)) {
+            break;
+          }
 #pragma unroll
           for (int step = 0; step < 4; ++step) {
             part.value[i / 2][j][i % 2 * 2 + odd] += a_values[i][step] * b_values[step];

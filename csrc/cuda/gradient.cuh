@@ -1,5 +1,5 @@
-// dF [r, d] = s^T drop(rows) of one split, block of columns and panel of ranks; with kDx also
-// dx = drop'(s F) of the same rows and columns, under the same masks.
+// dF [r, d] = s^T rows of one split, block of columns and panel of ranks; with kDx s^T drop(rows), and
+// dx = drop'(s F) of the same rows and columns under the same masks.
 #pragma once
 
 #include "cuda/delta.cuh"
@@ -74,7 +74,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   if (panel.ranks == 0) {
     return;
   }
-  const Dropout dropout = dropout_of(arguments.dropout, split.adapter);
+  const Dropout dropout = kDx ? dropout_of(arguments.dropout, split.adapter) : Dropout{};
   const int first_rank = panel_index * kRanks;
   const int tile_count = split.tile_end - split.tile_begin;
   unsigned char* shared = shared_memory();
@@ -96,7 +96,8 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
           arguments.rows.stride, tile.rows, columns, arguments.rows.aligned);
       load_rows<kTileRows>(
           s_of(i), static_cast<const T*>(arguments.s.data) + tile.row * arguments.s.stride + first_rank,
-          arguments.s.stride, tile.rows, panel.ranks, arguments.s.aligned);
+          arguments.s.stride, tile.rows, panel.ranks, arguments.s.aligned, kTileRows,
+          whole_blocks(panel.ranks));
     }
     commit_copies();
   };
@@ -126,17 +127,15 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
     unsigned char* keep_bytes = stage_of(i) + Shape::kRowBytes + Shape::kSBytes;
     if (dropout.threshold != 0) {
       keep.apply(rows_of(i));
-      if constexpr (kDx) {
-        keep.store(keep_bytes);
-      }
+      keep.store(keep_bytes);
     }
     synchronize();
     fetch(i + Shape::kStages - 1);
-    add_product<false, false, kTileRows>(sum, s_of(i), m, rows_of(i), n, 0);
+    add_product<Ranks::kRows, false, false, kTileRows>(sum, s_of(i), m, rows_of(i), n, 0, panel.ranks);
     if (need_dx) {
       Delta delta;
       delta.clear();
-      add_delta(delta, s_of(i), factor);
+      add_delta(delta, s_of(i), factor, panel.ranks);
       if (dropout.threshold != 0) {
         uint32_t kept[2];
 #pragma unroll

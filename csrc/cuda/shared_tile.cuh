@@ -43,21 +43,28 @@ struct OwnChunks {
   __device__ static int chunk() { return thread_index() % SharedTile<T, kColumns>::kChunks; }
 };
 
-// Fills kRows rows with rows [0, rows) and columns [0, columns) of `source` and zeros elsewhere. Complete
-// after wait_copies and synchronize.
+// Products take ranks in blocks of 16: a tile is filled up to the end of the last block, and not beyond.
+__device__ inline int whole_blocks(int ranks) { return (ranks + 15) / 16 * 16; }
+
+// Fills the first `used_rows` rows of at most kRows, and the first `used_columns` of each, with rows [0,
+// rows) and columns [0, columns) of `source` and zeros elsewhere. Complete after wait_copies and synchronize.
 template <int kRows, typename T, int kColumns>
 __device__ inline void load_rows(SharedTile<T, kColumns> tile, const T* source, int64_t stride, int rows,
-                                 int columns, bool aligned) {
+                                 int columns, bool aligned, int used_rows = kRows,
+                                 int used_columns = kColumns) {
   using Own = OwnChunks<T, kColumns>;
   constexpr int kChunk = Chunk<T>::kCount;
   const int chunk = Own::chunk();
   const int count = clamp(columns - chunk * kChunk, kChunk);
+  if (chunk * kChunk >= used_columns) {
+    return;
+  }
   source += count > 0 ? chunk * kChunk : 0;
   if (aligned) {
 #pragma unroll
     for (int i = 0; i * Own::kStep < kRows; ++i) {
       const int row = Own::row(i);
-      if (kRows % Own::kStep == 0 || row < kRows) {
+      if (row < used_rows) {
         const bool present = row < rows;
         copy_async(tile.chunk(row, chunk), source + (present ? row * stride : 0),
                    present ? count * static_cast<int>(sizeof(T)) : 0);
@@ -66,7 +73,7 @@ __device__ inline void load_rows(SharedTile<T, kColumns> tile, const T* source, 
     return;
   }
 #pragma unroll 1
-  for (int row = Own::row(0); row < kRows; row += Own::kStep) {
+  for (int row = Own::row(0); row < used_rows; row += Own::kStep) {
     const T* from = source + (row < rows ? row * stride : 0);
     Chunk<T> values;
 #pragma unroll
@@ -122,21 +129,23 @@ __device__ inline Chunk<T> convert_chunk(const float* from, int64_t stride, int 
   return values;
 }
 
-// Fills kRanks rows with columns [column, column + columns) of a panel and zeros elsewhere.
+// Fills the rows of whole blocks of ranks with columns [column, column + columns) of a panel and zeros
+// elsewhere.
 template <int kRanks, typename T, int kColumns>
 __device__ inline void load_factor(SharedTile<T, kColumns> tile, const Panel<T>& panel, int column,
                                    int columns) {
   using Shape = SharedTile<T, kColumns>;
+  const int used = whole_blocks(panel.ranks);
   const T* same = static_cast<const T*>(panel.base) + column * panel.column_stride;
   if (!panel.convert && panel.aligned) {
-    load_rows<kRanks>(tile, same, panel.rank_stride, panel.ranks, columns, true);
+    load_rows<kRanks>(tile, same, panel.rank_stride, panel.ranks, columns, true, used);
     return;
   }
   const float* other = static_cast<const float*>(panel.base) + column * panel.column_stride;
   const int chunk = OwnChunks<T, kColumns>::chunk();
   const int count = clamp(columns - chunk * Shape::kChunk, Shape::kChunk);
 #pragma unroll 1
-  for (int rank = OwnChunks<T, kColumns>::row(0); rank < kRanks; rank += OwnChunks<T, kColumns>::kStep) {
+  for (int rank = OwnChunks<T, kColumns>::row(0); rank < used; rank += OwnChunks<T, kColumns>::kStep) {
     const int here = rank < panel.ranks ? count : 0;
     const int64_t start =
         here > 0 ? rank * panel.rank_stride + chunk * Shape::kChunk * panel.column_stride : 0;

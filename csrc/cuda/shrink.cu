@@ -12,7 +12,7 @@ constexpr int kBlocks = sizeof(T) == 4 ? (kRanks > 32 ? 1 : 2)
 
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) shrink_kernel(ShrinkArguments arguments) {
-  shrink_program<T, kRanks>(arguments, block_x(), block_y(), block_z());
+  shrink_program<T, kRanks, true>(arguments, block_x(), block_y(), block_z());
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ __device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile
   }
 }
 
-template <typename T, int kRanks>
+template <typename T, int kRanks, bool kDrops>
 __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile_index, int split,
                                       int panel_index) {
   using Shape = ShrinkShape<T, kRanks>;
@@ -58,7 +58,7 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
     return;
   }
   const Panel<T> panel(arguments.factor, arguments.factor.rows[tile.adapter], panel_index, kRanks);
-  const Dropout dropout = dropout_of(arguments.dropout, tile.adapter);
+  const Dropout dropout = kDrops ? dropout_of(arguments.dropout, tile.adapter) : Dropout{};
   const int begin = split * kColumnSplit;
   const int end = clamp(arguments.columns, begin + kColumnSplit);
   const int steps = ceil_div(end - begin, Shape::kColumns);
@@ -105,8 +105,8 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
     fetch(step + Shape::kStages - 1);
 #pragma unroll
     for (int k = 0; k < Shape::kColumns; k += Shape::kWarpsK * Shape::kDepth) {
-      add_product<true, true, Shape::kDepth>(sum, rows_of(step), m, factor_of(step), n,
-                                             k + part * Shape::kDepth);
+      add_product<Ranks::kColumns, true, true, Shape::kDepth>(sum, rows_of(step), m, factor_of(step), n,
+                                                              k + part * Shape::kDepth, panel.ranks);
     }
   }
 
