@@ -1,6 +1,7 @@
 // Dropout of a tile of rows in shared memory: each thread clears what is dropped of the chunks that it loads.
 #pragma once
 
+#include "cuda/philox.h"
 #include "cuda/shared_tile.cuh"
 
 namespace mlora::cuda {

@@ -1,13 +1,14 @@
 // y = bias + s F of one tile and a few blocks of columns; also dx = drop'(ds F) where no gradient is made.
 #include "cuda/delta.cuh"
 #include "cuda/dispatch.cuh"
+#include "cuda/factor_tile.cuh"
 
 namespace mlora::cuda {
 namespace {
 
 // Blocks of a multiprocessor whose registers suffice without spilling.
 template <typename T, int kRanks>
-constexpr int kBlocks = sizeof(T) == 2 && kRanks <= 64 ? 3 : 2;
+constexpr int kBlocks = sizeof(T) == 2 && kRanks <= 16 ? 3 : 2;
 
 constexpr int kExpandBlocks = 4;  // blocks of columns that a program takes one after the other
 constexpr int kStages = 2;
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
     return Block{reinterpret_cast<T*>(shared + Shape::kSTiles * Shape::kSBytes +
                                       step % kStages * Shape::kFactorBytes)};
   };
+  FactorLoad<T, kRanks, kBlockColumns, (kRanks <= 16)> factor;
   const auto fetch = [&](int step) {
     if (served && step < steps) {
       const int column = (first_block + step / panels) * kBlockColumns;
@@ -82,13 +84,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
         load_rows<kTileRows>(s_of(step), s + step % panels * kRanks, arguments.s.stride, tile.rows,
                              panel.ranks, arguments.s.aligned, kTileRows, whole_blocks(panel.ranks));
       }
-      load_factor<kRanks>(factor_of(step), panel, column, arguments.columns - column);
+      factor.begin(factor_of(step), panel, column, arguments.columns - column);
     }
     commit_copies();
+  };
+  const auto finish = [&](int step) {
+    if (served && step < steps) {
+      factor.end(factor_of(step), Panel<T>(arguments.factor, *row, step % panels, kRanks));
+    }
   };
 
   Delta sum;
   fetch(0);
+  finish(0);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int column = (first_block + step / panels) * kBlockColumns;
@@ -102,6 +110,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
     if (served) {
       add_delta(sum, s_of(step), factor_of(step), panel_ranks(row->rank, step % panels, kRanks));
     }
+    finish(step + 1);
     if (step % panels == panels - 1) {
       if (dropout.threshold != 0) {
         drop_here(sum, dropout, tile.philox_row, column);

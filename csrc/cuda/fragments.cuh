@@ -63,7 +63,7 @@ __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<T, kAColumn
   const int low = lane_index() % 8;
   const int second = lane_index() / 8 % 2 * 8;
   const int third = lane_index() / 16 * 8;
-#pragma unroll 2
+#pragma unroll(kM* kN > 8 ? 1 : 2)
   for (int k = depth; k < depth + kDepth && holds_ranks<kWhere>(Ranks::kDepth, k, ranks); k += 16) {
     uint32_t a_words[kM][4];
 #pragma unroll

@@ -4,6 +4,7 @@
 
 #include "cuda/delta.cuh"
 #include "cuda/dropout_tile.cuh"
+#include "cuda/factor_tile.cuh"
 
 namespace mlora::cuda {
 
@@ -106,7 +107,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
     tiles[thread_index()] = arguments.tiles[split.tile_begin + thread_index()];
   }
   if (need_dx) {
-    load_factor<kRanks>(factor, panel, first_column, columns);
+    FactorLoad<T, kRanks, kBlockColumns, false>().begin(factor, panel, first_column, columns);
   }
   synchronize();
 #pragma unroll

@@ -127,6 +127,9 @@ int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int sha
     config.stream = static_cast<cudaStream_t>(stream);
     error = cudaLaunchKernelEx(&config, kernel, arguments...);
   }
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // reported here, not once more by whoever asks next
+  }
   if (before != device) {
     cudaSetDevice(before);
   }

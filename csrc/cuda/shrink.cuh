@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/dropout_tile.cuh"
+#include "cuda/factor_tile.cuh"
 #include "cuda/fragments.cuh"
 
 namespace mlora::cuda {
@@ -19,6 +20,8 @@ struct ShrinkShape {
   static constexpr int kWarpsM = kThreads / 32 / (kWarpsK * kWarpsN);
   static constexpr int kM = kTileRows / 16 / kWarpsM;
   static constexpr int kN = kRanks / 8 / kWarpsN;
+  // whether fp32 numbers of the next factor tile wait in registers during the products
+  static constexpr bool kDefer = kRanks <= 16;
   static constexpr int kRowBytes = SharedTile<T, kColumns>::bytes(kTileRows);
   static constexpr int kStageBytes = kRowBytes + SharedTile<T, kColumns>::bytes(kRanks);
   static constexpr int kSumBytes = kWarpsK * kTileRows * kRanks * 4;
@@ -64,21 +67,26 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
   const int steps = ceil_div(end - begin, Shape::kColumns);
   const T* source = static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride;
   unsigned char* shared = shared_memory();
-  const auto rows_of = [&](int step) {
-    return Stage{reinterpret_cast<T*>(shared + step % Shape::kStages * Shape::kStageBytes)};
+  const auto rows_of = [&](int stage) {
+    return Stage{reinterpret_cast<T*>(shared + stage * Shape::kStageBytes)};
   };
-  const auto factor_of = [&](int step) {
-    return Stage{
-        reinterpret_cast<T*>(shared + step % Shape::kStages * Shape::kStageBytes + Shape::kRowBytes)};
+  const auto factor_of = [&](int stage) {
+    return Stage{reinterpret_cast<T*>(shared + stage * Shape::kStageBytes + Shape::kRowBytes)};
   };
-  const auto fetch = [&](int step) {
+  FactorLoad<T, kRanks, Shape::kColumns, Shape::kDefer> factor;
+  const auto fetch = [&](int step, int stage) {
     if (step < steps) {
       const int column = begin + step * Shape::kColumns;
-      load_rows<kTileRows>(rows_of(step), source + column, arguments.rows.stride, tile.rows, end - column,
+      load_rows<kTileRows>(rows_of(stage), source + column, arguments.rows.stride, tile.rows, end - column,
                            arguments.rows.aligned);
-      load_factor<kRanks>(factor_of(step), panel, column, end - column);
+      factor.begin(factor_of(stage), panel, column, end - column);
     }
     commit_copies();
+  };
+  const auto finish = [&](int step, int stage) {
+    if (step < steps) {
+      factor.end(factor_of(stage), panel);
+    }
   };
 
   Fragment<Shape::kM, Shape::kN> sum;
@@ -89,8 +97,10 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
   const int n = warp / Shape::kWarpsM % Shape::kWarpsN * 8 * Shape::kN;
 #pragma unroll
   for (int step = 0; step < Shape::kStages - 1; ++step) {
-    fetch(step);
+    fetch(step, step);
+    finish(step, step);
   }
+  int stage = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     KeepBits<T, kTileRows, Shape::kColumns> keep;
@@ -99,15 +109,18 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
     }
     wait_copies<Shape::kStages - 2>();
     if (dropout.threshold != 0) {
-      keep.apply(rows_of(step));
+      keep.apply(rows_of(stage));
     }
     synchronize();
-    fetch(step + Shape::kStages - 1);
+    const int free_stage = stage == 0 ? Shape::kStages - 1 : stage - 1;
+    fetch(step + Shape::kStages - 1, free_stage);
 #pragma unroll
     for (int k = 0; k < Shape::kColumns; k += Shape::kWarpsK * Shape::kDepth) {
-      add_product<Ranks::kColumns, true, true, Shape::kDepth>(sum, rows_of(step), m, factor_of(step), n,
+      add_product<Ranks::kColumns, true, true, Shape::kDepth>(sum, rows_of(stage), m, factor_of(stage), n,
                                                               k + part * Shape::kDepth, panel.ranks);
     }
+    finish(step + Shape::kStages - 1, free_stage);
+    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
   }
 
   wait_copies<0>();
