@@ -73,7 +73,9 @@ def kernels(library: Path) -> list[Kernel]:
                 _readable(function), architecture, registers, shared, stack + local
             )
     for architecture, function, line in _functions(tool, "--dump-sass", library):
-        if instruction := _INSTRUCTION.match(line):
+        # a search in each of a million lines would take long
+        counted = "MMA" in line or "LDL" in line or "STL" in line
+        if counted and (instruction := _INSTRUCTION.match(line)):
             kind = instruction[1].split(".")[0]
             kernel = found[architecture, function]
             kernel.local_accesses += kind in ("LDL", "STL")
@@ -90,7 +92,7 @@ def _functions(tool: str, option: str, library: Path) -> Iterator[tuple[str, str
         for line in process.stdout:
             if line.startswith("arch = "):
                 architecture, function = line.removeprefix("arch = ").strip(), ""
-            elif header := _FUNCTION.search(line):
+            elif "Function" in line and (header := _FUNCTION.search(line)):
                 function = header[1]
             elif function:
                 yield architecture, function, line

@@ -4,8 +4,10 @@ Loading the result gives the `cuda_*` operators to CPU tensors.
 """
 
 import hashlib
+import platform
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,12 +28,14 @@ FLAGS = [
 
 
 def missing() -> str:
-    """Why the emulator cannot be built here; empty if it can."""
+    """What the emulator lacks here; empty if nothing."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "needs Linux on x86-64"
     return "" if shutil.which("g++") else "needs g++"
 
 
 def build() -> Path:
-    """The library, compiled unless these very sources have been."""
+    """The library, compiled unless these very sources have been; others are removed."""
     headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("emulator.*")]
     digest = hashlib.sha256(" ".join([torch.__version__, *FLAGS]).encode())
     for path in sorted({*headers, *SOURCES}):
@@ -39,28 +43,24 @@ def build() -> Path:
     library = BUILD / f"{digest.hexdigest()[:16]}.so"
     if library.exists():
         return library
+    folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    compiler = ["g++", *FLAGS, f"-I{ROOT / 'csrc'}", f"-I{HERE}", *folders]
     BUILD.mkdir(parents=True, exist_ok=True)
-    includes = [
-        f"-I{ROOT / 'csrc'}",
-        f"-I{HERE}",
-        *(f"-isystem{path}" for path in cpp_extension.include_paths()),
-    ]
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder, ThreadPoolExecutor(2) as pool:
 
-    def compile_one(source: Path) -> Path:
-        out = library.with_suffix(f".{source.stem}.o")
-        subprocess.run(["g++", *FLAGS, *includes, "-x", "c++", "-c", source, "-o", out], check=True)
-        return out
+        def compile_one(source: Path) -> Path:
+            out = Path(folder) / f"{source.stem}.o"
+            subprocess.run([*compiler, "-x", "c++", "-c", source, "-o", out], check=True)
+            return out
 
-    with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, SOURCES))
-    folders = [f"-L{path}" for path in cpp_extension.library_paths()]
-    partial = library.with_suffix(".partial")
-    subprocess.run(
-        ["g++", "-shared", *objects, *folders, "-Wl,--no-as-needed", "-ltorch", "-o", partial], check=True
-    )
-    partial.rename(library)
-    for path in objects:
-        path.unlink()
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        linked = Path(folder) / library.name
+        link = ["g++", "-shared", *objects, *libraries, "-Wl,--no-as-needed", "-ltorch", "-o", linked]
+        subprocess.run(link, check=True)
+        for other in BUILD.glob("*.so"):
+            other.unlink(missing_ok=True)
+        linked.rename(library)
     return library
 
 

@@ -112,11 +112,12 @@ def test_only_wanted_gradients(part: str) -> None:
             assert found.isnan().all(), f"{name} was not asked for"
 
 
+@pytest.mark.parametrize("widest", [33, 130])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_mates_change_no_bit(dtype: torch.dtype) -> None:
-    """An adapter alone, beside others, and with others between its segments."""
+def test_batch_mates_change_no_bit(dtype: torch.dtype, widest: int) -> None:
+    """An adapter alone, and with others of larger ranks beside it and between its segments."""
     lengths, adapters = [37, 53, 1100, 9], [0, 1, 0, 2]
-    together = make([16, 33, 8], lengths, adapters, dtype=dtype, d_in=192, d_out=136, p=0.1)
+    together = make([16, widest, 8], lengths, adapters, dtype=dtype, d_in=192, d_out=136, p=0.1)
     keep = torch.cat([torch.arange(37), torch.arange(90, 1190)])
     alone = object.__new__(Case)
     alone.__dict__.update(together.__dict__)
