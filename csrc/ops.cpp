@@ -60,6 +60,26 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("set_base_gemm(ScalarType dtype, str name) -> ()");
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
+  library.def(
+      "cuda_plan(Tensor segments, int total_rows, Tensor(a!) tiles, Tensor(b!) splits, Tensor(c!) groups) "
+      "-> ()");
+  library.def(
+      "cuda_shrink(Tensor rows, Tensor factor, Tensor table, Tensor tiles, Tensor scaling, "
+      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, Tensor(a!) out) -> ()");
+  library.def("cuda_reduce_rows(Tensor partial, Tensor(a!) out) -> ()");
+  library.def(
+      "cuda_expand(Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor? bias, Tensor(a!) y) -> ()");
+  library.def(
+      "cuda_read_dy(Tensor dy, Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
+      "Tensor scaling, bool need_ds, bool need_gradient, Tensor(a!) ds, Tensor(b!) gradient, "
+      "Tensor(c!) partial) -> ()");
+  library.def(
+      "cuda_read_x(Tensor x, Tensor ds, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
+      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx, bool need_gradient, "
+      "Tensor(a!) dx, Tensor(b!) gradient, Tensor(c!) partial) -> ()");
+  library.def(
+      "cuda_reduce_gradients(Tensor partial, Tensor table, Tensor groups, int columns, "
+      "Tensor(a!) gradient) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {

@@ -1,7 +1,7 @@
 // Torch-free entry of the dropout mask kernel; the launcher calls it.
 #pragma once
 
-#include "params.h"
+#include "cuda/kernels.h"
 
 namespace mlora::cuda {
 
@@ -14,6 +14,6 @@ struct MaskSegment {
 };
 
 // Write True where an element of the segment is kept. Returns the CUDA error code, 0 for success.
-int launch_dropout_mask(const MaskSegment& segment, int64_t columns, bool* mask, void* stream);
+int launch_dropout_mask(const MaskSegment& segment, int64_t columns, bool* mask, const Queue& queue);
 
 }  // namespace mlora::cuda

@@ -1,0 +1,102 @@
+// s F of one tile and block of columns: what the low-rank part adds to y, and to dx.
+//
+// Eight warps share the 64 x 64 numbers: 16 rows and 32 columns each.
+#pragma once
+
+#include "cuda/fragments.cuh"
+
+namespace mlora::cuda {
+
+constexpr int kBlockColumns = 64;
+constexpr int kDeltaBlocks = 4;
+using Delta = Fragment<1, kDeltaBlocks>;
+
+__device__ inline int delta_row() { return warp_index() / 2 * 16; }
+__device__ inline int delta_column() { return warp_index() % 2 * 8 * kDeltaBlocks; }
+
+template <typename T, int kRanks>
+__device__ inline void add_delta(Delta& sum, SharedTile<T, kRanks> s, SharedTile<T, kBlockColumns> factor,
+                                 int ranks) {
+  add_product<Ranks::kDepth, true, false, kRanks>(sum, s, delta_row(), factor, delta_column(), 0, ranks);
+}
+
+// keep[h]: keep bytes of the warp's four blocks of eight columns, in this lane's row h.
+__device__ inline void drop(Delta& sum, const uint32_t (&keep)[2], float keep_scale) {
+#pragma unroll
+  for (int n = 0; n < kDeltaBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bit = keep[i / 2] >> (8 * n + fragment_column() + i % 2) & 1u;
+      sum.value[0][n][i] = bit != 0 ? sum.value[0][n][i] * keep_scale : 0.0f;
+    }
+  }
+}
+
+template <typename T>
+__device__ inline uint32_t pack(float low, float high) {
+  T first, second;
+  from_float(low, first);
+  from_float(high, second);
+  return static_cast<uint32_t>(first.bits) | static_cast<uint32_t>(second.bits) << 16;
+}
+
+// Lane t of four holds column t of a 4 x 4 matrix of words and gets its row t.
+__device__ inline void transpose_words(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (lane_index() & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & bit) == 0) {
+        const uint32_t received = exchange(upper ? words[i] : words[i | bit], bit);
+        words[i] = upper ? received : words[i];
+        words[i | bit] = upper ? words[i | bit] : received;
+      }
+    }
+  }
+}
+
+// Writes the warp's part of rows [0, rows) and columns [0, columns) from `out`, the block's first element.
+template <typename T>
+__device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows, int columns, bool aligned) {
+  if (!aligned) {
+    sum.for_each([&](int row, int column, float value) {
+      row += delta_row();
+      column += delta_column();
+      if (row < rows && column < columns) {
+        from_float(value, out[row * stride + column]);
+      }
+    });
+    return;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = delta_row() + fragment_row() + 8 * half;
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int n = 0; n < kDeltaBlocks; ++n) {
+        const int column = delta_column() + 8 * n + fragment_column();
+        if (row < rows && column < columns) {
+          struct alignas(8) Pair {
+            float low, high;
+          };
+          *reinterpret_cast<Pair*>(out + row * stride + column) = {sum.value[0][n][2 * half],
+                                                                   sum.value[0][n][2 * half + 1]};
+        }
+      }
+    } else {
+      Bytes16 words;
+#pragma unroll
+      for (int n = 0; n < kDeltaBlocks; ++n) {
+        words.word[n] = pack<T>(sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]);
+      }
+      transpose_words(words.word);
+      const int column = delta_column() + 8 * (lane_index() % 4);
+      if (row < rows && column < columns) {
+        *reinterpret_cast<Bytes16*>(out + row * stride + column) = words;
+      }
+    }
+  }
+}
+
+}  // namespace mlora::cuda

@@ -1,0 +1,136 @@
+// y = bias + s F of one tile and a few blocks of columns; also dx = drop'(ds F) where no gradient is made.
+#include "cuda/delta.cuh"
+#include "cuda/dispatch.cuh"
+#include "cuda/factor_tile.cuh"
+
+namespace mlora::cuda {
+namespace {
+
+// Blocks of a multiprocessor whose registers suffice without spilling.
+template <typename T, int kRanks>
+constexpr int kBlocks = sizeof(T) == 2 && kRanks <= 16 ? 3 : 2;
+
+constexpr int kExpandBlocks = 4;  // blocks of columns that a program takes one after the other
+constexpr int kStages = 2;
+
+template <typename T, int kRanks>
+struct ExpandShape {
+  static constexpr bool kPanels = kRanks == widest_panel(sizeof(T) == 4 ? Scalar::kFloat : Scalar::kHalf);
+  static constexpr int kSTiles = kPanels ? kStages : 1;
+  static constexpr int kSBytes = SharedTile<T, kRanks>::bytes(kTileRows);
+  static constexpr int kFactorBytes = SharedTile<T, kBlockColumns>::bytes(kRanks);
+  static constexpr int kShared = kSTiles * kSBytes + kStages * kFactorBytes;
+};
+
+template <typename T>
+__device__ inline void start_with_bias(Delta& sum, const T* bias, int columns) {
+  sum.clear();
+  if (bias != nullptr) {
+    sum.for_each([&](int, int column, float& value) {
+      if (delta_column() + column < columns) {
+        value = to_float(bias[delta_column() + column]);
+      }
+    });
+  }
+}
+
+// Each of a row's four lanes draws one block of eight columns.
+__device__ inline void drop_here(Delta& sum, const Dropout& dropout, uint32_t philox_row, int first_column) {
+  const int block = lane_index() % 4;
+  const uint32_t counter = static_cast<uint32_t>((first_column + delta_column()) / kCounterColumns + block);
+  uint32_t keep[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t row = philox_row + static_cast<uint32_t>(delta_row() + fragment_row() + 8 * half);
+    keep[half] = keep_byte(philox(dropout, row, counter), dropout.threshold) << (8 * block);
+    keep[half] |= exchange(keep[half], 1);
+    keep[half] |= exchange(keep[half], 2);
+  }
+  drop(sum, keep, dropout.keep_scale);
+}
+
+template <typename T, int kRanks>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(ExpandArguments arguments) {
+  using Shape = ExpandShape<T, kRanks>;
+  using Block = SharedTile<T, kBlockColumns>;
+  const Tile tile = arguments.tiles[block_x()];
+  if (tile.rows == 0) {
+    return;
+  }
+  const int first_block = block_y() * kExpandBlocks;
+  const int last_block = clamp(ceil_div(arguments.columns, kBlockColumns), first_block + kExpandBlocks);
+  const bool served = tile.adapter >= 0;
+  const FactorRow* row = arguments.factor.rows + (served ? tile.adapter : 0);
+  const int panels = served ? ceil_div(row->rank, kRanks) : 1;
+  const Dropout dropout = served ? dropout_of(arguments.dropout, tile.adapter) : Dropout{};
+  const T* s = static_cast<const T*>(arguments.s.data) + tile.row * arguments.s.stride;
+  const T* bias = static_cast<const T*>(arguments.bias);
+  const int steps = (last_block - first_block) * panels;
+  unsigned char* shared = shared_memory();
+  const auto s_of = [&](int step) {
+    return SharedTile<T, kRanks>{reinterpret_cast<T*>(shared + step % Shape::kSTiles * Shape::kSBytes)};
+  };
+  const auto factor_of = [&](int step) {
+    return Block{reinterpret_cast<T*>(shared + Shape::kSTiles * Shape::kSBytes +
+                                      step % kStages * Shape::kFactorBytes)};
+  };
+  FactorLoad<T, kRanks, kBlockColumns, (kRanks <= 16)> factor;
+  const auto fetch = [&](int step) {
+    if (served && step < steps) {
+      const int column = (first_block + step / panels) * kBlockColumns;
+      const Panel<T> panel(arguments.factor, *row, step % panels, kRanks);
+      // where there is one panel, the tile of s stays
+      if (step < Shape::kSTiles || panels > 1) {
+        load_rows<kTileRows>(s_of(step), s + step % panels * kRanks, arguments.s.stride, tile.rows,
+                             panel.ranks, arguments.s.aligned, kTileRows, whole_blocks(panel.ranks));
+      }
+      factor.begin(factor_of(step), panel, column, arguments.columns - column);
+    }
+    commit_copies();
+  };
+  const auto finish = [&](int step) {
+    if (served && step < steps) {
+      factor.end(factor_of(step), Panel<T>(arguments.factor, *row, step % panels, kRanks));
+    }
+  };
+
+  Delta sum;
+  fetch(0);
+  finish(0);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int column = (first_block + step / panels) * kBlockColumns;
+    const int columns = arguments.columns - column;
+    wait_copies<0>();
+    synchronize();
+    fetch(step + 1);
+    if (step % panels == 0) {
+      start_with_bias(sum, bias == nullptr ? nullptr : bias + column, columns);
+    }
+    if (served) {
+      add_delta(sum, s_of(step), factor_of(step), panel_ranks(row->rank, step % panels, kRanks));
+    }
+    finish(step + 1);
+    if (step % panels == panels - 1) {
+      if (dropout.threshold != 0) {
+        drop_here(sum, dropout, tile.philox_row, column);
+      }
+      T* out = static_cast<T*>(arguments.out.data) + tile.row * arguments.out.stride + column;
+      store_delta(sum, out, arguments.out.stride, tile.rows, columns, arguments.out.aligned);
+    }
+  }
+}
+
+}  // namespace
+
+int launch_expand(const ExpandArguments& arguments, const Queue& queue) {
+  return for_panel(arguments.type, arguments.ranks, [&](auto number, auto width) {
+    using T = decltype(number);
+    constexpr int kRanks = decltype(width)::value;
+    const Grid grid = {arguments.tile_count, ceil_div(arguments.columns, kBlockColumns * kExpandBlocks)};
+    return launch(expand_kernel<T, kRanks>, grid, kThreads, ExpandShape<T, kRanks>::kShared, queue.stream,
+                  queue.device, arguments);
+  });
+}
+
+}  // namespace mlora::cuda

@@ -1,0 +1,32 @@
+// Where the factors F [r, d] of the adapters and their gradients lie, as docs/gpu.md lays it down.
+#pragma once
+
+#include "cuda/host_device.h"
+#include "params.h"
+
+namespace mlora::cuda {
+
+struct FactorRow {
+  int64_t offset;
+  int64_t rank_stride;
+  int64_t column_stride;
+  int64_t rank;
+  int64_t grad_offset;
+  int64_t grad_rank_stride;
+  int64_t grad_column_stride;
+  int64_t unused;
+};
+
+struct FactorTable {
+  const void* base;
+  const FactorRow* rows;
+  Scalar type;
+};
+
+// The ranks that panel `panel` of `width` ranks holds of an adapter.
+MLORA_HD int panel_ranks(int64_t rank, int panel, int width) {
+  const int64_t left = rank - int64_t{panel} * width;
+  return static_cast<int>(left < 0 ? 0 : left < width ? left : width);
+}
+
+}  // namespace mlora::cuda

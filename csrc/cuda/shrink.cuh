@@ -1,0 +1,144 @@
+// out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, column split and panel of ranks.
+#pragma once
+
+#include "cuda/dropout_tile.cuh"
+#include "cuda/factor_tile.cuh"
+#include "cuda/fragments.cuh"
+
+namespace mlora::cuda {
+
+// Warps share a tile by rows and ranks. Two warps have the same place there: one sums the columns of even
+// runs of 32, the other those of odd runs, whatever the panel's width, so that no bit depends on batch-mates'
+// ranks.
+template <typename T, int kRanks>
+struct ShrinkShape {
+  static constexpr int kColumns = (kRanks > 64 ? 128 : 256) / static_cast<int>(sizeof(T));
+  static constexpr int kStages = 3;
+  static constexpr int kWarpsK = 2;
+  static constexpr int kDepth = 32;
+  static constexpr int kWarpsN = kRanks >= 64 ? 2 : 1;
+  static constexpr int kWarpsM = kThreads / 32 / (kWarpsK * kWarpsN);
+  static constexpr int kM = kTileRows / 16 / kWarpsM;
+  static constexpr int kN = kRanks / 8 / kWarpsN;
+  // whether fp32 numbers of the next factor tile wait in registers during the products
+  static constexpr bool kDefer = kRanks <= 16;
+  static constexpr int kRowBytes = SharedTile<T, kColumns>::bytes(kTileRows);
+  static constexpr int kStageBytes = kRowBytes + SharedTile<T, kColumns>::bytes(kRanks);
+  static constexpr int kSumBytes = kWarpsK * kTileRows * kRanks * 4;
+  static constexpr int kShared = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
+};
+
+// Writes value(row, rank) to the panel's columns of the result.
+template <typename T, typename Function>
+__device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile& tile, int split, int first,
+                                    int width, Function&& value) {
+  for (int index = thread_index(); index < tile.rows * width; index += kThreads) {
+    const int row = index / width;
+    const int rank = index % width;
+    const int64_t place = int64_t{tile.row + row} * arguments.ranks + first + rank;
+    if (arguments.partial) {
+      const int64_t offset = int64_t{split} * arguments.total_rows * arguments.ranks;
+      static_cast<float*>(arguments.out)[offset + place] = value(row, rank);
+    } else {
+      from_float(value(row, rank), static_cast<T*>(arguments.out)[place]);
+    }
+  }
+}
+
+template <typename T, int kRanks, bool kDrops>
+__device__ inline void shrink_program(const ShrinkArguments& arguments, int tile_index, int split,
+                                      int panel_index) {
+  using Shape = ShrinkShape<T, kRanks>;
+  using Stage = SharedTile<T, Shape::kColumns>;
+  const Tile tile = arguments.tiles[tile_index];
+  const int first_rank = panel_index * kRanks;
+  const int width = clamp(arguments.ranks - first_rank, kRanks);
+  if (tile.rows == 0) {
+    return;
+  }
+  if (tile.adapter < 0 || arguments.factor.rows[tile.adapter].rank <= first_rank) {
+    write_shrunk<T>(arguments, tile, split, first_rank, width, [](int, int) { return 0.0f; });
+    return;
+  }
+  const Panel<T> panel(arguments.factor, arguments.factor.rows[tile.adapter], panel_index, kRanks);
+  const Dropout dropout = kDrops ? dropout_of(arguments.dropout, tile.adapter) : Dropout{};
+  const int begin = split * kColumnSplit;
+  const int end = clamp(arguments.columns, begin + kColumnSplit);
+  const int steps = ceil_div(end - begin, Shape::kColumns);
+  const T* source = static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride;
+  unsigned char* shared = shared_memory();
+  const auto rows_of = [&](int stage) {
+    return Stage{reinterpret_cast<T*>(shared + stage * Shape::kStageBytes)};
+  };
+  const auto factor_of = [&](int stage) {
+    return Stage{reinterpret_cast<T*>(shared + stage * Shape::kStageBytes + Shape::kRowBytes)};
+  };
+  FactorLoad<T, kRanks, Shape::kColumns, Shape::kDefer> factor;
+  const auto fetch = [&](int step, int stage) {
+    if (step < steps) {
+      const int column = begin + step * Shape::kColumns;
+      load_rows<kTileRows>(rows_of(stage), source + column, arguments.rows.stride, tile.rows, end - column,
+                           arguments.rows.aligned);
+      factor.begin(factor_of(stage), panel, column, end - column);
+    }
+    commit_copies();
+  };
+  const auto finish = [&](int step, int stage) {
+    if (step < steps) {
+      factor.end(factor_of(stage), panel);
+    }
+  };
+
+  Fragment<Shape::kM, Shape::kN> sum;
+  sum.clear();
+  const int warp = warp_index();
+  const int part = warp / (Shape::kWarpsM * Shape::kWarpsN);
+  const int m = warp % Shape::kWarpsM * 16 * Shape::kM;
+  const int n = warp / Shape::kWarpsM % Shape::kWarpsN * 8 * Shape::kN;
+#pragma unroll
+  for (int step = 0; step < Shape::kStages - 1; ++step) {
+    fetch(step, step);
+    finish(step, step);
+  }
+  int stage = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    KeepBits<T, kTileRows, Shape::kColumns> keep;
+    if (dropout.threshold != 0) {
+      keep.draw(dropout, tile.philox_row, begin + step * Shape::kColumns);
+    }
+    wait_copies<Shape::kStages - 2>();
+    if (dropout.threshold != 0) {
+      keep.apply(rows_of(stage));
+    }
+    synchronize();
+    const int free_stage = stage == 0 ? Shape::kStages - 1 : stage - 1;
+    fetch(step + Shape::kStages - 1, free_stage);
+#pragma unroll
+    for (int k = 0; k < Shape::kColumns; k += Shape::kWarpsK * Shape::kDepth) {
+      add_product<Ranks::kColumns, true, true, Shape::kDepth>(sum, rows_of(stage), m, factor_of(stage), n,
+                                                              k + part * Shape::kDepth, panel.ranks);
+    }
+    finish(step + Shape::kStages - 1, free_stage);
+    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+  }
+
+  wait_copies<0>();
+  synchronize();
+  float* sums = reinterpret_cast<float*>(shared);
+  sum.for_each([&](int row, int rank, float value) {
+    sums[(part * kTileRows + m + row) * kRanks + n + rank] = value;
+  });
+  synchronize();
+  const float scale = arguments.scaling[tile.adapter] * dropout.keep_scale;
+  write_shrunk<T>(arguments, tile, split, first_rank, width, [&](int row, int rank) {
+    float value = 0.0f;
+#pragma unroll
+    for (int k = 0; k < Shape::kWarpsK; ++k) {
+      value += sums[(k * kTileRows + row) * kRanks + rank];
+    }
+    return rank < panel.ranks ? scale * value : 0.0f;
+  });
+}
+
+}  // namespace mlora::cuda

@@ -1,0 +1,70 @@
+"""Builds the CUDA kernels and their launcher for the CPU, with `emulator.h` in place of the machine.
+
+Loading the result gives the `cuda_*` operators to CPU tensors.
+"""
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+import mlora_ext  # noqa: F401  (declares the operators)
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "emulated"
+HERE = Path(__file__).parent
+KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+SOURCES = [*KERNELS, ROOT / "csrc/cuda/launch.cpp", HERE / "emulator.cpp"]
+FLAGS = [
+    "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
+    "-DMLORA_EMULATE", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
+]  # fmt: skip
+
+
+def missing() -> str:
+    """What the emulator lacks here; empty if nothing."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "needs Linux on x86-64"
+    return "" if shutil.which("g++") else "needs g++"
+
+
+def build() -> Path:
+    """The library, compiled unless these very sources have been; others are removed."""
+    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("emulator.*")]
+    digest = hashlib.sha256(" ".join([torch.__version__, *FLAGS]).encode())
+    for path in sorted({*headers, *SOURCES}):
+        digest.update(path.read_bytes())
+    library = BUILD / f"{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    compiler = ["g++", *FLAGS, f"-I{ROOT / 'csrc'}", f"-I{HERE}", *folders]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder, ThreadPoolExecutor(2) as pool:
+
+        def compile_one(source: Path) -> Path:
+            out = Path(folder) / f"{source.stem}.o"
+            subprocess.run([*compiler, "-x", "c++", "-c", source, "-o", out], check=True)
+            return out
+
+        objects = list(pool.map(compile_one, SOURCES))
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        linked = Path(folder) / library.name
+        link = ["g++", "-shared", *objects, *libraries, "-Wl,--no-as-needed", "-ltorch", "-o", linked]
+        subprocess.run(link, check=True)
+        for other in BUILD.glob("*.so"):
+            other.unlink(missing_ok=True)
+        linked.rename(library)
+    return library
+
+
+def load() -> None:
+    """Register the emulated operators for CPU tensors, once per process."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("mlora_ext::cuda_plan", "CPU"):
+        torch.ops.load_library(build())

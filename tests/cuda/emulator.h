@@ -1,0 +1,134 @@
+// The operations of csrc/cuda/primitives.cuh on a CPU, for tests: each CUDA thread is a fiber.
+//
+// What is undefined on a GPU is made visible. Shared memory begins as NaN; asynchronous copies destroy their
+// destination at once and arrive at the wait; blocks run in a shuffled order, and threads in an order that
+// changes at every turn; threads that do not meet at a barrier or a warp's operation end the process.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda/numbers.h"
+
+#define MLORA_ISA emulated
+#include "cpu/scalars.h"
+
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+
+namespace mlora::cuda {
+
+int thread_index();
+int block_x();
+int block_y();
+int block_z();
+int grid_y();
+void synchronize();
+unsigned char* shared_memory();
+void copy_async(void* shared, const void* global, int bytes);
+void commit_copies();
+void wait_for_copies(int pending);
+uint32_t exchange(uint32_t value, int bit);
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return cpu::emulated::to_float(cpu::emulated::BF16{value.bits}); }
+inline float to_float(Half value) { return cpu::emulated::to_float(cpu::emulated::Half{value.bits}); }
+inline void from_float(float value, float& out) { out = value; }
+inline void from_float(float value, BFloat16& out) {
+  cpu::emulated::BF16 result;
+  cpu::emulated::from_float(value, &result);
+  out.bits = result.bits;
+}
+inline void from_float(float value, Half& out) {
+  cpu::emulated::Half result;
+  cpu::emulated::from_float(value, &result);
+  out.bits = result.bits;
+}
+
+template <int kPending>
+void wait_copies() {
+  wait_for_copies(kPending);
+}
+
+// Called by all 32 lanes of a warp: the last one to arrive runs `work` on the operands of all.
+using WarpWork = void (*)(void* const* operands);
+void meet(WarpWork work, void* operands);
+
+struct MatrixLanes {
+  uint32_t* out;
+  const void* row;
+};
+void load_matrices_work(void* const* operands);
+void load_transposed_matrices_work(void* const* operands);
+
+template <bool kTranspose>
+void load_matrices(uint32_t (&out)[4], const void* row) {
+  MatrixLanes lanes{out, row};
+  meet(kTranspose ? load_transposed_matrices_work : load_matrices_work, &lanes);
+}
+
+struct ProductLanes {
+  float* sum;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+// sum [16, 8] += a [16, 16] b [16, 8] in the register layouts of mma.m16n8k16
+template <typename T>
+void multiply_work(void* const* operands) {
+  const auto half = [](uint32_t word, int odd) {
+    return to_float(T{static_cast<uint16_t>(odd != 0 ? word >> 16 : word)});
+  };
+  float a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const ProductLanes& own = *static_cast<ProductLanes*>(operands[lane]);
+    const int group = lane / 4, pair = lane % 4 * 2;
+    for (int odd = 0; odd < 2; ++odd) {
+      for (int i = 0; i < 4; ++i) {
+        a[group + i % 2 * 8][pair + odd + i / 2 * 8] = half(own.a[i], odd);
+      }
+      b[pair + odd][group] = half(own.b[0], odd);
+      b[pair + odd + 8][group] = half(own.b[1], odd);
+    }
+  }
+  for (int row = 0; row < 16; ++row) {
+    float sums[8] = {};
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < 8; ++column) {
+        sums[column] += a[row][k] * b[k][column];
+      }
+    }
+    for (int column = 0; column < 8; ++column) {
+      const ProductLanes& own = *static_cast<ProductLanes*>(operands[row % 8 * 4 + column / 2]);
+      own.sum[row / 8 * 2 + column % 2] += sums[column];
+    }
+  }
+}
+
+template <typename T>
+void multiply(T, float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  ProductLanes lanes{sum, a, {b0, b1}};
+  meet(multiply_work<T>, &lanes);
+}
+
+struct Grid {
+  int64_t x = 1;
+  int64_t y = 1;
+  int64_t z = 1;
+};
+
+void run_grid(const Grid& grid, int threads, int shared_bytes, void (*run)(const void*), const void* call);
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, void*, int,
+           const Arguments&... arguments) {
+  const auto call = [&] { kernel(arguments...); };
+  run_grid(grid, threads, shared_bytes, [](const void* f) { (*static_cast<decltype(call)*>(f))(); }, &call);
+  return 0;
+}
+
+}  // namespace mlora::cuda

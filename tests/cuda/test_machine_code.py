@@ -1,0 +1,46 @@
+"""The compiled CUDA kernels spill nothing, and the 16-bit ones multiply with matrix instructions."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlora_ext import _C, _ops
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import code_cuda
+
+TARGETS = ["sm_80", "sm_90a", "sm_100", "sm_120"]
+PRODUCTS = ["shrink", "expand", "read_dy", "read_x"]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[code_cuda.Kernel]:
+    if not _C.build_info()["cuda"]:
+        pytest.skip("the library was built without CUDA")
+    if code_cuda.cuobjdump() is None:
+        pytest.skip("there is no cuobjdump, neither on PATH nor in the package triton")
+    return code_cuda.kernels(_ops.LIBRARY)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_kernel_spills(kernels: list[code_cuda.Kernel], target: str) -> None:
+    here = [kernel for kernel in kernels if kernel.architecture == target]
+    names = {kernel.name.split("<")[0] for kernel in here}
+    assert names >= {*PRODUCTS, "plan", "reduce_rows", "reduce_gradients", "dropout_mask"}
+    for kernel in here:
+        assert (kernel.local_bytes, kernel.local_accesses) == (0, 0), kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_are_matrix_instructions(kernels: list[code_cuda.Kernel], target: str) -> None:
+    sixteen_bit = [
+        kernel
+        for kernel in kernels
+        if kernel.architecture == target
+        and kernel.name.split("<")[0] in PRODUCTS
+        and ("BFloat16" in kernel.name or "Half" in kernel.name)
+    ]
+    assert len(sixteen_bit) == len(PRODUCTS) * 2 * 4, "four panel widths of two dtypes"
+    for kernel in sixteen_bit:
+        assert kernel.matrix.total() > 0, kernel
