@@ -71,14 +71,14 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "cuda_expand(Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor? bias, Tensor(a!) y) -> ()");
   library.def(
       "cuda_read_dy(Tensor dy, Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
-      "Tensor scaling, bool need_ds, bool need_gradient, Tensor(a!) ds, Tensor(b!) gradient, "
+      "Tensor scaling, bool need_ds, bool need_gradient, bool add, Tensor(a!) ds, Tensor(b!) gradient, "
       "Tensor(c!) partial) -> ()");
   library.def(
       "cuda_read_x(Tensor x, Tensor ds, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
       "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx, bool need_gradient, "
-      "Tensor(a!) dx, Tensor(b!) gradient, Tensor(c!) partial) -> ()");
+      "bool add, bool add_dx, Tensor(a!) dx, Tensor(b!) gradient, Tensor(c!) partial) -> ()");
   library.def(
-      "cuda_reduce_gradients(Tensor partial, Tensor table, Tensor groups, int columns, "
+      "cuda_reduce_gradients(Tensor partial, Tensor table, Tensor groups, int columns, bool add, "
       "Tensor(a!) gradient) -> ()");
 }
 

@@ -56,6 +56,18 @@ __device__ inline void transpose_words(uint32_t (&words)[4]) {
   }
 }
 
+// Adds what `out` holds to the warp's part.
+template <typename T>
+__device__ inline void add_existing(Delta& sum, const T* out, int64_t stride, int rows, int columns) {
+  sum.for_each([&](int row, int column, float& value) {
+    row += delta_row();
+    column += delta_column();
+    if (row < rows && column < columns) {
+      value += to_float(out[row * stride + column]);
+    }
+  });
+}
+
 // Writes the warp's part of rows [0, rows) and columns [0, columns) from `out`, the block's first element.
 template <typename T>
 __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows, int columns, bool aligned) {

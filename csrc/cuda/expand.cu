@@ -116,6 +116,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
         drop_here(sum, dropout, tile.philox_row, column);
       }
       T* out = static_cast<T*>(arguments.out.data) + tile.row * arguments.out.stride + column;
+      if (arguments.add) {
+        add_existing(sum, out, arguments.out.stride, tile.rows, columns);
+      }
       store_delta(sum, out, arguments.out.stride, tile.rows, columns, arguments.out.aligned);
     }
   }

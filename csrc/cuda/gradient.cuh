@@ -37,9 +37,11 @@ __device__ inline void write_gradient(const GradientArguments& arguments, const 
   const int64_t place =
       factor.grad_offset + rank * factor.grad_rank_stride + column * factor.grad_column_stride;
   if (sizeof(T) != 4 && arguments.factor.type == Scalar::kFloat) {
-    static_cast<float*>(arguments.gradient)[place] = value;
+    float& out = static_cast<float*>(arguments.gradient)[place];
+    out = arguments.add ? out + value : value;
   } else {
-    from_float(value, static_cast<T*>(arguments.gradient)[place]);
+    T& out = static_cast<T*>(arguments.gradient)[place];
+    from_float(arguments.add ? to_float(out) + value : value, out);
   }
 }
 
@@ -66,7 +68,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const int columns = clamp(arguments.columns - first_column, kBlockColumns);
   const bool need_dx = kDx && arguments.dx.data != nullptr;
   if (split.adapter < 0) {
-    if (need_dx) {
+    if (need_dx && !arguments.add_dx) {
       clear_dx<T>(arguments, split, first_column, columns);
     }
     return;
@@ -148,6 +150,9 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
         drop(delta, kept, dropout.keep_scale);
       }
       T* out = static_cast<T*>(arguments.dx.data) + tiles[i].row * arguments.dx.stride + first_column;
+      if (arguments.add_dx) {
+        add_existing(delta, out, arguments.dx.stride, tiles[i].rows, columns);
+      }
       store_delta(delta, out, arguments.dx.stride, tiles[i].rows, columns, arguments.dx.aligned);
     }
   }

@@ -39,7 +39,7 @@ struct ShrinkArguments {
   DropoutTables dropout;
   void* out;  // [T, R], or fp32 [column splits, T, R] where `partial`
   bool partial;
-  int total_rows;
+  int64_t split_stride;
   int columns;
   int ranks;
 };
@@ -55,6 +55,7 @@ struct ExpandArguments {
   Rows out;               // [T, d]
   int columns;
   int ranks;
+  bool add;  // to what `out` holds
 };
 
 struct GradientArguments {
@@ -72,6 +73,8 @@ struct GradientArguments {
   Rows dx;                // [T, d]; null where it is not wanted
   int columns;
   int ranks;
+  bool add;     // to what `gradient` holds
+  bool add_dx;  // to what `dx` holds
 };
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
@@ -84,7 +87,8 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue);
 int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar type, void* out,
                        const Queue& queue);
 int launch_reduce_gradients(const float* partial, const FactorTable& factor, const Group* groups,
-                            int adapters, int ranks, int columns, void* gradient, const Queue& queue);
+                            int adapters, int ranks, int columns, void* gradient, bool add,
+                            const Queue& queue);
 
 // The widest panel of ranks that a kernel holds.
 constexpr int kFloatRanks = 64;

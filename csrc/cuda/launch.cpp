@@ -37,7 +37,11 @@ ShrinkArguments shrink_arguments(const Tensor& rows, const FactorTable& factor, 
                                  const Tensor& scaling, const DropoutTables& dropout, const Tensor& out) {
   const int64_t splits = ceil_div(rows.size(1), kColumnSplit);
   const bool partial = splits > 1;
-  check_dense(out, "out", partial ? 3 : 2, partial ? ScalarType::Float : rows.scalar_type());
+  MLORA_CHECK(out.dim() == (partial ? 3 : 2), "out: expected ", partial ? 3 : 2, " dimensions, got shape ",
+              shape_of(out));
+  const int64_t split_stride = partial ? out.stride(0) : 0;
+  check_dense(partial ? torch::stable::select(out, 0, 0) : out, "out", 2,
+              partial ? ScalarType::Float : rows.scalar_type());
   check_dense(scaling, "scaling", 1, ScalarType::Float);
   MLORA_CHECK(out.size(partial ? 1 : 0) == rows.size(0) && (!partial || out.size(0) == splits),
               "out: expected ", splits, " parts of ", rows.size(0), " rows, got shape ", shape_of(out));
@@ -50,7 +54,7 @@ ShrinkArguments shrink_arguments(const Tensor& rows, const FactorTable& factor, 
           dropout,
           out.mutable_data_ptr(),
           partial,
-          static_cast<int>(rows.size(0)),
+          split_stride,
           static_cast<int>(rows.size(1)),
           static_cast<int>(out.size(partial ? 2 : 1))};
 }
@@ -93,12 +97,13 @@ void expand(const Tensor& s, const Tensor& factor, const Tensor& table, const Te
                                      {},
                                      rows_of(y, "y"),
                                      static_cast<int>(y.size(1)),
-                                     static_cast<int>(s.size(1))};
+                                     static_cast<int>(s.size(1)),
+                                     false};
   check_launch(launch_expand(arguments, queue_of(s)), "expand");
 }
 
 GradientArguments gradient_arguments(const Tensor& rows, const Tensor& s, const FactorTable& factor,
-                                     const Tensor& tiles, const Tensor& splits, bool need_gradient,
+                                     const Tensor& tiles, const Tensor& splits, bool need_gradient, bool add,
                                      const Tensor& gradient, const Tensor& partial) {
   MLORA_CHECK(s.scalar_type() == rows.scalar_type() && s.size(0) == rows.size(0), "s: expected ",
               rows.size(0), " rows of ", dtype_name(rows.scalar_type()), ", got ",
@@ -115,24 +120,25 @@ GradientArguments gradient_arguments(const Tensor& rows, const Tensor& s, const 
   arguments.columns = static_cast<int>(rows.size(1));
   arguments.ranks = static_cast<int>(s.size(1));
   if (need_gradient) {
-    check_dense(gradient, "gradient", 1, gradient.scalar_type());
-    MLORA_CHECK(scalar_of(gradient.scalar_type()) == factor.type,
+    MLORA_CHECK(on_device(gradient) && is_scalar(gradient.scalar_type()) &&
+                    scalar_of(gradient.scalar_type()) == factor.type,
                 "gradient: expected the factor's dtype, got ", dtype_name(gradient.scalar_type()));
     check_dense(partial, "partial", 3, ScalarType::Float);
     MLORA_CHECK(partial.size(0) == 0 || (partial.size(1) == s.size(1) && partial.size(2) == rows.size(1)),
                 "partial: expected [slots, ", s.size(1), ", ", rows.size(1), "], got ", shape_of(partial));
     arguments.gradient = gradient.mutable_data_ptr();
     arguments.partial = static_cast<float*>(partial.mutable_data_ptr());
+    arguments.add = add;
   }
   return arguments;
 }
 
 void read_dy(const Tensor& dy, const Tensor& s, const Tensor& factor, const Tensor& table,
              const Tensor& tiles, const Tensor& splits, const Tensor& scaling, bool need_ds,
-             bool need_gradient, Tensor ds, Tensor gradient, Tensor partial) {
+             bool need_gradient, bool add, Tensor ds, Tensor gradient, Tensor partial) {
   const FactorTable factors = factor_of(factor, table, dy.scalar_type());
   const GradientArguments gradients =
-      gradient_arguments(dy, s, factors, tiles, splits, need_gradient, gradient, partial);
+      gradient_arguments(dy, s, factors, tiles, splits, need_gradient, add, gradient, partial);
   const ShrinkArguments shrunk =
       need_ds ? shrink_arguments(dy, factors, tiles, scaling, {}, ds) : ShrinkArguments{};
   MLORA_CHECK(!need_ds || shrunk.ranks == gradients.ranks, "ds: expected ", gradients.ranks,
@@ -143,27 +149,27 @@ void read_dy(const Tensor& dy, const Tensor& s, const Tensor& factor, const Tens
 void read_x(const Tensor& x, const Tensor& ds, const Tensor& factor, const Tensor& table, const Tensor& tiles,
             const Tensor& splits, const std::optional<Tensor>& dropout_p,
             const std::optional<Tensor>& dropout_rng, const std::optional<Tensor>& layer, bool need_dx,
-            bool need_gradient, Tensor dx, Tensor gradient, Tensor partial) {
+            bool need_gradient, bool add, bool add_dx, Tensor dx, Tensor gradient, Tensor partial) {
   GradientArguments arguments = gradient_arguments(x, ds, factor_of(factor, table, x.scalar_type()), tiles,
-                                                   splits, need_gradient, gradient, partial);
+                                                   splits, need_gradient, add, gradient, partial);
   arguments.dropout = dropout_of(dropout_p, dropout_rng, layer, table.size(0));
   if (need_dx) {
     check_dense(dx, "dx", 2, x.scalar_type());
     MLORA_CHECK(dx.size(0) == x.size(0) && dx.size(1) == x.size(1), "dx: expected shape ", shape_of(x),
                 ", got ", shape_of(dx));
     arguments.dx = rows_of(dx, "dx");
+    arguments.add_dx = add_dx;
   }
   check_launch(launch_read_x(arguments, queue_of(x)), "read_x");
 }
 
 void reduce_gradients(const Tensor& partial, const Tensor& table, const Tensor& groups, int64_t columns,
-                      Tensor gradient) {
+                      bool add, Tensor gradient) {
   check_dense(partial, "partial", 3, ScalarType::Float);
   check_table(groups, "groups", 4, ScalarType::Int);
   check_table(table, "table", 8, ScalarType::Long);
-  check_dense(gradient, "gradient", 1, gradient.scalar_type());
-  MLORA_CHECK(is_scalar(gradient.scalar_type()), "gradient: expected dtype Float, BFloat16 or Half, got ",
-              dtype_name(gradient.scalar_type()));
+  MLORA_CHECK(on_device(gradient) && is_scalar(gradient.scalar_type()),
+              "gradient: expected dtype Float, BFloat16 or Half, got ", dtype_name(gradient.scalar_type()));
   MLORA_CHECK(groups.size(0) == table.size(0), "groups: expected ", table.size(0), " rows, got ",
               groups.size(0));
   if (partial.size(0) == 0) {
@@ -177,7 +183,7 @@ void reduce_gradients(const Tensor& partial, const Tensor& table, const Tensor& 
       launch_reduce_gradients(static_cast<const float*>(partial.const_data_ptr()), factor,
                               static_cast<const Group*>(groups.const_data_ptr()),
                               static_cast<int>(groups.size(0)), static_cast<int>(partial.size(1)),
-                              static_cast<int>(columns), gradient.mutable_data_ptr(), queue_of(partial)),
+                              static_cast<int>(columns), gradient.mutable_data_ptr(), add, queue_of(partial)),
       "reduce_gradients");
 }
 

@@ -34,9 +34,9 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
   GradientArguments gradient = arguments;
   if (need_dx && !(need_gradient && one_panel)) {
     // dx alone, or a sum over several panels of ranks, which no program of the gradient holds
-    const ExpandArguments dx = {arguments.type,       arguments.s,    arguments.factor,  arguments.tiles,
-                                arguments.tile_count, nullptr,        arguments.dropout, arguments.dx,
-                                arguments.columns,    arguments.ranks};
+    const ExpandArguments dx = {arguments.type,       arguments.s,     arguments.factor,  arguments.tiles,
+                                arguments.tile_count, nullptr,         arguments.dropout, arguments.dx,
+                                arguments.columns,    arguments.ranks, arguments.add_dx};
     const int error = launch_expand(dx, queue);
     if (error != 0) {
       return error;

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kReduceThreads)
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_gradients_kernel(const float* partial, const FactorRow* rows, const Group* groups, int ranks,
-                            int columns, T* gradient) {
+                            int columns, T* gradient, bool add) {
   const Group group = groups[block_z()];
   const FactorRow factor = rows[block_z()];
   const int rank = block_y();
@@ -38,9 +38,8 @@ __global__ void __launch_bounds__(kReduceThreads)
     const int64_t slot = group.slot_begin + i;
     sum += partial[(slot * ranks + rank) * columns + column];
   }
-  from_float(
-      sum,
-      gradient[factor.grad_offset + rank * factor.grad_rank_stride + column * factor.grad_column_stride]);
+  T& out = gradient[factor.grad_offset + rank * factor.grad_rank_stride + column * factor.grad_column_stride];
+  from_float(add ? to_float(out) + sum : sum, out);
 }
 
 // f(pointer of the dtype)
@@ -64,12 +63,13 @@ int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar
 }
 
 int launch_reduce_gradients(const float* partial, const FactorTable& factor, const Group* groups,
-                            int adapters, int ranks, int columns, void* gradient, const Queue& queue) {
+                            int adapters, int ranks, int columns, void* gradient, bool add,
+                            const Queue& queue) {
   return for_pointer(factor.type, gradient, [&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;
     const Grid grid = {ceil_div(columns, kReduceThreads), ranks, adapters};
     return launch(reduce_gradients_kernel<T>, grid, kReduceThreads, 0, queue.stream, queue.device, partial,
-                  factor.rows, groups, ranks, columns, data);
+                  factor.rows, groups, ranks, columns, data, add);
   });
 }
 

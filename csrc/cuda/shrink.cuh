@@ -37,8 +37,7 @@ __device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile
     const int rank = index % width;
     const int64_t place = int64_t{tile.row + row} * arguments.ranks + first + rank;
     if (arguments.partial) {
-      const int64_t offset = int64_t{split} * arguments.total_rows * arguments.ranks;
-      static_cast<float*>(arguments.out)[offset + place] = value(row, rank);
+      static_cast<float*>(arguments.out)[split * arguments.split_stride + place] = value(row, rank);
     } else {
       from_float(value(row, rank), static_cast<T*>(arguments.out)[place]);
     }

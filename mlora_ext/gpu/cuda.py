@@ -19,8 +19,15 @@ def _layer_of(dropout: Dropout | None, layer: int) -> _LayerDropout:
     return p, rng, layers.view(-1)[layer]
 
 
+def _rows_of(tensor: Tensor, layer: int, count: int) -> Tensor:
+    return tensor[layer * count : (layer + 1) * count]
+
+
 class CudaKernels:
-    """The backend's launches: one operator of the compiled library each."""
+    """The backend's launches: one operator of the compiled library each.
+
+    Its kernels serve one layer; layers that share x are launched one after the other, and add to one dx.
+    """
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
         made = Plan.empty(sizes, segments.device)
@@ -36,16 +43,15 @@ class CudaKernels:
         dropout: Dropout | None,
         out: Tensor,
     ) -> None:
-        count = plan.sizes.adapters
         for layer in range(out.shape[-3]):
-            table = factors.table[layer * count : (layer + 1) * count]
-            part = out.select(-3, layer)
-            torch.ops.mlora_ext.cuda_shrink(
-                rows, factors.first, table, plan.tiles, scaling, *_layer_of(dropout, layer), part
-            )
+            table = _rows_of(factors.table, layer, plan.sizes.adapters)
+            drop, part = _layer_of(dropout, layer), out.select(-3, layer)
+            torch.ops.mlora_ext.cuda_shrink(rows, factors.first, table, plan.tiles, scaling, *drop, part)
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
-        torch.ops.mlora_ext.cuda_reduce_rows(partial, out)
+        rank = out.shape[-1]
+        parts = partial.view(partial.shape[0], out.numel() // max(rank, 1), rank)
+        torch.ops.mlora_ext.cuda_reduce_rows(parts, out.view(-1, rank))
 
     def expand(self, s: Tensor, factors: Factors, plan: Plan, bias: Tensor | None, y: Tensor) -> None:
         torch.ops.mlora_ext.cuda_expand(s, factors.first, factors.table, plan.tiles, bias, y)
@@ -72,7 +78,8 @@ class CudaKernels:
             scaling,
             ds is not None,
             gradient is not None,
-            s if ds is None else ds,
+            add,
+            s if ds is None else ds.select(-3, 0),
             factors.first if gradient is None else gradient,
             partial,
         )
@@ -89,24 +96,35 @@ class CudaKernels:
         partial: Tensor,
         add: bool,
     ) -> None:
-        torch.ops.mlora_ext.cuda_read_x(
-            x,
-            ds,
-            factors.first,
-            factors.table,
-            plan.tiles,
-            plan.splits,
-            *_layer_of(dropout, 0),
-            dx is not None,
-            gradient is not None,
-            x if dx is None else dx,
-            factors.first if gradient is None else gradient,
-            partial,
-        )
+        slots = plan.sizes.slots if len(partial) else 0
+        for layer in range(len(ds)):
+            torch.ops.mlora_ext.cuda_read_x(
+                x,
+                ds[layer],
+                factors.first,
+                _rows_of(factors.table, layer, plan.sizes.adapters),
+                plan.tiles,
+                plan.splits,
+                *_layer_of(dropout, layer),
+                dx is not None,
+                gradient is not None,
+                add,
+                layer > 0,
+                x if dx is None else dx,
+                factors.first if gradient is None else gradient,
+                _rows_of(partial, layer, slots),
+            )
 
     def reduce_gradients(
         self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor, add: bool
     ) -> None:
-        torch.ops.mlora_ext.cuda_reduce_gradients(
-            partial, factors.table, plan.groups, factors.width, gradient
-        )
+        count, slots = plan.sizes.adapters, plan.sizes.slots
+        for layer in range(len(factors.table) // count):
+            torch.ops.mlora_ext.cuda_reduce_gradients(
+                _rows_of(partial, layer, slots),
+                _rows_of(factors.table, layer, count),
+                plan.groups,
+                factors.width,
+                add,
+                gradient,
+            )

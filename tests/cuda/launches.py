@@ -118,18 +118,18 @@ def backward(
     ds = shrunk_like(dy, a.rank) if need_dx or need_da else dy.new_empty(0)
     partial_b = nan(plan.slots if need_db else 0, a.rank, b.d, dtype=torch.float32)
     OPS.cuda_read_dy(
-        dy, s, b.first, b.table, plan.tiles, plan.splits, scaling, ds.numel() > 0, need_db, ds, b.gradient,
-        partial_b,
+        dy, s, b.first, b.table, plan.tiles, plan.splits, scaling, ds.numel() > 0, need_db, False, ds,
+        b.gradient, partial_b,
     )  # fmt: skip
     dx = nan(len(x), x.shape[1], dtype=x.dtype) if need_dx else x.new_empty(0)
     if need_dx or need_da:
         partial_a = nan(plan.slots if need_da else 0, a.rank, a.d, dtype=torch.float32)
         OPS.cuda_read_x(
-            x, reduced(ds, dy.dtype), a.first, a.table, plan.tiles, plan.splits, *drop, need_dx, need_da, dx,
-            a.gradient, partial_a,
+            x, reduced(ds, dy.dtype), a.first, a.table, plan.tiles, plan.splits, *drop, need_dx, need_da,
+            False, False, dx, a.gradient, partial_a,
         )  # fmt: skip
         if need_da:
-            OPS.cuda_reduce_gradients(partial_a, a.table, plan.groups, a.d, a.gradient)
+            OPS.cuda_reduce_gradients(partial_a, a.table, plan.groups, a.d, False, a.gradient)
     if need_db:
-        OPS.cuda_reduce_gradients(partial_b, b.table, plan.groups, b.d, b.gradient)
+        OPS.cuda_reduce_gradients(partial_b, b.table, plan.groups, b.d, False, b.gradient)
     return dx

@@ -1,7 +1,9 @@
 """The backends that tests run on: on this machine's CPU all of them, on a GPU those of the GPU."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,24 @@ import torch
 import mlora_ext as mx
 from mlora_ext import segments
 
-BACKENDS = ["cpu", "triton", pytest.param("triton on a GPU", marks=pytest.mark.gpu)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
+import emulated
+
+BACKENDS = [
+    "cpu",
+    "triton",
+    "cuda",
+    pytest.param("triton on a GPU", marks=pytest.mark.gpu),
+    pytest.param("cuda on a GPU", marks=pytest.mark.gpu),
+]
 SMALL_TABLE = 8
+
+
+def load_emulator() -> None:
+    """Give the `cuda` backend CPU tensors, through the emulator of tests/cuda."""
+    if emulated.missing():
+        pytest.skip(emulated.missing())
+    emulated.load()
 
 
 @contextmanager
@@ -27,6 +45,8 @@ def serving(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.B
         if torch.cuda.is_available():
             pytest.skip("runs on the GPU of this machine instead")
         monkeypatch.setattr(segments, "SMALLEST_TABLE", SMALL_TABLE)
+    if name == "cuda" and not where:
+        load_emulator()
     torch.set_default_device("cuda" if where == "GPU" else None)
     try:
         with mx.use_backend(name):
