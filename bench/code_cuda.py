@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,28 +67,34 @@ def kernels(library: Path) -> list[Kernel]:
     if tool is None:
         raise FileNotFoundError("cuobjdump: neither on PATH nor in the package triton")
     found: dict[tuple[str, str], Kernel] = {}
-    for architecture, function, line in _functions(tool, "--dump-resource-usage", library):
+    for architecture, function, line in _functions([tool, "--dump-resource-usage", library]):
         if resources := _RESOURCES.search(line):
             registers, stack, shared, local = map(int, resources.groups())
             found[architecture, function] = Kernel(
                 _readable(function), architecture, registers, shared, stack + local
             )
-    for architecture, function, line in _functions(tool, "--dump-sass", library):
-        # a search in each of a million lines would take long
-        counted = "MMA" in line or "LDL" in line or "STL" in line
-        if counted and (instruction := _INSTRUCTION.match(line)):
-            kind = instruction[1].split(".")[0]
-            kernel = found[architecture, function]
-            kernel.local_accesses += kind in ("LDL", "STL")
-            if _MATRIX.match(kind):
-                kernel.matrix[kind] += 1
+    with ThreadPoolExecutor() as pool:
+
+        def count(architecture: str) -> None:
+            command = [tool, "--dump-sass", "--gpu-architecture", architecture, library]
+            for _, function, line in _functions(command):
+                # a search in each of a million lines would take long
+                counted = "MMA" in line or "LDL" in line or "STL" in line
+                if counted and (instruction := _INSTRUCTION.match(line)):
+                    kind = instruction[1].split(".")[0]
+                    kernel = found[architecture, function]
+                    kernel.local_accesses += kind in ("LDL", "STL")
+                    if _MATRIX.match(kind):
+                        kernel.matrix[kind] += 1
+
+        list(pool.map(count, sorted({architecture for architecture, _ in found})))
     return sorted(found.values(), key=lambda kernel: (kernel.architecture, kernel.name))
 
 
-def _functions(tool: str, option: str, library: Path) -> Iterator[tuple[str, str, str]]:
+def _functions(command: list[str | Path]) -> Iterator[tuple[str, str, str]]:
     """Architecture, function and line, for each line that belongs to a function."""
     architecture = function = ""
-    with subprocess.Popen([tool, option, library], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("arch = "):

@@ -1,6 +1,8 @@
 // s F of one tile and block of columns: what the low-rank part adds to y, and to dx.
 //
 // Eight warps share the 64 x 64 numbers: 16 rows and 32 columns each.
+//
+// Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
 
 #include "cuda/fragments.cuh"

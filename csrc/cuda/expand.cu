@@ -1,4 +1,6 @@
 // y = bias + s F of one tile and a few blocks of columns; also dx = drop'(ds F) where no gradient is made.
+//
+// Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #include "cuda/delta.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/factor_tile.cuh"

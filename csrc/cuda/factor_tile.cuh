@@ -1,4 +1,6 @@
 // Tiles of an adapter's factor in shared memory.
+//
+// Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
 
 #include "cuda/kernels.h"

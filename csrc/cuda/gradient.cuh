@@ -1,5 +1,7 @@
 // dF [r, d] = s^T rows of one split, block of columns and panel of ranks; with kDx s^T drop(rows), and
 // dx = drop'(s F) of the same rows and columns under the same masks.
+//
+// Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
 
 #include "cuda/delta.cuh"

@@ -1,4 +1,6 @@
 // out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, column split and panel of ranks.
+//
+// Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
 
 #include "cuda/dropout_tile.cuh"
