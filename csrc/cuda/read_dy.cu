@@ -8,7 +8,7 @@ namespace {
 
 // Blocks of a multiprocessor whose registers suffice without spilling.
 template <typename T, int kRanks>
-constexpr int kBlocks = sizeof(T) == 4 && kRanks > 32 ? 1 : 2;
+constexpr int kBlocks = kRanks * static_cast<int>(sizeof(T)) > 128 ? 1 : 2;
 
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
