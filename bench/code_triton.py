@@ -8,13 +8,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import code_cuda
 import torch
 import triton
-from code_report import KernelCode, read_binary
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -165,26 +165,29 @@ def compiled(launched: Launch, architecture: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", architecture, _WARP), options=launched.options)
 
 
-def report(architecture: int, variants: tuple[Variant, ...] = VARIANTS) -> list[KernelCode]:
+def report(
+    architecture: int, variants: tuple[Variant, ...] = VARIANTS
+) -> Iterator[tuple[str, code_cuda.Kernel]]:
     """Registers, memory and matrix instructions of every kernel.
 
     Args:
         architecture: 80 or 90.
         variants: of the call.
 
-    Returns:
-        One entry per kernel and variant.
+    Yields:
+        The variant's name and the kernel, whose shared memory is what its launch asks for.
+
+    Raises:
+        RuntimeError: if the kernels were defined for Triton's interpreter.
     """
     if launch.INTERPRETED:
         raise RuntimeError("the kernels were defined for Triton's interpreter: unset TRITON_INTERPRET")
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         for variant in variants:
             for launched in launches_of(variant, architecture):
                 kernel = compiled(launched, architecture)
                 file = Path(folder) / "kernel.cubin"
                 file.write_bytes(kernel.asm["cubin"])
-                (code,) = read_binary(file)
+                (code,) = code_cuda.kernels(file)
                 shared = max(code.shared_bytes, kernel.metadata.shared)
-                found.append(code.named(launched.kernel.__name__, variant.name, f"sm_{architecture}", shared))
-    return found
+                yield variant.name, replace(code, shared_bytes=shared, architecture=f"sm_{architecture}")
