@@ -58,10 +58,11 @@ def kernels(library: Path) -> list[Kernel]:
     """Every kernel in the library, for each architecture that it was built for; none if it has no CUDA code.
 
     Args:
-        library: a shared library or object file.
+        library: a shared library, object file or cubin, which does not name its architecture.
 
     Raises:
         FileNotFoundError: if there is no `cuobjdump`.
+        RuntimeError: if it cannot read the library.
     """
     tool = cuobjdump()
     if tool is None:
@@ -76,8 +77,9 @@ def kernels(library: Path) -> list[Kernel]:
     with ThreadPoolExecutor() as pool:
 
         def count(architecture: str) -> None:
-            command = [tool, "--dump-sass", "--gpu-architecture", architecture, library]
-            for _, function, line in _functions(command):
+            # a cubin has one target, and does not name it
+            chosen = ["--gpu-architecture", architecture] if architecture else []
+            for _, function, line in _functions([tool, "--dump-sass", *chosen, library]):
                 # a search in each of a million lines would take long
                 counted = "MMA" in line or "LDL" in line or "STL" in line
                 if counted and (instruction := _INSTRUCTION.match(line)):
@@ -103,6 +105,8 @@ def _functions(command: list[str | Path]) -> Iterator[tuple[str, str, str]]:
                 function = header[1]
             elif function:
                 yield architecture, function, line
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: exit code {process.returncode}")
 
 
 def _readable(symbol: str) -> str:

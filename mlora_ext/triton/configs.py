@@ -45,7 +45,7 @@ _FLOAT = {
     "read_x": Config(64, 8, 2, rows=16),
 }
 _TABLE = {
-    ("sm_80", 2): _HALF,
+    ("sm_80", 2): _HALF | {"read_x": Config(32, 4, 3)},
     ("sm_80", 4): _FLOAT,
     ("sm_90", 2): _HALF,
     ("sm_90", 4): _FLOAT,

@@ -11,11 +11,11 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 MATRIX_KERNELS = {"shrink", "expand", "read_dy", "read_x"}
 PROGRAM = """
-import dataclasses, json, sys
+import json, sys
 sys.path.insert(0, sys.argv[1])
 import code_triton
 found = code_triton.report(int(sys.argv[2]))
-print(json.dumps([{"variant": name, **dataclasses.asdict(code)} for name, code in found]))
+print(json.dumps([{"variant": name, **vars(code)} for name, code in found]))
 """
 SPECIALISED = """
 import json, sys
