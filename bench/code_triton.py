@@ -26,6 +26,7 @@ from mlora_ext.triton import launch
 KERNELS = ("plan", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 ARCHITECTURES = (80, 90)
 _WARP = 32
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -67,7 +68,7 @@ class Launch:
 
     kernel: Any
     arguments: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, int | bool]
 
 
 def launches_of(variant: Variant, architecture: int, rows: int = 128) -> list[Launch]:
@@ -118,9 +119,9 @@ class _Recorder:
         self.kernel, self.made = kernel, made
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def write_down(*positional: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+        def write_down(*positional: Any, **named: Any) -> None:
             arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
-            options = {"num_warps": num_warps, "num_stages": num_stages}
+            options = {key: named.pop(key) for key in _OPTIONS if key in named}
             self.made.append(Launch(self.kernel, arguments, options))
 
         return write_down

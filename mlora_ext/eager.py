@@ -45,8 +45,8 @@ def lora_linear(
     """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
 
     `packed` holds the weight for the forward and for the backward product; a compiled graph goes without.
-    With `accumulates`, backward adds to the `grad` of the adapters where all of them have one, in place and
-    past any hooks; only `Tensor.backward` may then be used, not `torch.autograd.grad`.
+    With `accumulates`, backward adds to the `grad` of fp32 adapters where all of them have one, in place and
+    past any hooks on their nodes; only `Tensor.backward` without `inputs=` may then be used.
     """
     check_library()
     if torch.compiler.is_compiling():
@@ -131,6 +131,7 @@ class _LoRASiblings(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             ys, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
         if True in ctx.needs_input_grad:
+            ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, s, *(layer.weight for layer in layers))
             ctx.layers, ctx.lora_a, ctx.batch, ctx.backend = layers, lora_a, batch, backend
             ctx.adapters, ctx.plan, ctx.accumulates = adapters, plan, accumulates
@@ -139,25 +140,41 @@ class _LoRASiblings(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *dys: Tensor | None):  # type: ignore[no-untyped-def]
         needs, n = ctx.needs_input_grad, len(ctx.lora_a)
+        nothing = [None] * len(needs)
+        used = [i for i, dy in enumerate(dys) if dy is not None]
+        if not used:
+            return tuple(nothing)
         if _versions(*ctx.adapters, *ctx.plan) != ctx.versions:
-            raise RuntimeError(_CHANGED.format("an adapter, or the plan"))
-        x, s, *weights = ctx.saved_tensors
-        layers = [replace(layer, weight=weight) for layer, weight in zip(ctx.layers, weights, strict=True)]
-        wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
-        into = Into()
-        if ctx.accumulates and all(needs[5:]) and (found := _existing(ctx.lora_a, ctx.adapters[n:])):
-            each = n // len(layers)
-            into = Into(found[0], [found[1][i : i + each] for i in range(0, n, each)])
-        rows = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys]
-        with torch._C._AutoDispatchBelowAutograd():
-            dx, da, db = gpu_operator(ctx.backend).backward(
-                rows, x, layers, ctx.lora_a, s, ctx.batch, wanted, into
+            raise RuntimeError(
+                _CHANGED.format(f"an adapter of {len(dys)} layers that share x, or their plan")
             )
-        none = [None] * n
-        dbs = [gradient for gradients in db for gradient in gradients]
-        return (dx if wanted[0] else None, None, None, None, None, *(da or none), *(dbs or none))
+        x, s, *weights = ctx.saved_tensors
+        each = n // len(dys)
+        wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
+        layers = [replace(ctx.layers[i], weight=weights[i]) for i in used]
+        lora_a = [a for i in used for a in ctx.lora_a[i * each : (i + 1) * each]]
+        into = Into()
+        if ctx.accumulates and all(needs[5:]):
+            found = _existing(lora_a, [b for layer in layers for b in layer.lora_b])
+            if found is not None:
+                into = Into(found[0], [found[1][i : i + each] for i in range(0, len(lora_a), each)])
+        batch = ctx.batch
+        if len(used) < len(dys):
+            s = s[used]
+            batch = replace(batch, layers=None if batch.layers is None else batch.layers[used])
+        rows = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys if dy is not None]
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, da, db = gpu_operator(ctx.backend).backward(rows, x, layers, lora_a, s, batch, wanted, into)
+        result: list[Tensor | None] = [dx if wanted[0] else None, *nothing[1:]]
+        for place, i in enumerate(used):
+            a, b = 5 + i * each, 5 + n + i * each
+            if da:
+                result[a : a + each] = da[place * each : (place + 1) * each]
+            if db[place]:
+                result[b : b + each] = db[place]
+        return tuple(result)
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
@@ -177,13 +194,20 @@ def _changed(ctx: Any) -> str:
 
 
 def _existing(lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> Gradients | None:
-    """The gradients of all adapters, if all have one of their own dtype and nobody listens to any."""
+    """The gradients of all adapters, if all are fp32, have one of plain memory, and nobody listens to any.
+
+    fp32, since adding before rounding differs from adding after it, and whether an adapter's gradient is
+    added here depends on its batch-mates.
+    """
+    found = []
     for parameter in (*lora_a, *lora_b):
-        grad = parameter.grad if parameter.is_leaf else None
-        if grad is None or grad.dtype != parameter.dtype or grad.is_sparse:
+        grad = parameter.grad if parameter.is_leaf and parameter.dtype is torch.float32 else None
+        if grad is None or grad.dtype != torch.float32 or grad.is_sparse:
+            return None
+        if not (grad.is_contiguous() or grad.t().is_contiguous()):
             return None
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return None
-    if len({p.dtype for p in lora_a}) > 1 or len({p.dtype for p in lora_b}) > 1:
-        return None
-    return [a.grad for a in lora_a], [b.grad for b in lora_b]  # type: ignore[misc]
+        found.append(grad)
+    torch.autograd.graph.increment_version(found)
+    return found[: len(lora_a)], found[len(lora_a) :]

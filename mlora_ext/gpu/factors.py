@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _KEPT_TABLES = 4096
+_ALIGNMENT = 16
 _Place = tuple[int, int, int, int]
 _Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
@@ -105,9 +106,9 @@ def _table(
             grad_place = (existing[index][0], *existing[index][2:])
         rows.append((offset, rank_stride, column_stride, rank, *grad_place, 0))
         shapes.append((shape, grad, place))
-        place += shape.numel()
+        place += -(-shape.numel() // _ALIGNMENT) * _ALIGNMENT
     dense = all(row[2] == 1 and row[6] == 1 for row in rows)
-    alignment = 16
+    alignment = _ALIGNMENT
     while any(value % alignment for row in rows for value in (row[0], row[1], row[4], row[5])):
         alignment //= 2
     return torch.tensor(rows, dtype=torch.int64).to(device), dense, alignment, tuple(shapes)

@@ -65,15 +65,17 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Into:
-    """Gradients that exist and are to be added to, as when micro-batches accumulate.
+    """Memory for gradients that exists already.
 
     Attributes:
         da: in the order of `lora_a`, or None.
         db: by layer, or None.
+        add: to what they hold, as when micro-batches accumulate.
     """
 
     da: Matrices | None = None
     db: Sequence[Matrices] | None = None
+    add: bool = True
 
 
 class GpuOperator:
@@ -127,11 +129,11 @@ class GpuOperator:
             x, layers, lora_a, batch: as in forward.
             s: from forward.
             wanted: whether dx, dA and dB are.
-            into: gradients to be added to.
+            into: where gradients go, and whether they are added to what is there.
 
         Returns:
             `[T, D]` (empty if not wanted), dA in the order of `lora_a`, and dB by layer (empty lists where
-            they are not wanted, or were added to others).
+            they are not wanted, or went into others).
         """
         need_dx, need_da, need_db = wanted
         if not lora_a:
@@ -219,7 +221,7 @@ class _Backward(_Call):
             for layer, db in zip(layers, dbs, strict=True)
         ]
         self.dx = x.new_empty(x.shape if self.need_dx else 0)
-        self.add_da, self.add_db = into.da is not None, into.db is not None
+        self.add_da, self.add_db = into.add and into.da is not None, into.add and into.db is not None
         self.da_buffer, self.da = _memory(self.a, self.need_da, into.da)
         memory = [_memory(b, self.need_db, db) for b, db in zip(self.b, dbs, strict=True)]
         self.db_buffers, self.db = [buffer for buffer, _ in memory], [views for _, views in memory]
@@ -265,9 +267,8 @@ class _Backward(_Call):
         self.kernels.reduce_gradients(self.partial_da, self.a, self.plan, self.da_buffer, self.add_da)
 
     def reduce_db(self, layer: int) -> None:
-        self.kernels.reduce_gradients(
-            self.partial_db[layer], self.b[layer], self.plan, self.db_buffers[layer], self.add_db
-        )
+        partial, self.partial_db[layer] = self.partial_db[layer], self.partial_db[layer].new_empty(0)
+        self.kernels.reduce_gradients(partial, self.b[layer], self.plan, self.db_buffers[layer], self.add_db)
 
     def _partial_gradient(self, factors: Factors, layers: int, wanted: bool) -> Tensor:
         slots = layers * self.plan.sizes.slots if wanted else 0

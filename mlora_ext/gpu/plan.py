@@ -94,7 +94,9 @@ class PlanCache:
         Returns:
             The plan, made now or by an earlier call of the batch.
         """
-        if segments.is_inference():  # it counts no versions, so nobody would see that it changed
+        # Tables of inference mode count no versions, so nobody would see that they changed. A graph that is
+        # being captured has to hold the launch that makes its plan, and its tables are made when it runs.
+        if segments.is_inference() or (segments.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._make(segments, sizes)
         kept: tuple[int, dict[PlanSizes, Plan]] | None = self._plans.get(segments)
         if kept is None or kept[0] != segments._version:

@@ -254,4 +254,4 @@ def _regroup(model: nn.Module) -> None:
         key = (names, scaling, dropout, module.weight.device)
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
-    find_siblings(model)
+    router.siblings = find_siblings(model)

@@ -18,7 +18,10 @@ ROWS_OF_A_SAMPLE = 1 << 20
 
 @dataclass(eq=False)
 class RouteTensors:
-    """What the operator is called with by the layers of one group. Everything that varies is a tensor."""
+    """What the operator is called with by the layers of one group. Everything that varies is a tensor.
+
+    `shares` says which `Siblings` compute together along this route.
+    """
 
     names: tuple[str, ...]
     rows: int
@@ -26,6 +29,7 @@ class RouteTensors:
     scaling: Tensor
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
+    shares: dict[Any, bool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

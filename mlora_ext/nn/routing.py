@@ -24,6 +24,7 @@ from .turn import Turn, calling_frame, is_running
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear
+    from .siblings import Siblings
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class Router:
             dict holds it: a loop that stops and resumes stores it and sets it again, else it counts from 0.
         accumulates: whether backward may add to the `grad` of adapters itself, in place and past hooks on
             them; for loops that use `Tensor.backward` only.
+        siblings: sets of layers that are given the same x.
         turn: the thread that is inside of a route or of a forward pass.
     """
 
@@ -65,6 +67,7 @@ class Router:
         self.step = 0
         self.packs_base = False
         self.accumulates = False
+        self.siblings: list[Siblings] = []
         self.turn = Turn()
         self.active: Route | None = None
         self._entered_in_backward = False
@@ -157,6 +160,8 @@ class Router:
     def _set(self, route: Route | None, in_backward: bool) -> None:
         self.active = route
         self._entered_in_backward = in_backward
+        for siblings in self.siblings:
+            siblings.forget()
         for group in self.groups:
             group.active = None
             if route is not None and route.rows is not None:

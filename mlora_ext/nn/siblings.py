@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,21 @@ same is seen at each call."""
 _PATIENCE = 3
 
 
+@dataclass
+class _Waiting:
+    """Outputs that nobody has asked for yet, by layer, and what they are of."""
+
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    of: tuple[Any, ...] = ()
+
+
 class Siblings:
     """Some layers that are expected to be called one after the other with the same x.
 
     The first that is called computes all, the others hand out what waits for them. Where x turns out to be
-    another, as in cross-attention, a layer computes alone, and after a few such calls all do so for good.
+    another, as in cross-attention, a layer computes anew, and routes that begin after a few such calls have
+    the layers compute alone. A route keeps to one way, so that what is recomputed in backward is what was
+    computed forward; outputs of the one never wait for the other.
 
     Args:
         layers: two or more, of one parent.
@@ -40,11 +51,16 @@ class Siblings:
     def __init__(self, layers: Sequence[MultiLoRALinear]) -> None:
         self.layers = list(layers)
         self.disappointed = 0
-        self._waiting: dict[int, Tensor] = {}
-        self._seen: tuple[Any, ...] = ()
+        self._waiting = {False: _Waiting(), True: _Waiting()}
+        self._indices: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": {}, "_seen": ()}
+        return {**self.__dict__, "_waiting": {False: _Waiting(), True: _Waiting()}, "_indices": None}
+
+    def forget(self) -> None:
+        """Let go of outputs that wait: a route has been left."""
+        for waiting in self._waiting.values():
+            waiting.outputs, waiting.of = {}, ()
 
     def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
         """`y` of one layer, or None where it has to compute alone.
@@ -54,24 +70,23 @@ class Siblings:
             x: its input.
             active: the route's tensors for its group.
         """
-        if self.disappointed >= _PATIENCE or not self._alike(layer, x):
+        recomputes = torch._C._current_graph_task_id() != -1
+        waiting = self._waiting[recomputes]
+        if not (active.shares.setdefault(self, self.disappointed < _PATIENCE) and self._alike(layer, x)):
+            waiting.outputs, waiting.of = {}, ()
             return None
         index = next(i for i, other in enumerate(self.layers) if other is layer)
-        if not self._is_for(x, active):
-            self.disappointed += bool(self._waiting)
-            self._waiting = dict(enumerate(self._compute(x, active)))
-            self._seen = (weakref.ref(x), x._version, active, torch.is_grad_enabled())
-        y = self._waiting.pop(index, None)
-        if not self._waiting:
-            self._seen = ()
-            self.disappointed = 0
+        if index not in waiting.outputs or not _is_of(waiting, x):
+            if not recomputes:
+                self.disappointed += bool(waiting.outputs)
+            waiting.outputs, waiting.of = {}, ()
+            waiting.outputs = dict(enumerate(self._compute(x, active)))
+            waiting.of = (weakref.ref(x), x._version, torch.is_grad_enabled())
+        y = waiting.outputs.pop(index)
+        if not waiting.outputs:
+            waiting.of = ()
+            self.disappointed = 0 if not recomputes else self.disappointed
         return y
-
-    def _is_for(self, x: Tensor, active: RouteTensors) -> bool:
-        if not self._seen:
-            return False
-        seen, version, route, grad = self._seen
-        return seen() is x and (version, grad) == (x._version, torch.is_grad_enabled()) and route is active
 
     def _alike(self, layer: MultiLoRALinear, x: Tensor) -> bool:
         """Whether one call can serve all: a GPU's backend, the same adapters, one dtype, no autocast."""
@@ -106,16 +121,34 @@ class Siblings:
             active.scaling,
             active.dropout_p if drops else None,
             active.dropout_rng if drops else None,
-            torch.stack([layer.layer for layer in self.layers]) if drops else None,
+            self._layer_indices() if drops else None,
             self.layers[0].router.accumulates,
         )
 
+    @torch.inference_mode(False)
+    def _layer_indices(self) -> Tensor:
+        """`[L]` int64, as the layers' own `layer`; made once per device."""
+        device = self.layers[0].layer.device
+        if self._indices is None or self._indices.device != device:
+            self._indices = torch.stack([layer.layer for layer in self.layers])
+        return self._indices
 
-def find_siblings(model: nn.Module) -> None:
-    """Tell the layers of a converted model who their siblings are; called again whenever adapters join or
-    leave, since siblings have the same adapters, scalings and dropouts."""
+
+def _is_of(waiting: _Waiting, x: Tensor) -> bool:
+    if not waiting.of:
+        return False
+    seen, version, grad = waiting.of
+    return seen() is x and (version, grad) == (x._version, torch.is_grad_enabled())
+
+
+def find_siblings(model: nn.Module) -> list[Siblings]:
+    """Tell the layers of a converted model who their siblings are, and give back all sets of them.
+
+    Called again whenever adapters join or leave: siblings have the same adapters, scalings and dropouts.
+    """
     from .linear import MultiLoRALinear
 
+    found = []
     for parent in model.modules():
         for names in NAMES:
             children = [getattr(parent, name, None) for name in names]
@@ -125,3 +158,5 @@ def find_siblings(model: nn.Module) -> None:
                 siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
                 for layer in alike:
                     layer.siblings = siblings
+                found += [siblings] if siblings else []
+    return found

@@ -131,7 +131,10 @@ def shrink_tile(
             rows_ptr.dtype.element_ty, INTERPRETED, RANKS, COLUMNS,
         )  # fmt: skip
         sums = product(x, tl.trans(f), sums, INTERPRETED)
-    store_rows(out_ptr, R, row, rows, first_rank, R, scale * sums, INTERPRETED, ROWS, RANKS)
+    # By selection: an infinite x times the zeros of a missing rank is NaN.
+    j = first_rank + tl.arange(0, RANKS)
+    values = tl.where((j < rank)[None, :], scale * sums, 0.0)
+    store_rows(out_ptr, R, row, rows, first_rank, R, values, INTERPRETED, ROWS, RANKS)
     for rest in range(first_rank + RANKS, tl.minimum(R, first_rank + PANEL), 16):
         zeros = tl.zeros([ROWS, 16], dtype=tl.float32)
         store_rows(out_ptr, R, row, rows, rest, R, zeros, INTERPRETED, ROWS, 16)

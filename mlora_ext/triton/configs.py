@@ -22,26 +22,26 @@ class Config:
         warps: warps of a program.
         stages: depth of the software pipeline.
         rows: of a tile that a gradient takes at a time; few where a product is held in registers.
+        gradient_columns: of dy that a program of `read_dy` takes for dB.
     """
 
     columns: int
     warps: int = 4
     stages: int = 3
     rows: int = TILE_ROWS
+    gradient_columns: int = 128
 
 
 _HALF = {
     "shrink": Config(64, 4, 4),
     "expand": Config(128, 4, 2),
     "read_dy": Config(64, 4, 3),
-    "read_dy_gradient": Config(128, 4, 3),
     "read_x": Config(64, 4, 3),
 }
 _FLOAT = {
     "shrink": Config(32, 8, 2),
     "expand": Config(32, 8, 1),
-    "read_dy": Config(32, 8, 2),
-    "read_dy_gradient": Config(64, 8, 2, rows=16),
+    "read_dy": Config(32, 8, 2, rows=16, gradient_columns=64),
     "read_x": Config(64, 8, 2, rows=16),
 }
 _TABLE = {
@@ -57,7 +57,7 @@ def config(kernel: str, architecture: str, element_size: int) -> Config:
     """The configuration of a kernel.
 
     Args:
-        kernel: its name; `read_dy_gradient` is the part of `read_dy` that makes dB.
+        kernel: its name.
         architecture: such as `sm_90`; one without a table of its own takes that of sm_80.
         element_size: bytes of an element of the rows, 2 or 4.
     """

@@ -17,8 +17,8 @@ def expand(
     BIAS: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, tile) writes `[rows, COLUMNS]` of y."""
-    column, tile = tl.program_id(0) * COLUMNS, tl.program_id(1)
+    """Program (tile, block of columns) writes `[rows, COLUMNS]` of y."""
+    tile, column = tl.program_id(0), tl.program_id(1) * COLUMNS
     if tl.load(tiles_ptr + 4 * tile + 1) > 0:
         row, rows, adapter, _ = tile_of(tiles_ptr, tile)
         who = tl.maximum(adapter, 0)

@@ -53,7 +53,7 @@ def factor_gradient(
     dx_ptr, add_dx, gradient_ptr, partial_ptr, place, width,
     DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """`[RANKS, COLUMNS]` of one adapter's gradient, ROWS rows of a tile at a time; with DX, the first panel
     also makes `[rows, COLUMNS]` of dx, or adds to it. `place` is that of a partial gradient."""
@@ -70,11 +70,17 @@ def factor_gradient(
             INTERPRETED, RANKS, COLUMNS,
         )  # fmt: skip
     PARTS: tl.constexpr = TILE // ROWS
-    for part in range(tile_begin * PARTS, tile_end * PARTS):
-        row, rows, _, philox_row = tile_of(tiles_ptr, part // PARTS)
-        row += part % PARTS * ROWS
-        rows -= part % PARTS * ROWS
-        philox_row += part % PARTS * ROWS
+    # Loaded before the loop: a load that others wait for would take up the stages of its pipeline.
+    k = tl.arange(0, TILES)
+    inside = tile_begin + k < tile_end
+    tile_row = tl.load(tiles_ptr + 4 * (tile_begin + k), mask=inside, other=0)
+    tile_rows = tl.load(tiles_ptr + 4 * (tile_begin + k) + 1, mask=inside, other=0)
+    tile_philox = tl.load(tiles_ptr + 4 * (tile_begin + k) + 3, mask=inside, other=0)
+    for part in range(0, (tile_end - tile_begin) * PARTS):
+        here, skipped = k == part // PARTS, part % PARTS * ROWS
+        row = tl.sum(tl.where(here, tile_row, 0)).to(tl.int64) + skipped
+        rows = tl.sum(tl.where(here, tile_rows, 0)) - skipped
+        philox_row = tl.sum(tl.where(here, tile_philox, 0)) + skipped
         s = load_rows(s_ptr, R, row, rows, first_rank, R, ROWS, RANKS)
         if DROP:
             keep = keep_mask(seed, step, layer, threshold, philox_row, column, ROWS, COLUMNS)
@@ -94,9 +100,9 @@ def factor_gradient(
                 )  # fmt: skip
             if DROP:
                 dx = tl.where(keep, dx * keep_scale, 0.0)
-            if add_dx:
-                dx += load_rows(dx_ptr, width, row, rows, column, width, ROWS, COLUMNS).to(tl.float32)
             if first_rank == 0:
+                if add_dx:
+                    dx += load_rows(dx_ptr, width, row, rows, column, width, ROWS, COLUMNS).to(tl.float32)
                 store_rows(dx_ptr, width, row, rows, column, width, dx, INTERPRETED, ROWS, COLUMNS)
     if GRADIENT:
         sums *= keep_scale

@@ -13,7 +13,8 @@ from ..gpu.factors import Factors
 from ..gpu.kernels import Dropout
 from ..gpu.launches import column_splits
 from ..gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS, Plan, PlanSizes
-from .configs import REDUCE_COLUMNS, REDUCE_RANKS, REDUCE_ROWS, config
+from .blocks import PANEL as _PANEL
+from .configs import REDUCE_COLUMNS, REDUCE_RANKS, REDUCE_ROWS, Config, config
 from .expand import expand
 from .plan import plan
 from .read_dy import read_dy
@@ -23,7 +24,7 @@ from .shrink import shrink
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels above were made for Triton's interpreter."""
-PANEL = 64
+PANEL: int = _PANEL.value
 _PLAN_BLOCK = 64
 
 
@@ -51,14 +52,15 @@ class Kernels:
     ) -> None:
         how = config("shrink", *_target(rows))
         siblings, total, R = out.shape[-3:]
-        grid = (plan.sizes.tiles * siblings, column_splits(factors.width), triton.cdiv(R, PANEL))
+        panels = triton.cdiv(R, PANEL)
+        grid = (plan.sizes.tiles * siblings * panels, column_splits(factors.width))
         with _on(rows):
             shrink[grid](
                 rows, rows.stride(0), factors.first, factors.table, plan.tiles, scaling,
                 *(dropout or (scaling, scaling, scaling)), out, siblings * total * R, total * R,
-                factors.width, R, plan.sizes.adapters, SIBLINGS=siblings,
+                factors.width, R, plan.sizes.adapters, panels, SIBLINGS=siblings,
                 COLUMN_SPLIT=COLUMN_SPLIT, DROP=dropout is not None, **_of(factors), ROWS=TILE_ROWS,
-                COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
+                COLUMNS=how.columns, **_options(how),
             )  # fmt: skip
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
@@ -73,10 +75,10 @@ class Kernels:
     def expand(self, s: Tensor, factors: Factors, plan: Plan, bias: Tensor | None, y: Tensor) -> None:
         how = config("expand", *_target(s))
         with _on(s):
-            expand[triton.cdiv(factors.width, how.columns), plan.sizes.tiles](
+            expand[plan.sizes.tiles, triton.cdiv(factors.width, how.columns)](
                 s, factors.first, factors.table, plan.tiles, s if bias is None else bias, y,
                 factors.width, s.shape[1], BIAS=bias is not None, **_of(factors), ROWS=TILE_ROWS,
-                COLUMNS=how.columns, num_warps=how.warps, num_stages=how.stages,
+                COLUMNS=how.columns, **_options(how),
             )  # fmt: skip
 
     def read_dy(
@@ -91,9 +93,9 @@ class Kernels:
         partial: Tensor,
         add: bool,
     ) -> None:
-        how, how_gradient = config("read_dy", *_target(dy)), config("read_dy_gradient", *_target(dy))
+        how = config("read_dy", *_target(dy))
         splits, R = column_splits(factors.width), s.shape[1]
-        panels, blocks = triton.cdiv(R, PANEL), triton.cdiv(factors.width, how_gradient.columns)
+        panels, blocks = triton.cdiv(R, PANEL), triton.cdiv(factors.width, how.gradient_columns)
         each = (SPLIT_TILES * splits * (ds is not None) + blocks * (gradient is not None)) * panels
         with _on(dy):
             read_dy[plan.sizes.splits * each,](
@@ -102,8 +104,8 @@ class Kernels:
                 dy.shape[0] * R, factors.width, R, splits, panels, blocks,
                 SPLIT_TILES=SPLIT_TILES, COLUMN_SPLIT=COLUMN_SPLIT, DS=ds is not None,
                 GRADIENT=gradient is not None, ADD=add, **_of(factors), ROWS=TILE_ROWS, COLUMNS=how.columns,
-                GRADIENT_ROWS=how_gradient.rows, GRADIENT_COLUMNS=how_gradient.columns,
-                num_warps=how.warps, num_stages=how.stages,
+                GRADIENT_ROWS=how.rows, GRADIENT_COLUMNS=how.gradient_columns,
+                **_options(how),
             )  # fmt: skip
 
     def read_x(
@@ -120,15 +122,15 @@ class Kernels:
     ) -> None:
         how = config("read_x", *_target(x))
         siblings, total, R = ds.shape
+        panels = triton.cdiv(R, PANEL)
         with _on(x):
-            read_x[triton.cdiv(factors.width, how.columns), plan.sizes.splits, triton.cdiv(R, PANEL)](
+            read_x[triton.cdiv(factors.width, how.columns) * panels, plan.sizes.splits](
                 x, x.stride(0), ds, factors.first, factors.table, plan.tiles, plan.splits,
                 *(dropout or (ds, ds, ds)), x if dx is None else dx, x if gradient is None else gradient,
-                partial, total * R, plan.sizes.slots, factors.width, R, plan.sizes.adapters,
+                partial, total * R, plan.sizes.slots, factors.width, R, plan.sizes.adapters, panels,
                 SIBLINGS=siblings, DX=dx is not None, GRADIENT=gradient is not None,
                 DROP=dropout is not None, ADD=add, **_of(factors),
-                TILE=TILE_ROWS, ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
-                num_stages=how.stages,
+                SPLIT_TILES=SPLIT_TILES, TILE=TILE_ROWS, ROWS=how.rows, COLUMNS=how.columns, **_options(how),
             )  # fmt: skip
 
     def reduce_gradients(
@@ -161,6 +163,11 @@ def _of(factors: Factors) -> dict[str, int | bool]:
         "INTERPRETED": INTERPRETED,
         "BUCKETS": buckets(factors.max_rank),
     }
+
+
+def _options(how: Config) -> dict[str, int | bool]:
+    # Fused multiply-adds by name: their default depends on Triton's version, and bits would too.
+    return {"num_warps": how.warps, "num_stages": how.stages, "enable_fp_fusion": True}
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[None]:

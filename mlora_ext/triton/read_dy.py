@@ -44,7 +44,7 @@ def read_dy(
                         dy_ptr, stride, row, rows, width, begin, tl.minimum(width, begin + COLUMN_SPLIT),
                         factor_ptr, offset, rank_stride, column_stride, first_rank, rank,
                         tl.load(scaling_ptr + who), 0, 0, 0, 0, philox_row,
-                        ds_ptr + column_split * split_stride, R,
+                        ds_ptr + column_split.to(tl.int64) * split_stride, R,
                         False, INTERPRETED, ROWS, COLUMNS, 16 << bucket,
                     )  # fmt: skip
     elif tl.load(splits_ptr + 4 * split + 2) >= 0:
@@ -60,5 +60,5 @@ def read_dy(
                         scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, False, gradient_ptr, partial_ptr, slot,
                         width,
                         False, GRADIENT, False, ADD, ROWS_DENSE, ALIGNMENT, INTERPRETED,
-                        ROWS, GRADIENT_ROWS, GRADIENT_COLUMNS, 16 << bucket,
+                        SPLIT_TILES, ROWS, GRADIENT_ROWS, GRADIENT_COLUMNS, 16 << bucket,
                     )  # fmt: skip

@@ -15,20 +15,23 @@ from .gradient import factor_gradient, split_of, zero_tiles
 @triton.jit(do_not_specialize=["sibling_stride", "slots", "N"])
 def read_x(
     x_ptr, stride, ds_ptr, factor_ptr, table_ptr, tiles_ptr, splits_ptr, p_ptr, rng_ptr, layer_ptr,
-    dx_ptr, gradient_ptr, partial_ptr, sibling_stride, slots, width, R, N, SIBLINGS: tl.constexpr,
+    dx_ptr, gradient_ptr, partial_ptr, sibling_stride, slots, width, R, N, panels, SIBLINGS: tl.constexpr,
     DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, split, panel of ranks); dx is complete, the base GEMMs add to it.
+    """Program (block of columns and panel of ranks, split); dx is complete, the base GEMMs add to it.
 
     Layers that share x follow each other in the program: the later ones find its rows in the cache, and add
     to the dx of the first.
     """
-    column, split, first_rank = tl.program_id(0) * COLUMNS, tl.program_id(1), tl.program_id(2) * PANEL
+    column, first_rank = tl.program_id(0) // panels * COLUMNS, tl.program_id(0) % panels * PANEL
+    split = tl.program_id(1)
     if tl.load(splits_ptr + 4 * split + 2) >= 0:
         tile_begin, tile_end, adapter, slot = split_of(splits_ptr, split)
         for sibling in range(SIBLINGS):
+            tl.debug_barrier()  # what the layer before wrote to dx is read again
             factor = sibling * N + adapter
             _, _, _, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
             if first_rank < rank:
@@ -36,11 +39,12 @@ def read_x(
                     if in_bucket(rank, 16 << bucket):
                         factor_gradient(
                             tile_begin, tile_end, adapter, factor, slot, column, first_rank,
-                            x_ptr, stride, ds_ptr + sibling * sibling_stride, R, factor_ptr, table_ptr,
-                            tiles_ptr, p_ptr, rng_ptr, layer_ptr + sibling, dx_ptr, sibling > 0,
+                            x_ptr, stride, ds_ptr + sibling * sibling_stride.to(tl.int64), R,
+                            factor_ptr, table_ptr, tiles_ptr, p_ptr, rng_ptr, layer_ptr + sibling,
+                            dx_ptr, sibling > 0,
                             gradient_ptr, partial_ptr, sibling * slots + slot, width,
                             DX, GRADIENT, DROP, ADD, ROWS_DENSE, ALIGNMENT, INTERPRETED,
-                            TILE, ROWS, COLUMNS, 16 << bucket,
+                            SPLIT_TILES, TILE, ROWS, COLUMNS, 16 << bucket,
                         )  # fmt: skip
     elif DX:
         tile_begin, tile_end = tl.load(splits_ptr + 4 * split), tl.load(splits_ptr + 4 * split + 1)

@@ -15,16 +15,17 @@ from .dropout import dropout_of
 @triton.jit(do_not_specialize=["split_stride", "sibling_stride", "N"])
 def shrink(
     rows_ptr, stride, factor_ptr, table_ptr, tiles_ptr, scaling_ptr, p_ptr, rng_ptr, layer_ptr, out_ptr,
-    split_stride, sibling_stride, width, R, N, SIBLINGS: tl.constexpr,
+    split_stride, sibling_stride, width, R, N, panels, SIBLINGS: tl.constexpr,
     COLUMN_SPLIT: tl.constexpr, DROP: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile and layer, column split, panel of ranks) writes its part of the split's result `[T, R]`.
+    """Program (tile, layer and panel of ranks; column split) writes its part of the split's `[T, R]`.
 
-    Layers that share x are neighbours in the launch: they find its rows in the cache.
+    Panels, and layers that share x, are neighbours in the launch: they find its rows in the cache.
     """
-    tile, sibling = tl.program_id(0) // SIBLINGS, tl.program_id(0) % SIBLINGS
-    split, first_rank = tl.program_id(1), tl.program_id(2) * PANEL
+    split, place = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    first_rank, sibling = place % panels * PANEL, place // panels % SIBLINGS
+    tile = place // panels // SIBLINGS
     if tl.load(tiles_ptr + 4 * tile + 1) > 0:
         row, rows, adapter, philox_row = tile_of(tiles_ptr, tile)
         # A tile without adapter reads the tables of adapter 0, of which nothing is used.
@@ -37,7 +38,7 @@ def shrink(
         if DROP:
             seed, step, layer, threshold, keep_scale = dropout_of(who, p_ptr, rng_ptr, layer_ptr + sibling)
             scale *= keep_scale
-        begin = split * COLUMN_SPLIT
+        begin = tl.program_id(1) * COLUMN_SPLIT
         end = tl.minimum(width, begin + COLUMN_SPLIT)
         for bucket in tl.static_range(BUCKETS):
             if in_bucket(rank, 16 << bucket):
@@ -45,6 +46,6 @@ def shrink(
                     rows_ptr, stride, row, rows, width, begin, end,
                     factor_ptr, offset, rank_stride, column_stride, first_rank, rank, scale,
                     seed, step, layer, threshold, philox_row,
-                    out_ptr + split * split_stride + sibling * sibling_stride, R,
+                    out_ptr + split * split_stride + sibling.to(tl.int64) * sibling_stride, R,
                     DROP, INTERPRETED, ROWS, COLUMNS, 16 << bucket,
                 )  # fmt: skip

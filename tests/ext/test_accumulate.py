@@ -44,16 +44,41 @@ def test_same_as_autograd(dtype: torch.dtype, lengths: list[int]) -> None:
 
 
 def test_gradients_anywhere_in_memory() -> None:
-    """`.grad` of any strides, apart from each other, as a foreign loop may have set it."""
+    """`.grad` apart from each other, in either order of dimensions, as a foreign loop may have set it."""
     case = make([4, 7], [6, 5], [0, 1])
     backward(case, False)
     once = [leaf.grad.clone() for leaf in leaves(case)]
-    for leaf in leaves(case):
-        wide = torch.zeros(leaf.shape[0], 2 * leaf.shape[1])
-        leaf.grad = wide[:, ::2]
+    for index, leaf in enumerate(leaves(case)):
+        leaf.grad = torch.zeros(leaf.shape) if index % 2 else torch.zeros(leaf.shape[::-1]).t()
+    places = [leaf.grad.data_ptr() for leaf in leaves(case)]
+    versions = [leaf.grad._version for leaf in leaves(case)]
     backward(case, True)
-    for leaf, grad in zip(leaves(case), once, strict=True):
+    for leaf, grad, place, version in zip(leaves(case), once, places, versions, strict=True):
+        assert leaf.grad.data_ptr() == place
+        assert leaf.grad._version > version, "saved copies of it are out of date"
         assert_same_up_to_rounding(leaf.grad, grad, "gradient")
+
+
+def test_a_gradient_without_memory_of_its_own_is_not_written_through() -> None:
+    case = make([4, 7], [6, 5], [0, 1])
+    backward(case, False)
+    case.lora_a[0].grad = torch.zeros(1, 1).expand(case.lora_a[0].shape)
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        backward(case, True)
+
+
+def test_a_mates_phase_changes_no_bit_of_16_bit_adapters() -> None:
+    """Whether all have a gradient depends on batch-mates; so adapters that round add by autograd alone."""
+    found = []
+    for mate_has_one in (True, False):
+        torch.manual_seed(5)
+        case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16)
+        backward(case, False)
+        if not mate_has_one:
+            case.lora_a[1].grad = None
+        backward(case, True)
+        found.append(case.lora_a[0].grad)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("why", ["one has none", "one has a hook", "one is frozen", "post-accumulate hook"])
