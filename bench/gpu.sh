@@ -136,7 +136,7 @@ if [ "$device" = cuda ]; then
   # in several processes where pytest-xdist is there: kernels compile beside each other, and a test that
   # breaks its CUDA context takes few others with it
   parallel=()
-  ! "$python" -c "import xdist" 2>>"$out/tests.log" || parallel=(-n 4)
+  ! "$python" -c "import xdist" 2>>"$out/tests.log" || parallel=(-n "$(nproc | awk '{print ($1 < 12) ? $1 : 12}')")
   phase tests 150 "$out/tests.log" "$python" -m pytest -m gpu --timeout 120 -rfEs "${parallel[@]}" \
     --continue-on-collection-errors "${folders[@]}" tests/bench/test_suite_gpu.py || true
   phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py || true
