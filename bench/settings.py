@@ -12,7 +12,7 @@ from limits import Ceilings, measure_ceilings
 
 import mlora_ext as mx
 from mlora_ext import _ops
-from mlora_ext.backend import Backend
+from mlora_ext.backend import Backend, backend_for
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
 
@@ -134,11 +134,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def available(backend: str) -> str | None:
-    """Why this build does not have a backend; None where it has it."""
+def available(backend: str, device: torch.device) -> str | None:
+    """Why this build does not have a backend for a device; None where it has it."""
     try:
         with mx.use_backend(backend):  # type: ignore[arg-type]
-            if backend != "reference":
+            if backend_for(device, torch.float32) != "reference":
                 _ops.check_library()
             return None
     except (ValueError, RuntimeError) as error:

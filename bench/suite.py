@@ -107,7 +107,7 @@ def complete(options: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     if device.type not in BACKENDS or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device: expected a device that this torch sees, got {device}")
     cpu = device.type == "cpu"
-    reasons = {name: available(name) for name in options.backend or BACKENDS[device.type]}
+    reasons = {name: available(name, device) for name in options.backend or BACKENDS[device.type]}
     missing = {name: reason for name, reason in reasons.items() if reason is not None}
     if missing and options.backend:
         raise ValueError(f"--backend: {'; '.join(missing.values())}")

@@ -167,7 +167,7 @@ def test_time_limit_is_told_of(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["nonsense"], "SECTION: expected of operators, linears"),
-        (["--backend", "cuda"], "--backend: "),
+        (["--backend", "cuda"], "--backend: backend 'cuda'"),
         (["choose"], "choose: expected a CUDA device and the backends triton and cuda, got cpu with cpu"),
         (["linears", "--write"], "expected the section choose alone"),
         (["--from", "x.json"], "--from: expected --write"),
