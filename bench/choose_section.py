@@ -63,6 +63,29 @@ def entries(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def result_of(path: Path) -> dict[str, Any]:
+    """A result that the suite wrote.
+
+    Args:
+        path: `suite.json`.
+
+    Raises:
+        ValueError: if it is no such file; names it.
+        OSError: if it cannot be read.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        entries(result["rows"])
+        _ = result["machine"]["architecture"]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--from: {path}: expected JSON, got: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--from: {path}: expected the suite.json of a run of the section choose on a GPU, {error!r}"
+        ) from error
+    return result  # type: ignore[no-any-return]
+
+
 def write(result: Mapping[str, Any], path: Path = choice.PATH) -> int:
     """Put a result's entries into a table, in place of those that its architecture had.
 

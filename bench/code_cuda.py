@@ -96,7 +96,9 @@ def kernels(library: Path) -> list[Kernel]:
 def _functions(command: list[str | Path]) -> Iterator[tuple[str, str, str]]:
     """Architecture, function and line, for each line that belongs to a function."""
     architecture = function = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # nvdisasm warns of formats on stderr, for each file
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("arch = "):

@@ -9,6 +9,7 @@ No GPU is needed. Read with `cuobjdump`, of the CUDA toolkit or of the package t
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,12 +50,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="folder to write machine-code.txt into")
     arguments = parser.parse_args()
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    warnings.simplefilter("ignore")
     lines = []
     for text in rows():
         lines.append(text)
         print(text, flush=True)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "machine-code.txt").write_text("\n".join(lines) + "\n")
 
 

@@ -45,6 +45,8 @@ def entries(settings: Settings) -> dict[str, Entry]:
             return contenders.ours(replace(layer, p=0.0), backend=backend)
 
         name = f"ours, {backend}"
+        if backend == "triton" and settings.device.type == "cpu":
+            name += ", interpreted"
         found[name] = Entry(name, ours, mine=True, own_masks=False)
         found[f"{name}, p=0"] = Entry(f"{name}, p=0", without, mine=True, drops=False, own_masks=False)
     return found

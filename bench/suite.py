@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -51,6 +52,14 @@ SHARES = {"linears": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def seconds(text: str) -> float:
+    """A time of the command line."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
+    return value
+
+
 def parser(program: str) -> argparse.ArgumentParser:
     """The command line."""
     lines = argparse.RawDescriptionHelpFormatter
@@ -67,7 +76,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     add("--dropout", type=probability, default=0.1, help="default: 0.1")
     add("--rounds", type=positive, help="timed turns of each contender; default: 15")
     add("--threads", type=positive, help="of PyTorch on the CPU; default: PyTorch's own")
-    add("--time-limit", type=float, metavar="SECONDS", help="start no row after this; results say so")
+    add("--time-limit", type=seconds, metavar="SECONDS", help="start no row after this; results say so")
     add("--out", type=Path, metavar="FOLDER", help="write suite.json, suite.txt and suite.png there")
     add("--commit", help="of a source folder that is no git checkout, for the results")
     add("--check", action="store_true", help="compare every contender at every shape that is timed")
@@ -103,7 +112,10 @@ def complete(options: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     Raises:
         ValueError: if the device or a backend that was asked for is not there.
     """
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {options.device!r}") from error
     if device.type not in BACKENDS or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device: expected a device that this torch sees, got {device}")
     cpu = device.type == "cpu"
@@ -224,7 +236,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python bench/su
         found.error("--from: expected --write beside it")
     try:
         return dispatch(options, " ".join([program, *given]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         found.error(str(error))
 
 
@@ -234,7 +246,7 @@ def dispatch(options: argparse.Namespace, command: str) -> int:
         print("\n".join(choose_section.table()))
         return 0
     if options.source:
-        print(f"{choose_section.write(json.loads(options.source.read_text()))} entries written")
+        print(f"{choose_section.write(choose_section.result_of(options.source))} entries written")
         return 0
     warnings.simplefilter("ignore")
     if options.threads:
@@ -249,6 +261,8 @@ def dispatch(options: argparse.Namespace, command: str) -> int:
         skipped["choose"] = reason
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
+        for name in ("suite.json", "suite.txt", "suite.png"):
+            (options.out / name).unlink(missing_ok=True)
     about = machine.describe(command, options.commit)
     print(json.dumps(about, indent=1))
     data = run(sections, settings, skipped, machine=about, limit=options.time_limit, out=options.out)

@@ -1,6 +1,7 @@
 """The house rules that a machine can read: which part may import which, and what no file may do."""
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,11 @@ def test_cmake_is_the_only_list_of_sources() -> None:
         if source.suffix in (".cpp", ".cu"):
             assert str(source.relative_to(ROOT)) in text or source.name in text, f"{source} is never built"
     assert ".cpp" not in (ROOT / "setup.py").read_text()
+
+
+def test_no_file_holds_conflict_markers() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if name.endswith((".py", ".md", ".h", ".cpp", ".cu", ".cuh", ".txt", ".sh", ".toml", ".yaml")):
+            lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+            assert not [line for line in lines if line.startswith(("<" * 7 + " ", ">" * 7 + " "))], name

@@ -139,19 +139,15 @@ def test_gradients_have_the_layout_of_their_factors(transposed: bool) -> None:
     assert buffer.sum() == sum(m.numel() for m in matrices), "every element belongs to one gradient"
 
 
-def test_launches_do_not_grow_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_do_not_grow_with_adapters(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator runs the lists of `launches`: counted where a kernel is called, for 1 and 64 adapters."""
-    counts = {}
+    counts, operator = {}, gpu_operator(backend)
+    kernels = operator._kernels
     for adapters in (1, 64):
-        with serving("triton" if not torch.cuda.is_available() else "triton on a GPU", monkeypatch):
-            operator = gpu_operator("triton")
-            counted = Counted(operator._kernels)
-            monkeypatch.setattr(operator, "_kernels", counted)
-            case = make(
-                [4] * adapters, [128 // adapters] * adapters, list(range(adapters)), d_in=16, d_out=16, p=0.1
-            )
-            case.run()
-            monkeypatch.undo()
+        counted = Counted(kernels)
+        monkeypatch.setattr(operator, "_kernels", counted)
+        rows, owners = [128 // adapters] * adapters, list(range(adapters))
+        make([4] * adapters, rows, owners, d_in=16, d_out=16, p=0.1).run()
         counts[adapters] = counted.names
     assert counts[1] == counts[64] == [
         "shrink", "expand", "read_dy", "reduce_gradients", "read_x", "reduce_gradients",
