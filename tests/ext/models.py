@@ -90,8 +90,8 @@ def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, length))
 
 
-def converted(**configs: LoraConfig) -> nn.Module:
-    return mx.convert_model(llama(), configs or CONFIGS, seed=int(torch.randint(2**31, ())))
+def converted(layers: int = 2, **configs: LoraConfig) -> nn.Module:
+    return mx.convert_model(llama(layers), configs or CONFIGS, seed=int(torch.randint(2**31, ())))
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -106,7 +106,7 @@ def test_autograd_accumulates_where_somebody_listens(why: str) -> None:
 def test_whole_model() -> None:
     """Two micro-batches of a model whose router allows it."""
     configs = {name: LoraConfig(r=r, target_modules="all-linear") for name, r in (("a", 3), ("b", 5))}
-    model = converted(**configs).train()
+    model = converted(1, **configs).train()
     batches = [token_ids(2, 5) for _ in range(2)]
     found = []
     for accumulates in (False, True):

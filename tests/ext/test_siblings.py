@@ -63,19 +63,19 @@ def step(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_same_as_layer_by_layer(launches: Counter) -> None:
-    model = converted(**CONFIGS).train()
+    model = converted(1, **CONFIGS).train()
     ids = token_ids(4, 6)
     together = step(model, ids)
-    assert launches == {"shrink": 2 * 4, "read_x": 2 * 4}, "q k v, o, gate up, down"
+    assert launches == {"shrink": 4, "read_x": 4}, "q k v, o, gate up, down"
     launches.clear()
     separate = step(alone(model), ids)
-    assert launches == {"shrink": 2 * 7, "read_x": 2 * 7}
+    assert launches == {"shrink": 7, "read_x": 7}
     assert_same(together, separate)
 
 
 def test_each_layer_draws_masks_of_its_own() -> None:
     """With equal weights in k and v, dropout alone tells them apart."""
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     attention = model.model.layers[0].self_attn
     attention.v_proj.load_state_dict(attention.k_proj.state_dict())
     x = torch.randn(9, 32)
@@ -90,27 +90,27 @@ def test_each_layer_draws_masks_of_its_own() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(launches: Counter, reentrant: bool) -> None:
-    model = converted(**CONFIGS).train()
+    model = converted(1, **CONFIGS).train()
     ids = token_ids(4, 6)
     expected = step(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     launches.clear()
     assert_same(step(model, ids), expected)
-    assert launches["read_x"] == 2 * 4
+    assert launches["read_x"] == 4
 
 
 def test_layers_with_other_adapters_are_no_siblings(launches: Counter) -> None:
     """b sits on q only: q computes alone, k and v together; until b leaves."""
-    model = converted(a=CONFIGS["a"], b=LoraConfig(r=3, target_modules=["q_proj"])).eval()
+    model = converted(1, a=CONFIGS["a"], b=LoraConfig(r=3, target_modules=["q_proj"])).eval()
     ids = token_ids(4, 6)
     with torch.no_grad():
         model(input_ids=ids, adapter_names=NAMES)
-        assert launches["shrink"] == 2 * 5
+        assert launches["shrink"] == 5
         launches.clear()
         mx.remove_adapter(model, "b")
         model(input_ids=ids, adapter_names=["a"] * 4)
-    assert launches["shrink"] == 2 * 4
+    assert launches["shrink"] == 4
 
 
 def attend(attention: nn.Module, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def attend(attention: nn.Module, x: torch.Tensor, memory: torch.Tensor) -> torch
 
 def test_layers_that_see_another_x(launches: Counter) -> None:
     """As in cross-attention: right results, no more work in vain after a few routes, and nothing is kept."""
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     attention, layout = model.model.layers[0].self_attn, mx.SegmentLayout.from_lengths([5])
     other = alone(model)
     for turn in range(module._PATIENCE + 1):
@@ -140,7 +140,7 @@ def test_layers_that_see_another_x(launches: Counter) -> None:
 @pytest.mark.parametrize("turn", range(module._PATIENCE + 1))
 def test_checkpointed_layers_that_see_another_x(turn: int) -> None:
     """What is recomputed is what was computed, also where layers give up on each other in between."""
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     attention, layout = model.model.layers[0].self_attn, mx.SegmentLayout.from_lengths([5])
     attention.q_proj.siblings.disappointed = turn
     x, memory = torch.randn(5, 32, requires_grad=True), torch.randn(5, 32)
@@ -159,7 +159,7 @@ def test_checkpointed_layers_that_see_another_x(turn: int) -> None:
 
 
 def test_a_failed_pass_leaves_nothing_behind() -> None:
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32)
     siblings = attention.q_proj.siblings
 
@@ -175,7 +175,7 @@ def test_a_failed_pass_leaves_nothing_behind() -> None:
 
 
 def test_x_that_was_written_to_is_another_x() -> None:
-    model = converted(a=CONFIGS["a"]).eval()
+    model = converted(1, a=CONFIGS["a"]).eval()
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32)
     with torch.no_grad(), mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
         attention.q_proj(x)
@@ -187,7 +187,7 @@ def test_x_that_was_written_to_is_another_x() -> None:
 
 
 def test_nothing_waits_in_a_copy() -> None:
-    model = converted(a=CONFIGS["a"]).eval()
+    model = converted(1, a=CONFIGS["a"]).eval()
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32)
     with torch.no_grad(), mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
         attention.q_proj(x)
@@ -200,7 +200,7 @@ def test_nothing_waits_in_a_copy() -> None:
 
 
 def test_an_optimizer_step_between_forward_and_backward_is_noticed() -> None:
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     ids = token_ids(2, 5)
     loss = model(input_ids=ids, adapter_names=["a", "a"], labels=ids).loss
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_an_optimizer_step_between_forward_and_backward_is_noticed() -> None:
 
 def test_one_unused_output_and_frozen_adapters() -> None:
     """A sibling whose result nobody uses gets no gradients, nor does a frozen adapter."""
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32, requires_grad=True)
     frozen = attention.q_proj.lora_A.parameter_of("a").requires_grad_(False)
     with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"], steps=[0]):
@@ -223,7 +223,7 @@ def test_one_unused_output_and_frozen_adapters() -> None:
 
 
 def test_reentrant_checkpoint_of_a_part() -> None:
-    model = converted(a=CONFIGS["a"]).train()
+    model = converted(1, a=CONFIGS["a"]).train()
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32, requires_grad=True)
 
     def part(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 from command_line import Run, only_line
 from tiny_run import random_tokens, run_data, write_jsonl, write_run
 
-from mlora_ext.backend import gpu_operator
+from mlora_ext import backend
 
 
 def test_validate_writes_nothing(run: Run, tiny_base: Path, tmp_path: Path) -> None:
@@ -89,11 +89,15 @@ def test_the_default_device_is_never_another_one_silently(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, "mlora_ext.triton", None)  # as where triton is not installed
-    gpu_operator.cache_clear()
+    monkeypatch.setattr(backend, "_has_kernel", lambda key: False)  # and without the CUDA kernels
+    backend.gpu_operator.cache_clear()
+    backend._faster.cache_clear()
     line = only_line(run("validate", path))
     assert line.startswith("error: device: cuda, the default because this torch sees CUDA: backend 'triton' ")
     assert line.endswith("; set device: cpu (generate: --device cpu)")
     assert run("validate", path, "--set", "device=cpu").exit_code == 0
+    backend.gpu_operator.cache_clear()
+    backend._faster.cache_clear()
 
 
 def test_output_folders_that_cannot_be_written(run: Run, tiny_base: Path, tmp_path: Path) -> None:
