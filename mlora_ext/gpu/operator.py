@@ -137,10 +137,11 @@ class GpuOperator:
         """
         need_dx, need_da, need_db = wanted
         if not lora_a:
-            dx = sum(
-                (dy @ layer.weight for dy, layer in zip(dys, layers, strict=True)), start=x.new_zeros(())
-            )
-            return (dx if need_dx else x.new_empty(0)), [], [[] for _ in layers]
+            dx = x.new_zeros(x.shape if need_dx else 0)
+            for dy, layer in zip(dys, layers, strict=True):
+                if need_dx:
+                    dx.addmm_(dy, layer.weight)
+            return dx, [], [[] for _ in layers]
         plan = self._plan(batch, x)
         call = _Backward(self._kernels, plan, dys, x, layers, lora_a, s, batch, wanted, into)
         outs = [dy.shape[1] for dy in dys]

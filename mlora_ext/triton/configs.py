@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of every kernel, by architecture and size of the element.
 
-Chosen by what the compiler reports (no spills, shared memory that leaves room for two programs a
-multiprocessor), not by timing: nothing has run on a GPU yet. No kernel is tuned during a step.
+Chosen by what the compiler reports (no spills), not by timing: nothing has run on a GPU yet. No
+kernel is tuned during a step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import emulated
 import pytest
 import torch
-from cases import CASES, Case, make
+from cases import Case, make
 from launches import Factor, Plan, backward, forward
 from tolerances import assert_as_exact
 
@@ -53,13 +53,6 @@ def check(case: Case) -> None:
     plain, oracle = case.to(case.x.dtype).reference(), case.to(torch.float64).reference()
     for what, result, same, exact in zip(case.labels(), run(case).results(), plain, oracle, strict=True):
         assert_as_exact(result, same, exact, what)
-
-
-@pytest.mark.parametrize("p", [None, 0.2], ids=["no dropout", "dropout"])
-@pytest.mark.parametrize(("dtype", "adapter_dtype"), [*zip(DTYPES, DTYPES, strict=True), *MIXED], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_values(name: str, dtype: torch.dtype, adapter_dtype: torch.dtype, p: float | None) -> None:
-    check(CASES[name](dtype=dtype, adapter_dtype=adapter_dtype, p=p))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from backends import BACKENDS, serving
 from cases import Case, make
-from tolerances import assert_as_exact
+from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
+from mlora_ext.backend import gpu_operator
+from mlora_ext.gpu.operator import Batch, Layer
 from mlora_ext.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
@@ -93,3 +95,20 @@ def test_infinite_rows_beside_a_larger_rank() -> None:
     with mx.use_backend("reference"):
         expected = mx.multi_lora_linear(*together.arguments())
     assert torch.equal(y[2].isnan(), expected[2].isnan())
+
+
+def test_layers_without_adapters(backend: str) -> None:
+    """The frozen products alone, of one x; dx only where it is wanted."""
+    x, weight, dy = torch.randn(5, 4), torch.randn(3, 4), torch.randn(5, 3)
+    layers = [Layer(weight, None, []), Layer(2 * weight, None, [])]
+    table = mx.SegmentLayout.from_lengths([5], [-1]).table(x.device)
+    batch, operator = Batch(table, torch.empty(0)), gpu_operator(backend)
+    ys, s = operator.forward(x, layers, [], batch)
+    assert_same_up_to_rounding(ys[1], 2 * (x @ weight.t()), "y")
+    for need_dx in (True, False):
+        dx, da, db = operator.backward([dy, dy], x, layers, [], s, batch, (need_dx, True, True))
+        assert (da, db) == ([], [[], []])
+        if need_dx:
+            assert_same_up_to_rounding(dx, 3 * (dy @ weight), "dx")
+        else:
+            assert dx.numel() == 0
