@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined: they run in its interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts background jobs with SIGINT ignored; here it works as in the foreground.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

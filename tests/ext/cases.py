@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from tolerances import assert_as_exact, in_other_orders
 
 import mlora_ext as mx
 from mlora_ext import reference
@@ -76,6 +77,14 @@ class Case:
     def labels(self) -> list[str]:
         n = len(self.lora_a)
         return ["y", "dx", *(f"dA[{i}]" for i in range(n)), *(f"dB[{i}]" for i in range(n))]
+
+
+def check(case: Case, results: list[torch.Tensor] | None = None) -> None:
+    """Compare `results` (those of `case.run()`) with the oracle, by the policy of tolerances.py."""
+    results = case.run() if results is None else results
+    plain, oracle = in_other_orders(case.to(case.x.dtype).reference), case.to(torch.float64).reference()
+    for what, result, same, exact in zip(case.labels(), results, plain, oracle, strict=True):
+        assert_as_exact(result, same, exact, what)
 
 
 def make(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import Case, make
+from cases import Case, check, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
@@ -18,12 +18,6 @@ GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     with serving(request.param, monkeypatch) as name:
         yield name
-
-
-def check(case: Case) -> None:
-    results, plain, oracle = case.run(), case.to(case.x.dtype).reference(), case.to(torch.float64).reference()
-    for what, result, same, exact in zip(case.labels(), results, plain, oracle, strict=True):
-        assert_as_exact(result, same, exact, what)
 
 
 def test_several_column_splits() -> None:

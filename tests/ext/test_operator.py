@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import CASES, Case, make
+from cases import CASES, Case, check, make
 from tolerances import assert_as_exact
 from torch.utils.checkpoint import checkpoint
 
@@ -23,12 +23,6 @@ CPU_ONLY = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
     with serving(request.param, monkeypatch) as name:
         yield name
-
-
-def check(case: Case) -> None:
-    results, plain, oracle = case.run(), case.to(case.x.dtype).reference(), case.to(torch.float64).reference()
-    for what, result, same, exact in zip(case.labels(), results, plain, oracle, strict=True):
-        assert_as_exact(result, same, exact, what)
 
 
 @pytest.mark.parametrize("p", [None, 0.2], ids=["no dropout", "dropout"])
