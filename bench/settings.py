@@ -111,7 +111,8 @@ class Deadline:
         """
         if self._seconds is None:
             return None
-        return self.elapsed + max(0.0, self._seconds - self.elapsed) * part
+        elapsed = self.elapsed
+        return elapsed + max(0.0, self._seconds - elapsed) * part
 
 
 def dtype_name(dtype: torch.dtype) -> str:

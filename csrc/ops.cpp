@@ -65,21 +65,20 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "-> ()");
   library.def(
       "cuda_shrink(Tensor rows, Tensor factor, Tensor table, Tensor tiles, Tensor scaling, "
-      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, Tensor(a!) out) -> ()");
+      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, Tensor(a!) out) -> ()");
   library.def("cuda_reduce_rows(Tensor partial, Tensor(a!) out) -> ()");
   library.def(
       "cuda_expand(Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor? bias, Tensor(a!) y) -> ()");
   library.def(
       "cuda_read_dy(Tensor dy, Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
-      "Tensor scaling, bool need_ds, bool need_gradient, bool add, Tensor(a!) ds, Tensor(b!) gradient, "
-      "Tensor(c!) partial) -> ()");
+      "Tensor scaling, Tensor(a!)? ds, Tensor(b!)? gradient, Tensor(c!)? partial, bool add) -> ()");
   library.def(
       "cuda_read_x(Tensor x, Tensor ds, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
-      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx, bool need_gradient, "
-      "bool add, bool add_dx, Tensor(a!) dx, Tensor(b!) gradient, Tensor(c!) partial) -> ()");
+      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, Tensor(a!)? dx, Tensor(b!)? gradient, "
+      "Tensor(c!)? partial, bool add) -> ()");
   library.def(
-      "cuda_reduce_gradients(Tensor partial, Tensor table, Tensor groups, int columns, bool add, "
-      "Tensor(a!) gradient) -> ()");
+      "cuda_reduce_gradients(Tensor table, Tensor groups, Tensor(a!) gradient, Tensor partial, bool add) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {

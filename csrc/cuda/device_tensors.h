@@ -44,6 +44,11 @@ inline void check_table(const Tensor& tensor, const char* name, int64_t columns,
               shape_of(tensor));
 }
 
+inline Rows dense_rows(void* data, int64_t stride, size_t number_size) {
+  const int64_t row_bytes = stride * static_cast<int64_t>(number_size);
+  return {data, stride, reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0};
+}
+
 // A matrix of rows at any distance, whose numbers are dense within a row.
 inline Rows rows_of(const Tensor& matrix, const char* name) {
   MLORA_CHECK(on_device(matrix) && matrix.dim() == 2 && is_scalar(matrix.scalar_type()) &&
@@ -52,19 +57,21 @@ inline Rows rows_of(const Tensor& matrix, const char* name) {
               " of shape ", shape_of(matrix));
   MLORA_CHECK(matrix.size(0) <= INT32_MAX && matrix.size(1) <= INT32_MAX, name, ": too large, ",
               shape_of(matrix));
-  void* data = matrix.mutable_data_ptr();
-  const int64_t stride = matrix.stride(0);
-  const int64_t row_bytes = stride * static_cast<int64_t>(matrix.element_size());
-  return {data, stride, reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0};
+  return dense_rows(matrix.mutable_data_ptr(), matrix.stride(0), matrix.element_size());
 }
 
-inline FactorTable factor_of(const Tensor& factor, const Tensor& table, ScalarType rows_type) {
+// `table` has the rows of `layers` layers, one after the other.
+inline FactorTable factor_of(const Tensor& factor, const Tensor& table, int64_t layers,
+                             ScalarType rows_type) {
   check_table(table, "table", 8, ScalarType::Long);
-  MLORA_CHECK(factor.scalar_type() == rows_type || factor.scalar_type() == ScalarType::Float,
-              "factor: expected dtype ", dtype_name(rows_type), " (that of the rows) or Float, got ",
-              dtype_name(factor.scalar_type()));
+  MLORA_CHECK(layers > 0 && table.size(0) % layers == 0, "table: expected rows of ", layers,
+              " layers, got shape ", shape_of(table));
+  MLORA_CHECK(
+      on_device(factor) && (factor.scalar_type() == rows_type || factor.scalar_type() == ScalarType::Float),
+      "factor: expected dtype ", dtype_name(rows_type), " (that of the rows) or Float, got ",
+      dtype_name(factor.scalar_type()));
   return {factor.const_data_ptr(), static_cast<const FactorRow*>(table.const_data_ptr()),
-          scalar_of(factor.scalar_type())};
+          static_cast<int>(table.size(0) / layers), scalar_of(factor.scalar_type())};
 }
 
 inline const Tile* tiles_of(const Tensor& tiles) {
@@ -77,21 +84,25 @@ inline const Split* splits_of(const Tensor& splits) {
   return static_cast<const Split*>(splits.const_data_ptr());
 }
 
-inline DropoutTables dropout_of(const std::optional<Tensor>& p, const std::optional<Tensor>& rng,
-                                const std::optional<Tensor>& layer, int64_t adapters) {
-  MLORA_CHECK(p.has_value() == rng.has_value() && p.has_value() == layer.has_value(),
-              "dropout_p, dropout_rng and layer: give all three or none");
+struct DropoutInputs {
+  std::optional<Tensor> p, rng, layers;
+};
+
+inline DropoutTables dropout_of(const DropoutInputs& inputs, int64_t adapters, int64_t layers) {
+  const auto& [p, rng, indices] = inputs;
+  MLORA_CHECK(p.has_value() == rng.has_value() && p.has_value() == indices.has_value(),
+              "dropout_p, dropout_rng and layers: give all three or none");
   if (!p) {
     return {};
   }
   check_dense(*p, "dropout_p", 1, ScalarType::Float);
   check_table(*rng, "dropout_rng", 2, ScalarType::Long);
-  check_dense(*layer, "layer", layer->dim(), ScalarType::Long);
-  MLORA_CHECK(p->size(0) == adapters && rng->size(0) == adapters && layer->numel() == 1,
-              "dropout_p, dropout_rng, layer: expected ", adapters, " adapters and one number, got shapes ",
-              shape_of(*p), ", ", shape_of(*rng), ", ", shape_of(*layer));
+  check_dense(*indices, "layers", indices->dim(), ScalarType::Long);
+  MLORA_CHECK(p->size(0) == adapters && rng->size(0) == adapters && indices->numel() == layers,
+              "dropout_p, dropout_rng, layers: expected ", adapters, " adapters and ", layers,
+              " layers, got shapes ", shape_of(*p), ", ", shape_of(*rng), ", ", shape_of(*indices));
   return {static_cast<const float*>(p->const_data_ptr()), static_cast<const int64_t*>(rng->const_data_ptr()),
-          static_cast<const int64_t*>(layer->const_data_ptr())};
+          static_cast<const int64_t*>(indices->const_data_ptr())};
 }
 
 }  // namespace mlora::cuda

@@ -51,8 +51,9 @@ __device__ inline void drop_here(Delta& sum, const Dropout& dropout, uint32_t ph
   drop(sum, keep, dropout.keep_scale);
 }
 
+// One layer's part of a program.
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(ExpandArguments arguments) {
+__device__ inline void expand_layer(const ExpandArguments& arguments, int layer) {
   using Shape = ExpandShape<T, kRanks>;
   using Block = SharedTile<T, kBlockColumns>;
   const Tile tile = arguments.tiles[block_x()];
@@ -62,10 +63,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
   const int first_block = block_y() * kExpandBlocks;
   const int last_block = clamp(ceil_div(arguments.columns, kBlockColumns), first_block + kExpandBlocks);
   const bool served = tile.adapter >= 0;
-  const FactorRow* row = arguments.factor.rows + (served ? tile.adapter : 0);
+  const FactorRow* row = &row_of(arguments.factor, layer, served ? tile.adapter : 0);
   const int panels = served ? ceil_div(row->rank, kRanks) : 1;
-  const Dropout dropout = served ? dropout_of(arguments.dropout, tile.adapter) : Dropout{};
-  const T* s = static_cast<const T*>(arguments.s.data) + tile.row * arguments.s.stride;
+  const Dropout dropout = served ? dropout_of(arguments.dropout, layer, tile.adapter) : Dropout{};
+  const T* s = static_cast<const T*>(arguments.s.data) + layer * arguments.layer_stride +
+               tile.row * arguments.s.stride;
   const T* bias = static_cast<const T*>(arguments.bias);
   const int steps = (last_block - first_block) * panels;
   unsigned char* shared = shared_memory();
@@ -118,11 +120,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(Ex
         drop_here(sum, dropout, tile.philox_row, column);
       }
       T* out = static_cast<T*>(arguments.out.data) + tile.row * arguments.out.stride + column;
-      if (arguments.add) {
+      if (layer > 0) {
         add_existing(sum, out, arguments.out.stride, tile.rows, columns);
       }
       store_delta(sum, out, arguments.out.stride, tile.rows, columns, arguments.out.aligned);
     }
+  }
+}
+
+template <typename T, int kRanks>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(ExpandArguments arguments) {
+#pragma unroll 1
+  for (int layer = 0; layer < arguments.layers; ++layer) {
+    if (layer > 0) {
+      synchronize();  // the result is read again, and shared memory is free
+    }
+    expand_layer<T, kRanks>(arguments, layer);
   }
 }
 

@@ -17,11 +17,17 @@ struct FactorRow {
   int64_t unused;
 };
 
+// L layers that share x, one after the other: N rows each.
 struct FactorTable {
   const void* base;
   const FactorRow* rows;
+  int adapters;
   Scalar type;
 };
+
+MLORA_HD const FactorRow& row_of(const FactorTable& table, int layer, int adapter) {
+  return table.rows[layer * table.adapters + adapter];
+}
 
 // The ranks that panel `panel` of `width` ranks holds of an adapter.
 MLORA_HD int panel_ranks(int64_t rank, int panel, int width) {

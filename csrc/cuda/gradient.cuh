@@ -1,5 +1,5 @@
-// dF [r, d] = s^T rows of one split, block of columns and panel of ranks; with kDx s^T drop(rows), and
-// dx = drop'(s F) of the same rows and columns under the same masks.
+// dF [r, d] = s^T rows of one split, layer, block of columns and panel of ranks; with kDx s^T drop(rows), and
+// dx = drop'(s F) of the same rows and columns under the same masks, which later layers add to.
 //
 // Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
@@ -28,14 +28,14 @@ struct GradientShape {
 
 // Where the sums of one program go.
 template <typename T>
-__device__ inline void write_gradient(const GradientArguments& arguments, const Split& split, int rank,
-                                      int column, float value) {
+__device__ inline void write_gradient(const GradientArguments& arguments, const Split& split, int layer,
+                                      int rank, int column, float value) {
   if (split.slot >= 0) {
-    const int64_t row = int64_t{split.slot} * arguments.ranks + rank;
+    const int64_t row = (int64_t{layer} * arguments.slots + split.slot) * arguments.ranks + rank;
     arguments.partial[row * arguments.columns + column] = value;
     return;
   }
-  const FactorRow& factor = arguments.factor.rows[split.adapter];
+  const FactorRow& factor = row_of(arguments.factor, layer, split.adapter);
   const int64_t place =
       factor.grad_offset + rank * factor.grad_rank_stride + column * factor.grad_column_stride;
   if (sizeof(T) != 4 && arguments.factor.type == Scalar::kFloat) {
@@ -61,8 +61,8 @@ __device__ inline void clear_dx(const GradientArguments& arguments, const Split&
 }
 
 template <typename T, int kRanks, bool kDx>
-__device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int block,
-                                        int panel_index) {
+__device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int layer,
+                                        int block, int panel_index) {
   using Shape = GradientShape<T, kRanks, kDx>;
   using Block = SharedTile<T, kBlockColumns>;
   const Split split = arguments.splits[split_index];
@@ -70,16 +70,16 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const int columns = clamp(arguments.columns - first_column, kBlockColumns);
   const bool need_dx = kDx && arguments.dx.data != nullptr;
   if (split.adapter < 0) {
-    if (need_dx && !arguments.add_dx) {
+    if (need_dx && layer == 0) {
       clear_dx<T>(arguments, split, first_column, columns);
     }
     return;
   }
-  const Panel<T> panel(arguments.factor, arguments.factor.rows[split.adapter], panel_index, kRanks);
+  const Panel<T> panel(arguments.factor, row_of(arguments.factor, layer, split.adapter), panel_index, kRanks);
   if (panel.ranks == 0) {
     return;
   }
-  const Dropout dropout = kDx ? dropout_of(arguments.dropout, split.adapter) : Dropout{};
+  const Dropout dropout = kDx ? dropout_of(arguments.dropout, layer, split.adapter) : Dropout{};
   const int first_rank = panel_index * kRanks;
   const int tile_count = split.tile_end - split.tile_begin;
   unsigned char* shared = shared_memory();
@@ -99,10 +99,11 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
           rows_of(i),
           static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride + first_column,
           arguments.rows.stride, tile.rows, columns, arguments.rows.aligned);
-      load_rows<kTileRows>(
-          s_of(i), static_cast<const T*>(arguments.s.data) + tile.row * arguments.s.stride + first_rank,
-          arguments.s.stride, tile.rows, panel.ranks, arguments.s.aligned, kTileRows,
-          whole_blocks(panel.ranks));
+      load_rows<kTileRows>(s_of(i),
+                           static_cast<const T*>(arguments.s.data) + layer * arguments.layer_stride +
+                               tile.row * arguments.s.stride + first_rank,
+                           arguments.s.stride, tile.rows, panel.ranks, arguments.s.aligned, kTileRows,
+                           whole_blocks(panel.ranks));
     }
     commit_copies();
   };
@@ -152,7 +153,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
         drop(delta, kept, dropout.keep_scale);
       }
       T* out = static_cast<T*>(arguments.dx.data) + tiles[i].row * arguments.dx.stride + first_column;
-      if (arguments.add_dx) {
+      if (layer > 0) {
         add_existing(delta, out, arguments.dx.stride, tiles[i].rows, columns);
       }
       store_delta(delta, out, arguments.dx.stride, tiles[i].rows, columns, arguments.dx.aligned);
@@ -160,7 +161,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   }
   sum.for_each([&](int rank, int column, float value) {
     if (m + rank < panel.ranks && n + column < columns) {
-      write_gradient<T>(arguments, split, first_rank + m + rank, first_column + n + column,
+      write_gradient<T>(arguments, split, layer, first_rank + m + rank, first_column + n + column,
                         value * dropout.keep_scale);
     }
   });

@@ -1,6 +1,6 @@
 // Torch-free entries of the kernels. Each returns the CUDA error code, 0 for success.
 //
-// Letters: T rows, d columns, N adapters, R largest rank, K tiles, M splits.
+// Letters: T rows, d columns, N adapters, R largest rank, K tiles, M splits, L layers that share x.
 #pragma once
 
 #include "cuda/factor.h"
@@ -37,31 +37,35 @@ struct ShrinkArguments {
   int tile_count;
   const float* scaling;
   DropoutTables dropout;
-  void* out;  // [T, R], or fp32 [column splits, T, R] where `partial`
+  void* out;  // [L, T, R], or fp32 [column splits, L, T, R] where `partial`
   bool partial;
-  int64_t split_stride;
+  int64_t layer_stride;
+  int layers;
   int columns;
   int ranks;
 };
 
 struct ExpandArguments {
   Scalar type;
-  Rows s;  // [T, R]
+  Rows s;  // [L, T, R]
+  int64_t layer_stride;
+  int layers;  // whose results are added up
   FactorTable factor;
   const Tile* tiles;
   int tile_count;
   const void* bias;
-  DropoutTables dropout;  // of the result
+  DropoutTables dropout;  // of each layer's result
   Rows out;               // [T, d]
   int columns;
   int ranks;
-  bool add;  // to what `out` holds
 };
 
 struct GradientArguments {
   Scalar type;
   Rows rows;  // [T, d]: dy or x
-  Rows s;     // [T, R]: s or ds
+  Rows s;     // [L, T, R]: s or ds
+  int64_t layer_stride;
+  int layers;
   FactorTable factor;
   const Tile* tiles;
   int tile_count;
@@ -69,12 +73,12 @@ struct GradientArguments {
   int split_count;
   DropoutTables dropout;  // of the rows
   void* gradient;         // dtype of the factor; null where it is not wanted
-  float* partial;         // [slots, R, d]
+  float* partial;         // [L slots, R, d]
+  int slots;              // of one layer
   Rows dx;                // [T, d]; null where it is not wanted
   int columns;
   int ranks;
-  bool add;     // to what `gradient` holds
-  bool add_dx;  // to what `dx` holds
+  bool add;  // to what `gradient` holds
 };
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
@@ -86,9 +90,20 @@ int launch_read_dy(const ShrinkArguments& ds, bool need_ds, const GradientArgume
 int launch_read_x(const GradientArguments& arguments, const Queue& queue);
 int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar type, void* out,
                        const Queue& queue);
-int launch_reduce_gradients(const float* partial, const FactorTable& factor, const Group* groups,
-                            int adapters, int ranks, int columns, void* gradient, bool add,
-                            const Queue& queue);
+
+struct ReduceArguments {
+  const float* partial;  // [L slots, R, d]
+  int slots;             // of one layer
+  FactorTable factor;
+  int layers;
+  const Group* groups;
+  void* gradient;  // dtype of the factor
+  int columns;
+  int ranks;
+  bool add;  // to what `gradient` holds
+};
+
+int launch_reduce_gradients(const ReduceArguments& arguments, const Queue& queue);
 
 // The widest panel of ranks that a kernel holds.
 constexpr int kFloatRanks = 64;

@@ -13,8 +13,8 @@ constexpr int kCounterColumns = 8;
 // Dropout of all adapters, in the device's memory; `p` is null where nothing is dropped.
 struct DropoutTables {
   const float* p = nullptr;
-  const int64_t* rng = nullptr;  // [N, 2]: seed, step
-  const int64_t* layer = nullptr;
+  const int64_t* rng = nullptr;     // [N, 2]: seed, step
+  const int64_t* layers = nullptr;  // [L]
 };
 
 // round-half-even(p * 65536); the product is exact
@@ -22,13 +22,13 @@ MLORA_HD uint32_t dropout_threshold(float p) { return static_cast<uint32_t>(rint
 
 MLORA_HD float keep_scale(uint32_t threshold) { return 65536.0f / static_cast<float>(65536 - threshold); }
 
-MLORA_HD Dropout dropout_of(const DropoutTables& tables, int adapter) {
+MLORA_HD Dropout dropout_of(const DropoutTables& tables, int layer, int adapter) {
   Dropout dropout;
   if (tables.p != nullptr) {
     const uint64_t seed = static_cast<uint64_t>(tables.rng[2 * adapter]);
     dropout.key0 = static_cast<uint32_t>(seed);
     dropout.key1 = static_cast<uint32_t>(seed >> 32);
-    dropout.layer = static_cast<uint32_t>(*tables.layer);
+    dropout.layer = static_cast<uint32_t>(tables.layers[layer]);
     dropout.step = static_cast<uint32_t>(tables.rng[2 * adapter + 1]);
     dropout.threshold = dropout_threshold(tables.p[adapter]);
     dropout.keep_scale = keep_scale(dropout.threshold);

@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
   if (program.of_tile) {
     const Split split = gradient.splits[program.split];
     if (split.tile_begin + program.tile < split.tile_end) {
-      shrink_program<T, kRanks, false>(ds, split.tile_begin + program.tile, program.column, program.panel);
+      shrink_program<T, kRanks, false>(ds, split.tile_begin + program.tile, 0, program.column, program.panel);
     }
   } else {
-    gradient_program<T, kRanks, false>(gradient, program.split, program.column, program.panel);
+    gradient_program<T, kRanks, false>(gradient, program.split, 0, program.column, program.panel);
   }
 }
 

@@ -21,25 +21,26 @@ __global__ void __launch_bounds__(kReduceThreads)
   from_float(sum, out[place]);
 }
 
-// One program for 256 columns of one rank of one adapter.
+// One program for 256 columns of one rank of one adapter in one layer.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
-    reduce_gradients_kernel(const float* partial, const FactorRow* rows, const Group* groups, int ranks,
-                            int columns, T* gradient, bool add) {
-  const Group group = groups[block_z()];
-  const FactorRow factor = rows[block_z()];
+    reduce_gradients_kernel(ReduceArguments arguments, T* gradient) {
+  const int layer = block_z() / arguments.factor.adapters;
+  const int adapter = block_z() % arguments.factor.adapters;
+  const Group group = arguments.groups[adapter];
+  const FactorRow factor = row_of(arguments.factor, layer, adapter);
   const int rank = block_y();
   const int column = block_x() * kReduceThreads + thread_index();
-  if (group.slot_count == 0 || rank >= factor.rank || column >= columns) {
+  if (group.slot_count == 0 || rank >= factor.rank || column >= arguments.columns) {
     return;
   }
   float sum = 0.0f;
   for (int i = 0; i < group.slot_count; ++i) {
-    const int64_t slot = group.slot_begin + i;
-    sum += partial[(slot * ranks + rank) * columns + column];
+    const int64_t slot = int64_t{layer} * arguments.slots + group.slot_begin + i;
+    sum += arguments.partial[(slot * arguments.ranks + rank) * arguments.columns + column];
   }
   T& out = gradient[factor.grad_offset + rank * factor.grad_rank_stride + column * factor.grad_column_stride];
-  from_float(add ? to_float(out) + sum : sum, out);
+  from_float(arguments.add ? to_float(out) + sum : sum, out);
 }
 
 // f(pointer of the dtype)
@@ -62,14 +63,13 @@ int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar
   });
 }
 
-int launch_reduce_gradients(const float* partial, const FactorTable& factor, const Group* groups,
-                            int adapters, int ranks, int columns, void* gradient, bool add,
-                            const Queue& queue) {
-  return for_pointer(factor.type, gradient, [&](auto* data) {
+int launch_reduce_gradients(const ReduceArguments& arguments, const Queue& queue) {
+  return for_pointer(arguments.factor.type, arguments.gradient, [&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;
-    const Grid grid = {ceil_div(columns, kReduceThreads), ranks, adapters};
-    return launch(reduce_gradients_kernel<T>, grid, kReduceThreads, 0, queue.stream, queue.device, partial,
-                  factor.rows, groups, ranks, columns, data, add);
+    const Grid grid = {ceil_div(arguments.columns, kReduceThreads), arguments.ranks,
+                       int64_t{arguments.layers} * arguments.factor.adapters};
+    return launch(reduce_gradients_kernel<T>, grid, kReduceThreads, 0, queue.stream, queue.device, arguments,
+                  data);
   });
 }
 

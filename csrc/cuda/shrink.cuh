@@ -1,4 +1,4 @@
-// out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, column split and panel of ranks.
+// out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, layer, column split and panel of ranks.
 //
 // Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
@@ -32,14 +32,15 @@ struct ShrinkShape {
 
 // Writes value(row, rank) to the panel's columns of the result.
 template <typename T, typename Function>
-__device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile& tile, int split, int first,
-                                    int width, Function&& value) {
+__device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile& tile, int split, int layer,
+                                    int first, int width, Function&& value) {
+  const int64_t start = (int64_t{split} * arguments.layers + layer) * arguments.layer_stride;
   for (int index = thread_index(); index < tile.rows * width; index += kThreads) {
     const int row = index / width;
     const int rank = index % width;
-    const int64_t place = int64_t{tile.row + row} * arguments.ranks + first + rank;
+    const int64_t place = start + int64_t{tile.row + row} * arguments.ranks + first + rank;
     if (arguments.partial) {
-      static_cast<float*>(arguments.out)[split * arguments.split_stride + place] = value(row, rank);
+      static_cast<float*>(arguments.out)[place] = value(row, rank);
     } else {
       from_float(value(row, rank), static_cast<T*>(arguments.out)[place]);
     }
@@ -47,7 +48,7 @@ __device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile
 }
 
 template <typename T, int kRanks, bool kDrops>
-__device__ inline void shrink_program(const ShrinkArguments& arguments, int tile_index, int split,
+__device__ inline void shrink_program(const ShrinkArguments& arguments, int tile_index, int layer, int split,
                                       int panel_index) {
   using Shape = ShrinkShape<T, kRanks>;
   using Stage = SharedTile<T, Shape::kColumns>;
@@ -57,12 +58,12 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
   if (tile.rows == 0) {
     return;
   }
-  if (tile.adapter < 0 || arguments.factor.rows[tile.adapter].rank <= first_rank) {
-    write_shrunk<T>(arguments, tile, split, first_rank, width, [](int, int) { return 0.0f; });
+  if (tile.adapter < 0 || row_of(arguments.factor, layer, tile.adapter).rank <= first_rank) {
+    write_shrunk<T>(arguments, tile, split, layer, first_rank, width, [](int, int) { return 0.0f; });
     return;
   }
-  const Panel<T> panel(arguments.factor, arguments.factor.rows[tile.adapter], panel_index, kRanks);
-  const Dropout dropout = kDrops ? dropout_of(arguments.dropout, tile.adapter) : Dropout{};
+  const Panel<T> panel(arguments.factor, row_of(arguments.factor, layer, tile.adapter), panel_index, kRanks);
+  const Dropout dropout = kDrops ? dropout_of(arguments.dropout, layer, tile.adapter) : Dropout{};
   const int begin = split * kColumnSplit;
   const int end = clamp(arguments.columns, begin + kColumnSplit);
   const int steps = ceil_div(end - begin, Shape::kColumns);
@@ -132,7 +133,7 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
   });
   synchronize();
   const float scale = arguments.scaling[tile.adapter] * dropout.keep_scale;
-  write_shrunk<T>(arguments, tile, split, first_rank, width, [&](int row, int rank) {
+  write_shrunk<T>(arguments, tile, split, layer, first_rank, width, [&](int row, int rank) {
     float value = 0.0f;
 #pragma unroll
     for (int k = 0; k < Shape::kWarpsK; ++k) {

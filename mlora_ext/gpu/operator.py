@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .factors import Factors, factors_of
-from .kernels import Dropout, LaunchKernels
+from .kernels import Dropout, Expand, Gradient, LaunchKernels, ReadDy, ReadX, Shrink
 from .launches import Launch, backward_launches, column_splits, forward_launches
 from .plan import Plan, PlanCache, PlanSizes
 
@@ -42,10 +42,10 @@ class Batch:
 
     @property
     def dropout(self) -> Dropout | None:
-        """The three tensors of dropout, or None."""
+        """The three tables of dropout, or None."""
         if self.dropout_p is None or self.dropout_rng is None or self.layers is None:
             return None
-        return self.dropout_p, self.dropout_rng, self.layers
+        return Dropout(self.dropout_p, self.dropout_rng, self.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +184,15 @@ class _Forward(_Call):
         self.partial = _partial_rows(self.s, x.shape[1])
 
     def shrink(self, _: int) -> None:
-        batch = self.batch
-        self.kernels.shrink(self.x, self.a, self.plan, batch.scaling, batch.dropout, self.partial)
+        scaling, dropout = self.batch.scaling, self.batch.dropout
+        self.kernels.shrink(Shrink(self.x, self.a, self.plan, scaling, self.partial, dropout))
 
     def reduce_s(self, _: int) -> None:
         self.kernels.reduce_rows(self.partial, self.s)
 
     def expand(self, layer: int) -> None:
         b = factors_of(_one_dtype(self.layers[layer].lora_b), transposed=True)
-        self.kernels.expand(self.s[layer], b, self.plan, self.layers[layer].bias, self.y[layer])
+        self.kernels.expand(Expand(self.s[layer], b, self.plan, self.layers[layer].bias, self.y[layer]))
 
     def base_gemm(self, layer: int) -> None:
         self.y[layer].addmm_(self.x, self.layers[layer].weight.t())
@@ -228,53 +228,43 @@ class _Backward(_Call):
         self.db_buffers, self.db = [buffer for buffer, _ in memory], [views for _, views in memory]
         self.ds = torch.empty_like(s)
         self.partial_ds = [_partial_rows(self.ds[i : i + 1], dy.shape[1]) for i, dy in enumerate(dys)]
-        self.partial_db: list[Tensor] = []
+        self.gradient: Gradient | None = None
 
     def read_dy(self, layer: int) -> None:
-        self.partial_db.append(self._partial_gradient(self.b[layer], 1, self.need_db))
-        self.kernels.read_dy(
-            self.dys[layer],
-            self.s[layer],
-            self.b[layer],
-            self.plan,
-            self.batch.scaling,
-            self.partial_ds[layer] if self.need_dx or self.need_da else None,
-            self.db_buffers[layer] if self.need_db else None,
-            self.partial_db[layer],
-            self.add_db,
-        )
+        b, buffer = self.b[layer], self.db_buffers[layer]
+        self.gradient = self._gradient(b, 1, buffer, self.add_db) if self.need_db else None
+        ds = self.partial_ds[layer] if self.need_dx or self.need_da else None
+        dy, s, scaling = self.dys[layer], self.s[layer], self.batch.scaling
+        self.kernels.read_dy(ReadDy(dy, s, b, self.plan, scaling, ds, self.gradient))
 
     def reduce_ds(self, layer: int) -> None:
         self.kernels.reduce_rows(self.partial_ds[layer], self.ds[layer : layer + 1])
 
     def read_x(self, _: int) -> None:
-        self.partial_da = self._partial_gradient(self.a, len(self.layers), self.need_da)
-        self.kernels.read_x(
-            self.x,
-            self.ds,
-            self.a,
-            self.plan,
-            self.batch.dropout,
-            self.dx if self.need_dx else None,
-            self.da_buffer if self.need_da else None,
-            self.partial_da,
-            self.add_da,
-        )
+        layers = len(self.layers)
+        self.gradient = self._gradient(self.a, layers, self.da_buffer, self.add_da) if self.need_da else None
+        dx = self.dx if self.need_dx else None
+        call = ReadX(self.x, self.ds, self.a, self.plan, self.batch.dropout, dx, self.gradient)
+        self.kernels.read_x(call)
 
     def base_gemm_dx(self, layer: int) -> None:
         self.dx.addmm_(self.dys[layer], self.layers[layer].weight)
 
     def reduce_da(self, _: int) -> None:
-        self.kernels.reduce_gradients(self.partial_da, self.a, self.plan, self.da_buffer, self.add_da)
+        self._reduce(self.a)
 
     def reduce_db(self, layer: int) -> None:
-        partial, self.partial_db[layer] = self.partial_db[layer], self.partial_db[layer].new_empty(0)
-        self.kernels.reduce_gradients(partial, self.b[layer], self.plan, self.db_buffers[layer], self.add_db)
+        self._reduce(self.b[layer])
 
-    def _partial_gradient(self, factors: Factors, layers: int, wanted: bool) -> Tensor:
-        slots = layers * self.plan.sizes.slots if wanted else 0
-        shape = slots, self.s.shape[2], factors.width
-        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
+    def _reduce(self, factors: Factors) -> None:
+        """Of the gradients that the latest pass began; their partial sums are then free."""
+        if self.gradient is not None:
+            self.kernels.reduce_gradients(factors, self.plan, self.gradient)
+        self.gradient = None
+
+    def _gradient(self, factors: Factors, layers: int, out: Tensor, add: bool) -> Gradient:
+        shape = layers * self.plan.sizes.slots, self.s.shape[2], factors.width
+        return Gradient(out, torch.empty(shape, dtype=torch.float32, device=self.x.device), add)
 
 
 def _memory(factors: Factors, wanted: bool, existing: Matrices | None) -> tuple[Tensor, list[Tensor]]:

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..gpu.factors import Factors
-from ..gpu.kernels import Dropout
+from ..gpu.kernels import Expand, Gradient, ReadDy, ReadX, Shrink
 from ..gpu.launches import column_splits
 from ..gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS, Plan, PlanSizes
 from .blocks import PANEL as _PANEL
@@ -41,25 +41,18 @@ class Kernels:
             )  # fmt: skip
         return made
 
-    def shrink(
-        self,
-        rows: Tensor,
-        factors: Factors,
-        plan: Plan,
-        scaling: Tensor,
-        dropout: Dropout | None,
-        out: Tensor,
-    ) -> None:
+    def shrink(self, call: Shrink) -> None:
+        rows, factors, out = call.rows, call.factors, call.out
         how = config("shrink", *_target(rows))
         siblings, total, R = out.shape[-3:]
         panels = triton.cdiv(R, PANEL)
-        grid = (plan.sizes.tiles * siblings * panels, column_splits(factors.width))
+        grid = (call.plan.sizes.tiles * siblings * panels, column_splits(factors.width))
         with _on(rows):
             shrink[grid](
-                rows, rows.stride(0), factors.first, factors.table, plan.tiles, scaling,
-                *(dropout or (scaling, scaling, scaling)), out, siblings * total * R, total * R,
-                factors.width, R, plan.sizes.adapters, panels, SIBLINGS=siblings,
-                COLUMN_SPLIT=COLUMN_SPLIT, DROP=dropout is not None, **_of(factors), ROWS=TILE_ROWS,
+                rows, rows.stride(0), factors.first, factors.table, call.plan.tiles, call.scaling,
+                *(call.dropout or (rows, rows, rows)), out, siblings * total * R, total * R,
+                factors.width, R, call.plan.sizes.adapters, panels, SIBLINGS=siblings,
+                COLUMN_SPLIT=COLUMN_SPLIT, DROP=call.dropout is not None, **_of(factors), ROWS=TILE_ROWS,
                 COLUMNS=how.columns, **_options(how),
             )  # fmt: skip
 
@@ -72,79 +65,57 @@ class Kernels:
                 INTERPRETED=INTERPRETED, ROWS=REDUCE_ROWS, RANKS=REDUCE_RANKS,
             )  # fmt: skip
 
-    def expand(self, s: Tensor, factors: Factors, plan: Plan, bias: Tensor | None, y: Tensor) -> None:
+    def expand(self, call: Expand) -> None:
+        s, factors, y = call.s, call.factors, call.y
         how = config("expand", *_target(s))
         with _on(s):
-            expand[plan.sizes.tiles, triton.cdiv(factors.width, how.columns)](
-                s, factors.first, factors.table, plan.tiles, s if bias is None else bias, y,
-                factors.width, s.shape[1], BIAS=bias is not None, **_of(factors), ROWS=TILE_ROWS,
+            expand[call.plan.sizes.tiles, triton.cdiv(factors.width, how.columns)](
+                s, factors.first, factors.table, call.plan.tiles, s if call.bias is None else call.bias, y,
+                factors.width, s.shape[1], BIAS=call.bias is not None, **_of(factors), ROWS=TILE_ROWS,
                 COLUMNS=how.columns, **_options(how),
             )  # fmt: skip
 
-    def read_dy(
-        self,
-        dy: Tensor,
-        s: Tensor,
-        factors: Factors,
-        plan: Plan,
-        scaling: Tensor,
-        ds: Tensor | None,
-        gradient: Tensor | None,
-        partial: Tensor,
-        add: bool,
-    ) -> None:
+    def read_dy(self, call: ReadDy) -> None:
+        dy, s, factors, plan = call.dy, call.s, call.factors, call.plan
         how = config("read_dy", *_target(dy))
         splits, R = column_splits(factors.width), s.shape[1]
         panels, blocks = triton.cdiv(R, PANEL), triton.cdiv(factors.width, how.gradient_columns)
-        each = (SPLIT_TILES * splits * (ds is not None) + blocks * (gradient is not None)) * panels
+        out, partial, add = call.gradient or (s, s, False)
+        each = (SPLIT_TILES * splits * (call.ds is not None) + blocks * (call.gradient is not None)) * panels
         with _on(dy):
             read_dy[plan.sizes.splits * each,](
-                dy, dy.stride(0), s, factors.first, factors.table, plan.tiles, plan.splits, scaling,
-                s if ds is None else ds, s if gradient is None else gradient, partial,
+                dy, dy.stride(0), s, factors.first, factors.table, plan.tiles, plan.splits, call.scaling,
+                s if call.ds is None else call.ds, out, partial,
                 dy.shape[0] * R, factors.width, R, splits, panels, blocks,
-                SPLIT_TILES=SPLIT_TILES, COLUMN_SPLIT=COLUMN_SPLIT, DS=ds is not None,
-                GRADIENT=gradient is not None, ADD=add, **_of(factors), ROWS=TILE_ROWS, COLUMNS=how.columns,
-                GRADIENT_ROWS=how.rows, GRADIENT_COLUMNS=how.gradient_columns,
+                SPLIT_TILES=SPLIT_TILES, COLUMN_SPLIT=COLUMN_SPLIT, DS=call.ds is not None,
+                GRADIENT=call.gradient is not None, ADD=add, **_of(factors), ROWS=TILE_ROWS,
+                COLUMNS=how.columns, GRADIENT_ROWS=how.rows, GRADIENT_COLUMNS=how.gradient_columns,
                 **_options(how),
             )  # fmt: skip
 
-    def read_x(
-        self,
-        x: Tensor,
-        ds: Tensor,
-        factors: Factors,
-        plan: Plan,
-        dropout: Dropout | None,
-        dx: Tensor | None,
-        gradient: Tensor | None,
-        partial: Tensor,
-        add: bool,
-    ) -> None:
+    def read_x(self, call: ReadX) -> None:
+        x, ds, factors, plan = call.x, call.ds, call.factors, call.plan
         how = config("read_x", *_target(x))
         siblings, total, R = ds.shape
         panels = triton.cdiv(R, PANEL)
+        out, partial, add = call.gradient or (x, x, False)
         with _on(x):
             read_x[triton.cdiv(factors.width, how.columns) * panels, plan.sizes.splits](
                 x, x.stride(0), ds, factors.first, factors.table, plan.tiles, plan.splits,
-                *(dropout or (ds, ds, ds)), x if dx is None else dx, x if gradient is None else gradient,
-                partial, total * R, plan.sizes.slots, factors.width, R, plan.sizes.adapters, panels,
-                SIBLINGS=siblings, DX=dx is not None, GRADIENT=gradient is not None,
-                DROP=dropout is not None, ADD=add, **_of(factors),
-                SPLIT_TILES=SPLIT_TILES, TILE=TILE_ROWS, ROWS=how.rows, COLUMNS=how.columns, **_options(how),
+                *(call.dropout or (ds, ds, ds)), x if call.dx is None else call.dx, out, partial, total * R,
+                plan.sizes.slots, factors.width, R, plan.sizes.adapters, panels, SIBLINGS=siblings,
+                DX=call.dx is not None, GRADIENT=call.gradient is not None, DROP=call.dropout is not None,
+                ADD=add, **_of(factors), SPLIT_TILES=SPLIT_TILES, TILE=TILE_ROWS, ROWS=how.rows,
+                COLUMNS=how.columns, **_options(how),
             )  # fmt: skip
 
-    def reduce_gradients(
-        self, partial: Tensor, factors: Factors, plan: Plan, gradient: Tensor, add: bool
-    ) -> None:
+    def reduce_gradients(self, factors: Factors, plan: Plan, gradient: Gradient) -> None:
+        out, partial, add = gradient
         R = partial.shape[1]
-        grid = (
-            triton.cdiv(factors.width, REDUCE_COLUMNS),
-            len(factors.shapes),
-            triton.cdiv(R, REDUCE_RANKS),
-        )
-        with _on(gradient):
+        grid = (triton.cdiv(factors.width, REDUCE_COLUMNS), len(factors.shapes), triton.cdiv(R, REDUCE_RANKS))
+        with _on(out):
             reduce_gradients[grid](
-                partial, factors.table, plan.groups, gradient, plan.sizes.slots, factors.width, R,
+                partial, factors.table, plan.groups, out, plan.sizes.slots, factors.width, R,
                 plan.sizes.adapters,
                 ADD=add, ROWS_DENSE=factors.rows_dense, ALIGNMENT=factors.alignment,
                 INTERPRETED=INTERPRETED, RANKS=REDUCE_RANKS, COLUMNS=REDUCE_COLUMNS,

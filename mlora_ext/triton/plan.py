@@ -30,20 +30,20 @@ def plan(
     """
     program = tl.program_id(0)
     if program <= S:
-        _tiles(program, segments_ptr, tiles_ptr, S, T, K, TILE, BLOCK)
+        _tiles(program, segments_ptr, tiles_ptr, S, T, N, K, TILE, BLOCK)
     else:
         _splits(program - S - 1, segments_ptr, splits_ptr, groups_ptr, S, T, N, M, TILE, SPLIT, BLOCK)
 
 
 @triton.jit
-def _segments(segments_ptr, first, S, BLOCK: tl.constexpr):
-    """Begin, end and adapter of segments `first + [0, BLOCK)`; those without rows or adapter have none."""
+def _segments(segments_ptr, first, S, N, BLOCK: tl.constexpr):
+    """Begin, end and adapter of segments `first + [0, BLOCK)`; without rows or adapter they have none."""
     index = first + tl.arange(0, BLOCK)
     inside = (index >= 0) & (index < S)
     begin = tl.load(segments_ptr + 4 * index, mask=inside, other=0).to(tl.int32)
     end = tl.load(segments_ptr + 4 * index + 1, mask=inside, other=0).to(tl.int32)
     adapter = tl.load(segments_ptr + 4 * index + 2, mask=inside, other=-1).to(tl.int32)
-    used = (adapter >= 0) & (end > begin)
+    used = (adapter >= 0) & (adapter < N) & (end > begin)
     return index, tl.where(used, begin, 0), tl.where(used, end, 0), tl.where(used, adapter, -1)
 
 
@@ -53,21 +53,21 @@ def _larger(a, b):
 
 
 @triton.jit
-def _tiles(segment, segments_ptr, tiles_ptr, S, T, K, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _tiles(segment, segments_ptr, tiles_ptr, S, T, N, K, TILE: tl.constexpr, BLOCK: tl.constexpr):
     inside = segment < S
     begin = tl.load(segments_ptr + 4 * segment, mask=inside, other=0).to(tl.int32)
     end = tl.load(segments_ptr + 4 * segment + 1, mask=inside, other=0).to(tl.int32)
     adapter = tl.load(segments_ptr + 4 * segment + 2, mask=inside, other=-1).to(tl.int32)
     row0 = tl.load(segments_ptr + 4 * segment + 3, mask=inside, other=0)
-    used = (adapter >= 0) & (end > begin)
+    used = (adapter >= 0) & (adapter < N) & (end > begin)
     before = 0  # tiles of earlier adapters, and of earlier segments of this one
     all_tiles = 0
     gap_tiles = 0  # of the gaps before earlier segments
     last = 0  # end of the last segment before this one
     reached = 0  # by the blocks of segments seen so far
     for first in range(0, S, BLOCK):
-        index, begins, ends, adapters = _segments(segments_ptr, first, S, BLOCK)
-        _, _, previous, _ = _segments(segments_ptr, first - 1, S, BLOCK)
+        index, begins, ends, adapters = _segments(segments_ptr, first, S, N, BLOCK)
+        _, _, previous, _ = _segments(segments_ptr, first - 1, S, N, BLOCK)
         tiles = tl.cdiv(ends - begins, TILE)
         earlier = (adapters < adapter) | ((adapters == adapter) & (index < segment))
         before += tl.sum(tl.where(earlier & (adapters >= 0), tiles, 0))
@@ -121,7 +121,7 @@ def _splits(
         who = first_adapter + tl.arange(0, BLOCK)
         count = tl.zeros([BLOCK], dtype=tl.int32)
         for first in range(0, S, BLOCK):
-            _, begins, ends, adapters = _segments(segments_ptr, first, S, BLOCK)
+            _, begins, ends, adapters = _segments(segments_ptr, first, S, N, BLOCK)
             tiles = tl.cdiv(ends - begins, TILE)
             count += tl.sum(tl.where(who[:, None] == adapters[None, :], tiles[None, :], 0), axis=1)
         runs = tl.maximum(tl.cdiv(count, SPLIT), 1)
@@ -142,7 +142,7 @@ def _splits(
             SPLIT, BLOCK,
         )  # fmt: skip
     else:
-        rest = _base_tiles(segments_ptr, S, T, TILE, BLOCK)
+        rest = _base_tiles(segments_ptr, S, T, N, TILE, BLOCK)
         runs = tl.cdiv(rest, SPLIT)
         _write_splits(
             splits_ptr, split_begin, runs, tile_begin, tile_begin + rest, -1, 0, False, SPLIT, BLOCK
@@ -154,13 +154,13 @@ def _splits(
 
 
 @triton.jit
-def _base_tiles(segments_ptr, S, T, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _base_tiles(segments_ptr, S, T, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Number of tiles of rows without adapter."""
     count = 0
     reached = 0
     for first in range(0, S, BLOCK):
-        _, begins, ends, adapters = _segments(segments_ptr, first, S, BLOCK)
-        _, _, previous, _ = _segments(segments_ptr, first - 1, S, BLOCK)
+        _, begins, ends, adapters = _segments(segments_ptr, first, S, N, BLOCK)
+        _, _, previous, _ = _segments(segments_ptr, first - 1, S, N, BLOCK)
         lasts = tl.maximum(tl.associative_scan(previous, 0, _larger), reached)
         count += tl.sum(tl.where(adapters >= 0, tl.cdiv(begins - lasts, TILE), 0))
         reached = tl.maximum(reached, tl.max(ends))

@@ -74,6 +74,17 @@ def test_plan_of_rows_behind_the_last_segment(backend: str) -> None:
     assert_planned(backend, mx.SegmentLayout.from_lengths([0, 0]), 3, 0)
 
 
+def test_plan_of_rows_in_no_segment(backend: str) -> None:
+    """Rows beyond and between the segments, and an adapter that is not there."""
+    segments = torch.tensor([[70, 90, 1, 7], [0, 0, -1, 0], [100, 300, 9, 0], [310, 311, 0, 4]])
+    operator = gpu_operator(backend)
+    made = operator._kernels.plan(segments.to(torch.get_default_device()), PlanSizes(400, 4, 2))
+    expected = plan_of([(70, 90, 1, 7), (310, 311, 0, 4)], 400, 2)
+    for name in ("tiles", "splits", "groups"):
+        wanted = getattr(expected, name)
+        assert table(getattr(made, name))[: len(wanted)] == wanted, name
+
+
 def test_plan_of_one_long_adapter(backend: str) -> None:
     assert_planned(backend, mx.SegmentLayout.from_lengths([5000, 1024, 1025], [1, 0, 2]), 3, 7049)
 
