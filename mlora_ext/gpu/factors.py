@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+_ADDRESS, _SHAPE, _STRIDE = Tensor.data_ptr, attrgetter("shape"), Tensor.stride
 _KEPT_TABLES = 4096
 _ALIGNMENT = 16
 _Place = tuple[int, int, int, int]
+_Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
 _Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
 
@@ -68,20 +71,35 @@ def factors_of(
         The factors; their table is made, and copied to the device, once for each content.
     """
     first = matrices[0]
+    existing = None if gradients is None else _addresses(gradients)
+    size, device = first.element_size(), first.device
+    return Factors(first, *_described(_addresses(matrices), existing, transposed, size, device))
+
+
+def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
+    """What tells the same matrices from others; `map`, since this is most of a call's work on the host."""
+    return tuple(map(_ADDRESS, matrices)), tuple(map(_SHAPE, matrices)), tuple(map(_STRIDE, matrices))
+
+
+@lru_cache(maxsize=_KEPT_TABLES)
+def _described(
+    addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
+) -> tuple[Tensor, int, int, bool, int, _Shapes]:
+    """The attributes of `Factors` after the first."""
     rank_dim = 1 if transposed else 0
-    key = _places(matrices, rank_dim)
-    width = first.shape[1 - rank_dim]
-    existing = None if gradients is None else _places(gradients, rank_dim)
-    table, dense, alignment, shapes = _table(key, existing, width, transposed, first.device)
-    return Factors(first, table, width, max(k[1] for k in key), dense, alignment, shapes)
+    key = _places(addresses, rank_dim, size)
+    width = addresses[1][0][1 - rank_dim]
+    places = None if existing is None else _places(existing, rank_dim, size)
+    table, dense, alignment, shapes = _table(key, places, width, transposed, device)
+    return table, width, max(place[1] for place in key), dense, alignment, shapes
 
 
-def _places(matrices: Sequence[Tensor], rank_dim: int) -> tuple[_Place, ...]:
+def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ...]:
     """Offset from the first, rank, rank stride and column stride of each, in elements."""
-    base, size = matrices[0].data_ptr(), matrices[0].element_size()
+    base = addresses[0][0]
     return tuple(
-        ((m.data_ptr() - base) // size, m.shape[rank_dim], m.stride(rank_dim), m.stride(1 - rank_dim))
-        for m in matrices
+        ((address - base) // size, shape[rank_dim], stride[rank_dim], stride[1 - rank_dim])
+        for address, shape, stride in zip(*addresses, strict=True)
     )
 
 

@@ -5,10 +5,10 @@ Letters: T rows, D = d_in, O = d_out. No length depends on the number of adapter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from .plan import COLUMN_SPLIT, SPLIT_TILES
+from .plan import COLUMN_SPLIT
 
 
 class Launch(NamedTuple):
@@ -28,7 +28,8 @@ def column_splits(width: int) -> int:
     return max(1, -(-width // COLUMN_SPLIT))
 
 
-def forward_launches(d_in: int, layers: int = 1) -> list[Launch]:
+@lru_cache
+def forward_launches(d_in: int, layers: int = 1) -> tuple[Launch, ...]:
     """Of `y = x W^T + b + s B^T` for every layer.
 
     Args:
@@ -36,12 +37,13 @@ def forward_launches(d_in: int, layers: int = 1) -> list[Launch]:
         layers: how many share x.
     """
     each = [Launch(kernel, layer) for layer in range(layers) for kernel in ("expand", "base_gemm")]
-    return [Launch("shrink"), *_reduce_rows("reduce_s", d_in), *each]
+    return Launch("shrink"), *_reduce_rows("reduce_s", d_in), *each
 
 
+@lru_cache
 def backward_launches(
-    d_outs: Sequence[int], *, need_dx: bool, need_da: bool, need_db: bool, rows: int
-) -> list[Launch]:
+    d_outs: tuple[int, ...], *, need_dx: bool, need_da: bool, need_db: bool, several: bool
+) -> tuple[Launch, ...]:
     """Of dx, dA and dB of every layer.
 
     Args:
@@ -49,9 +51,9 @@ def backward_launches(
         need_dx: whether dx is wanted.
         need_da: whether the adapters' dA are wanted.
         need_db: whether the adapters' dB are wanted.
-        rows: T; with more than `SPLIT_TILES`, an adapter may have several splits.
+        several: whether an adapter may have several splits, as with more than `SPLIT_TILES` rows.
     """
-    need_ds, several = need_dx or need_da, rows > SPLIT_TILES
+    need_ds = need_dx or need_da
     launches: list[Launch] = []
     for layer, d_out in enumerate(d_outs):
         launches += [Launch("read_dy", layer)] * (need_ds or need_db)
@@ -59,7 +61,7 @@ def backward_launches(
         launches += [Launch("reduce_db", layer)] * (need_db and several)
     launches += [Launch("read_x")] * need_ds
     launches += [Launch("base_gemm_dx", layer) for layer in range(len(d_outs))] * need_dx
-    return launches + [Launch("reduce_da")] * (need_da and several)
+    return *launches, *[Launch("reduce_da")] * (need_da and several)
 
 
 def _reduce_rows(name: str, width: int, layer: int = 0) -> list[Launch]:

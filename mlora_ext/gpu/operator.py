@@ -17,7 +17,7 @@ from torch import Tensor
 from .factors import Factors, factors_of
 from .kernels import Dropout, Expand, Gradient, LaunchKernels, ReadDy, ReadX, Shrink
 from .launches import Launch, backward_launches, column_splits, forward_launches
-from .plan import Plan, PlanCache, PlanSizes
+from .plan import SPLIT_TILES, Plan, PlanCache, PlanSizes
 
 Matrices = Sequence[Tensor]
 
@@ -144,16 +144,13 @@ class GpuOperator:
             return dx, [], [[] for _ in layers]
         plan = self._plan(batch, x)
         call = _Backward(self._kernels, plan, dys, x, layers, lora_a, s, batch, wanted, into)
-        outs = [dy.shape[1] for dy in dys]
+        outs, several = tuple(dy.shape[1] for dy in dys), x.shape[0] > SPLIT_TILES
         for launch in backward_launches(
-            outs, need_dx=need_dx, need_da=need_da, need_db=need_db, rows=x.shape[0]
+            outs, need_dx=need_dx, need_da=need_da, need_db=need_db, several=several
         ):
             call.run(launch)
-        db = [
-            [g.to(b.dtype) for g, b in zip(gradients, layer.lora_b, strict=False)]
-            for gradients, layer in zip(call.db, layers, strict=True)
-        ]
-        return call.dx, [g.to(a.dtype) for g, a in zip(call.da, lora_a, strict=False)], db
+        db = [_as(layer.lora_b, gradients) for gradients, layer in zip(call.db, layers, strict=True)]
+        return call.dx, _as(lora_a, call.da), db
 
     def _plan(self, batch: Batch, x: Tensor) -> Plan:
         sizes = PlanSizes(x.shape[0], batch.segments.shape[0], batch.scaling.numel())
@@ -280,8 +277,15 @@ def _partial_rows(out: Tensor, width: int) -> Tensor:
     return out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
+def _as(matrices: Matrices, gradients: list[Tensor]) -> list[Tensor]:
+    """The gradients in the dtypes of their matrices; they have one, that of the factors."""
+    if all(matrix.dtype is gradients[0].dtype for matrix in matrices[: len(gradients)]):
+        return gradients
+    return [gradient.to(matrix.dtype) for gradient, matrix in zip(gradients, matrices, strict=True)]
+
+
 def _one_dtype(matrices: Matrices) -> Matrices:
     """The kernels read one dtype for all; where adapters differ, in fp32, which holds them all."""
-    if all(matrix.dtype == matrices[0].dtype for matrix in matrices):
+    if all(matrix.dtype is matrices[0].dtype for matrix in matrices):
         return matrices
     return [matrix.float() for matrix in matrices]

@@ -180,7 +180,7 @@ class Counted:
 
 
 def test_launches_as_data() -> None:
-    def names(launches: list[Launch]) -> list[tuple[str, int]]:
+    def names(launches: tuple[Launch, ...]) -> list[tuple[str, int]]:
         return [tuple(launch) for launch in launches]
 
     assert names(forward_launches(2048)) == [("shrink", 0), ("expand", 0), ("base_gemm", 0)]
@@ -188,15 +188,15 @@ def test_launches_as_data() -> None:
         ("shrink", 0), ("reduce_s", 0), ("expand", 0), ("base_gemm", 0), ("expand", 1), ("base_gemm", 1),
     ]  # fmt: skip
     every = {"need_dx": True, "need_da": True, "need_db": True}
-    assert names(backward_launches([4096], **every, rows=8192)) == [
+    assert names(backward_launches((4096,), **every, several=True)) == [
         ("read_dy", 0), ("reduce_ds", 0), ("reduce_db", 0), ("read_x", 0), ("base_gemm_dx", 0),
         ("reduce_da", 0),
     ]  # fmt: skip
-    assert names(backward_launches([4096, 1024], **every, rows=16)) == [
+    assert names(backward_launches((4096, 1024), **every, several=False)) == [
         ("read_dy", 0), ("reduce_ds", 0), ("read_dy", 1), ("read_x", 0), ("base_gemm_dx", 0),
         ("base_gemm_dx", 1),
     ]  # fmt: skip
     only_db = {"need_dx": False, "need_da": False, "need_db": True}
-    assert names(backward_launches([4096], **only_db, rows=8192)) == [("read_dy", 0), ("reduce_db", 0)]
+    assert names(backward_launches((4096,), **only_db, several=True)) == [("read_dy", 0), ("reduce_db", 0)]
     nothing = {"need_dx": False, "need_da": False, "need_db": False}
-    assert backward_launches([4096], **nothing, rows=8192) == []
+    assert backward_launches((4096,), **nothing, several=True) == ()
