@@ -5,11 +5,11 @@ Usage: python bench/code_cuda.py [LIBRARY]
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,10 +61,12 @@ def kernels(library: Path) -> list[Kernel]:
         library: a shared library, object file or cubin, which does not name its architecture.
 
     Raises:
-        FileNotFoundError: if there is no `cuobjdump`.
+        FileNotFoundError: if there is no `cuobjdump`, or no library.
         RuntimeError: if it cannot read the library.
     """
     tool = cuobjdump()
+    if not library.is_file():
+        raise FileNotFoundError(f"{library}: expected a library with CUDA code, there is no such file")
     if tool is None:
         raise FileNotFoundError("cuobjdump: neither on PATH nor in the package triton")
     found: dict[tuple[str, str], Kernel] = {}
@@ -131,9 +133,15 @@ def _readable(symbol: str) -> str:
 
 def main() -> None:
     """Print one line per kernel and architecture."""
+    given = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = Path(__file__).parents[1] / "mlora_ext" / "libmlora_ops.so"
+    given.add_argument("library", type=Path, nargs="?", default=default, help="default: the package's own")
+    try:
+        found = kernels(given.parse_args().library)
+    except (OSError, RuntimeError) as error:
+        given.exit(1, f"{given.prog}: {error}\n")
     print(f"{'kernel':32}{'target':>8}{'registers':>11}{'shared':>8}{'local':>7}  matrix instructions")
-    for kernel in kernels(Path(sys.argv[1]) if len(sys.argv) > 1 else default):
+    for kernel in found:
         matrix = ", ".join(f"{count} {kind}" for kind, count in kernel.matrix.items())
         print(
             f"{kernel.name:32}{kernel.architecture:>8}{kernel.registers:>11}{kernel.shared_bytes:>8}"

@@ -54,9 +54,12 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore")
     lines = []
-    for text in rows():
-        lines.append(text)
-        print(text, flush=True)
+    try:
+        for text in rows():
+            lines.append(text)
+            print(text, flush=True)
+    except (OSError, RuntimeError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     if arguments.out:
         (arguments.out / "machine-code.txt").write_text("\n".join(lines) + "\n")
 

@@ -12,11 +12,13 @@ set -euo pipefail
 
 device=cuda python=python3 commit="" out=""
 usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
+help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0; }
 while [ $# -gt 0 ]; do
   case "$1" in
     --device) [ $# -ge 2 ] || usage; device=$2; shift 2 ;;
     --python) [ $# -ge 2 ] || usage; python=$2; shift 2 ;;
     --commit) [ $# -ge 2 ] || usage; commit=$2; shift 2 ;;
+    -h | --help) help ;;
     -*) usage ;;
     *) [ -z "$out" ] || usage; out=$1; shift ;;
   esac
@@ -42,7 +44,7 @@ note() { table+=("$(printf '%-22s %-8s %4ss  %s' "$1" "$2" "$3" "$4")"); }
 
 # phase NAME SECONDS LOG COMMAND...: runs for at most SECONDS, or what is left, and notes how it ended
 phase() {
-  local name=$1 budget=$2 log=$3 begin=$SECONDS left=$((deadline - SECONDS)) code=0
+  local name=$1 budget=$2 log=$3 begin=$SECONDS left=$((deadline - SECONDS)) code=0 lines
   shift 3
   [ "$budget" -lt "$left" ] || budget=$left
   if [ "$budget" -lt 5 ]; then
@@ -51,8 +53,9 @@ phase() {
     return 1
   fi
   echo "== $name (at most $budget s): $*" | tee -a "$log"
+  lines=$(wc -l <"$log")
   timeout -k 5 "$budget" "$@" >>"$log" 2>&1 || code=$?
-  tail -n 4 "$log"
+  tail -n +"$((lines + 1))" "$log" | tail -n 4
   case $code in
     0) note "$name" ok $((SECONDS - begin)) "" ; return 0 ;;
     124 | 137) note "$name" TIMEOUT $((SECONDS - begin)) "after $budget s, see $(basename "$log")" ;;

@@ -21,6 +21,15 @@ def header(device: str) -> str:
     return f"  {'':32} {titles} {'peak MiB':>9}"
 
 
+def check_lines(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The largest relative error of each contender on the small layer, before anything was timed."""
+    found = []
+    for dtype, each in checks.items():
+        found.append(f"checked on a small layer against fp64, {dtype}: relative errors")
+        found += [f"  {name:40} {error:.1e}" for name, error in each.items()]
+    return found
+
+
 def title(row: Mapping[str, Any]) -> str:
     """What a row is about, and its computed limit."""
     size = f" {row['d_in']} -> {row['d_out']}," if "d_in" in row else ","
@@ -48,7 +57,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
             (1e3 * each["seconds"], "10.3f"),
             (_scaled(each.get("flops_per_second"), 1e-12), "8.3f"),
             (_scaled(each.get("bytes_per_second"), 1e-9), "8.1f"),
-            (100 * each["spread"], "5.1f"),
+            (_scaled(each.get("spread"), 100), "5.1f"),
             (each.get("ratio_to_frozen"), "9.3f"),
             (calls, "9d"),
             (each["peak_bytes"] / 2**20, "9.1f"),

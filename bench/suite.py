@@ -19,11 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import choose_section
 import decoder_section
@@ -52,18 +53,33 @@ SHARES = {"linears": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def number(text: str) -> float:
+    """A number, or NaN, which no range holds."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def seconds(text: str) -> float:
     """A time of the command line."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
     return value
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage has thirty options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the options\n")
+
+
 def parser(program: str) -> argparse.ArgumentParser:
     """The command line."""
     lines = argparse.RawDescriptionHelpFormatter
-    found = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=lines)
+    found = Parser(prog=program, description=__doc__, formatter_class=lines)
     add = found.add_argument
     add("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     add("--device", help="cpu, cuda or cuda:<index>; default: cuda if there is one")
@@ -75,7 +91,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of rows; default: both")
     add("--dropout", type=probability, default=0.1, help="default: 0.1")
     add("--rounds", type=positive, help="timed turns of each contender; default: 15")
-    add("--threads", type=positive, help="of PyTorch on the CPU; default: PyTorch's own")
+    add("--threads", type=threads, help="of PyTorch on the CPU; default: PyTorch's own")
     add("--time-limit", type=seconds, metavar="SECONDS", help="start no row after this; results say so")
     add("--out", type=Path, metavar="FOLDER", help="write suite.json, suite.txt and suite.png there")
     add("--commit", help="of a source folder that is no git checkout, for the results")
@@ -89,15 +105,25 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def positive(text: str) -> int:
     """An integer of at least 1."""
-    value = int(text)
+    value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
     return value
 
 
+def threads(text: str) -> int:
+    """As many as this machine has processors, at most: more only wait for each other."""
+    value, most = positive(text), os.cpu_count() or 1
+    if value > most:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {most}, the processors of this machine, got {text}"
+        )
+    return value
+
+
 def probability(text: str) -> float:
     """A number of at least 0 and below 1."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"expected a probability with 0 <= p < 1, got {text}")
     return value
@@ -196,7 +222,7 @@ def run(
         return data
 
     small_checks(settings, findings, list(entries(settings).values()))
-    print(f"checked on a small layer: {json.dumps(findings.checks)}")
+    print("\n".join(report.check_lines(findings.checks)))
     print(report.header(settings.device.type), flush=True)
     for index, name in enumerate(sections):
         part = SHARES.get(name, 1) / sum(SHARES.get(other, 1) for other in sections[index:])

@@ -29,14 +29,14 @@ class Timing:
 
     Attributes:
         seconds: of a call: wall time on a CPU, between two events on a GPU.
-        spread: interquartile range / median of these; differences below it are noise.
+        spread: interquartile range / median of these; differences below it are noise; None of one turn.
         first: on a CPU, of the first call of a turn, with caches that another function has filled.
         processors: on a CPU, processor seconds per wall second.
         host: on a GPU, until everything was enqueued.
     """
 
     seconds: float
-    spread: float
+    spread: float | None
     first: float | None = None
     processors: float | None = None
     host: float | None = None
@@ -123,10 +123,10 @@ def take_turns(
     return {name: clock.timing(times) for name, times in turns.items()}
 
 
-def spread(seconds: Sequence[float]) -> float:
-    """Interquartile range / median; 0 of a single value."""
+def spread(seconds: Sequence[float]) -> float | None:
+    """Interquartile range / median; a single value has none."""
     if len(seconds) < 2:
-        return 0.0
+        return None
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return (high - low) / middle
 
