@@ -91,6 +91,8 @@ PATTERNS = [
 def test_checkpointing_several_forwards_in_flight(pattern, enable: str, adapters: int) -> None:
     """Transformers' own checkpointing of a converted model, and of its copy, guesses nothing."""
     model, ids = converted(**dict(list(CONFIGS.items())[:adapters])).train(), token_ids(4, 7)
+    if not hasattr(model, f"{enable}_checkpointing_enable"):
+        pytest.skip(f"this version of Transformers has no {enable}_checkpointing_enable")
     expected = pattern(model, ids)
     getattr(model, f"{enable}_checkpointing_enable")()
     clone = copy.deepcopy(model)

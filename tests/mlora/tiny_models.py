@@ -59,6 +59,8 @@ FAMILIES = {
             sliding_window=WINDOW,
             attn_logit_softcapping=5.0,
             final_logit_softcapping=3.0,
+            # Transformers 5.17's SDPA leaves out the soft cap
+            attn_implementation="eager",
         )
     ),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**_SHAPE, logit_scale=0.3)),
