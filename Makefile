@@ -24,7 +24,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak

@@ -51,7 +51,8 @@ def plot(data: Mapping[str, Any], path: Path) -> bool:
 def _ratios(axes: Any, rows: Rows) -> None:
     """Bars of time over frozen by layer; a black line at the computed limit."""
     labels = [
-        f"{row['name']}\n{row['rows']}, N={row['adapters']}\n{row['layout']}, {row['dtype']}" for row in rows
+        f"{row['name']}, {row['layout']}\n{row['rows']} rows, N={row['adapters']}, {row['dtype']}"
+        for row in rows
     ]
     names = _names(rows, without=FROZEN)
     _bars(axes, rows, names, "ratio_to_frozen", 1.0)
@@ -60,7 +61,8 @@ def _ratios(axes: Any, rows: Rows) -> None:
             axes.plot([index - 0.4, index + 0.4], [row["limit"]["ratio_to_frozen"]] * 2, "k--", linewidth=1)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.plot([], [], "k--", linewidth=1, label="computed limit")
-    axes.set_xticks(range(len(labels)), labels, fontsize=5 if len(labels) > 8 else 7)
+    slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(labels) > 6 else {}
+    axes.set_xticks(range(len(labels)), labels, fontsize=6, **slanted)
     axes.set_ylabel("forward + backward / frozen")
     axes.set_title("Linear layers", fontsize=9)
     axes.legend(fontsize=6)
