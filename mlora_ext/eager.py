@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch.autograd.function import once_differentiable
 from ._ops import NOT_PACKED, PLAN, Gradients, Packed, PlanTensors, check_library, forward, gradients
 from .backend import Backend, gpu_operator
 from .gpu.operator import Batch, Into, Layer
-
-if TYPE_CHECKING:
-    from .functional import LayerOperands
 
 _CHANGED = (
     "{}: modified by an in-place operation between forward and backward, as by an optimizer step; run the "
@@ -102,6 +99,23 @@ class _LoRALinear(torch.autograd.Function):
             how.backend, dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, how.packed[1], wanted, into
         )
         return (dx, None, None, None, None, None, *da, *db)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOperands:
+    """One of several layers that are given the same x.
+
+    Attributes:
+        weight: `[d_out, d_in]`, frozen.
+        bias: `[d_out]` or None, frozen.
+        lora_a: per adapter `[r_i, d_in]`, all of one dtype: that of x, or fp32.
+        lora_b: per adapter `[d_out, r_i]`, likewise.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Sequence[Tensor]
+    lora_b: Sequence[Tensor]
 
 
 def lora_linear_siblings(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor
 from . import eager, reference
 from .backend import backend_for
 from .dropout import LoRADropout
+from .eager import LayerOperands
 from .gemm import PackedWeight, packed_pair
 from .segments import SegmentLayout
 
@@ -105,23 +105,6 @@ def lora_linear_rows(
         pair = packed_pair(x_TD, weight, packed)
         y_TO = eager.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair, backend, accumulates)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
-
-
-@dataclass(frozen=True, eq=False)
-class LayerOperands:
-    """One of several layers that are given the same x.
-
-    Attributes:
-        weight: `[d_out, d_in]`, frozen.
-        bias: `[d_out]` or None, frozen.
-        lora_a: per adapter `[r_i, d_in]`, all of one dtype: that of x, or fp32.
-        lora_b: per adapter `[d_out, r_i]`, likewise.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    lora_a: Sequence[Tensor]
-    lora_b: Sequence[Tensor]
 
 
 def lora_linear_siblings(

@@ -15,11 +15,10 @@ from ..gemm import PackedWeight
 from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .linear import MultiLoRALinear
-from .routes import LayerGroup
+from .routes import LayerGroup, LayerSpec
 from .routing import AdapterInfo, Router, router_of
-from .siblings import find_siblings
+from .siblings import Siblings
 from .targets import (
-    LayerSpec,
     adapter_dtype,
     check_config,
     check_name,
@@ -31,6 +30,15 @@ from .weights import adapter_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+_SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Children of one module that are given the same x in Transformers' models. Only a guess: whether x is the
+same is seen at each call."""
 
 
 def convert_model(
@@ -254,4 +262,23 @@ def _regroup(model: nn.Module) -> None:
         key = (names, scaling, dropout, module.weight.device)
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
-    router.siblings = find_siblings(model)
+    router.siblings = _find_siblings(model)
+
+
+def _find_siblings(model: nn.Module) -> list[Siblings]:
+    """Tell the layers of a converted model who their siblings are, and give back all sets of them.
+
+    Called again whenever adapters join or leave: siblings have the same adapters, scalings and dropouts.
+    """
+    found = []
+    for parent in model.modules():
+        for names in _SIBLINGS:
+            children = [getattr(parent, name, None) for name in names]
+            layers = [child for child in children if isinstance(child, MultiLoRALinear)]
+            for group in {layer.group for layer in layers}:
+                alike = [layer for layer in layers if layer.group is group]
+                siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
+                for layer in alike:
+                    layer.siblings = siblings
+                found += [siblings] if siblings else []
+    return found

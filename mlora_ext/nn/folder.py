@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from .convert import add_adapter, convert_model, plan_adapter
 from .linear import MultiLoRALinear
+from .routes import LayerSpec
 from .routing import router_of
-from .targets import LayerSpec, portable_targets
+from .targets import portable_targets
 from .weights import adapter_layers, check_weights, write_weights
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ..functional import lora_linear_rows
 from ..gemm import PackedWeight, frozen_linear
 from .bank import AdapterBank
-from .routes import LayerGroup
+from .routes import LayerGroup, LayerSpec
 from .routing import Router
 from .siblings import Siblings
-from .targets import LayerSpec
 
 
 class MultiLoRALinear(nn.Module):

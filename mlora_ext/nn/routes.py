@@ -16,6 +16,15 @@ BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
 
 
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one adapter is in one layer."""
+
+    rank: int
+    scaling: float
+    dropout: float
+
+
 @dataclass(eq=False)
 class RouteTensors:
     """What the operator is called with by the layers of one group. Everything that varies is a tensor.

@@ -8,23 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..backend import backend_for
-from ..functional import LayerOperands, lora_linear_siblings
+from ..eager import LayerOperands
+from ..functional import lora_linear_siblings
 from .routes import RouteTensors
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear
 
-NAMES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-)
-"""Children of one module that are given the same x in Transformers' models. Only a guess: whether x is the
-same is seen at each call."""
 _PATIENCE = 3
 
 
@@ -139,24 +132,3 @@ def _is_of(waiting: _Waiting, x: Tensor) -> bool:
         return False
     seen, version, grad = waiting.of
     return seen() is x and (version, grad) == (x._version, torch.is_grad_enabled())
-
-
-def find_siblings(model: nn.Module) -> list[Siblings]:
-    """Tell the layers of a converted model who their siblings are, and give back all sets of them.
-
-    Called again whenever adapters join or leave: siblings have the same adapters, scalings and dropouts.
-    """
-    from .linear import MultiLoRALinear
-
-    found = []
-    for parent in model.modules():
-        for names in NAMES:
-            children = [getattr(parent, name, None) for name in names]
-            layers = [child for child in children if isinstance(child, MultiLoRALinear)]
-            for group in {layer.group for layer in layers}:
-                alike = [layer for layer in layers if layer.group is group]
-                siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
-                for layer in alike:
-                    layer.siblings = siblings
-                found += [siblings] if siblings else []
-    return found

@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import math
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ..dropout import check_probability
+from .linear import MultiLoRALinear
+from .routes import LayerSpec
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -47,15 +48,6 @@ _NEUTRAL = {
     "megatron_core",
 }
 _TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one adapter is in one layer."""
-
-    rank: int
-    scaling: float
-    dropout: float
 
 
 def check_name(name: str) -> None:
@@ -145,8 +137,6 @@ def init_kind(config: LoraConfig) -> Any:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is one that an adapter can be put on."""
     from transformers.pytorch_utils import Conv1D
-
-    from .linear import MultiLoRALinear
 
     return isinstance(module, MultiLoRALinear) or type(module) in (nn.Linear, Conv1D)
 
@@ -258,8 +248,6 @@ def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
 def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
     """PEFT's expansion, which also works on a model whose layers have been converted already."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
-
-    from .linear import MultiLoRALinear
 
     expanded: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
