@@ -70,8 +70,7 @@ def result_of(path: Path) -> dict[str, Any]:
         path: `suite.json`.
 
     Raises:
-        ValueError: if it is no such file; names it.
-        OSError: if it cannot be read.
+        ValueError: if it is no such file, or cannot be read; names it.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -79,9 +78,11 @@ def result_of(path: Path) -> dict[str, Any]:
         _ = result["machine"]["architecture"]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--from: {path}: expected JSON, got: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--from: {path}: expected a suite.json: {error.strerror}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"--from: {path}: expected the suite.json of a run of the section choose on a GPU, {error!r}"
+            f"--from: {path}: expected the suite.json of a run of the section choose on a GPU"
         ) from error
     return result  # type: ignore[no-any-return]
 

@@ -11,20 +11,20 @@
 set -euo pipefail
 
 device=cuda python=python3 commit="" out=""
-usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
+usage() { echo "bench/gpu.sh: $1; usage: $(sed -n '4s/^# *//p' "$0")" >&2; exit 2; }
 help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0; }
 while [ $# -gt 0 ]; do
   case "$1" in
-    --device) [ $# -ge 2 ] || usage; device=$2; shift 2 ;;
-    --python) [ $# -ge 2 ] || usage; python=$2; shift 2 ;;
-    --commit) [ $# -ge 2 ] || usage; commit=$2; shift 2 ;;
+    --device) [ $# -ge 2 ] || usage "--device: expected a value"; device=$2; shift 2 ;;
+    --python) [ $# -ge 2 ] || usage "--python: expected a value"; python=$2; shift 2 ;;
+    --commit) [ $# -ge 2 ] || usage "--commit: expected a value"; commit=$2; shift 2 ;;
     -h | --help) help ;;
-    -*) usage ;;
-    *) [ -z "$out" ] || usage; out=$1; shift ;;
+    -*) usage "$1: no such option" ;;
+    *) [ -z "$out" ] || usage "expected one folder, got $out and $1"; out=$1; shift ;;
   esac
 done
-[ -n "$out" ] || usage
-case "$device" in cuda | cpu) ;; *) echo "--device: expected cuda or cpu, got $device" >&2; exit 2 ;; esac
+[ -n "$out" ] || usage "expected a folder for the results"
+case "$device" in cuda | cpu) ;; *) usage "--device: expected cuda or cpu, got ${device:-nothing}" ;; esac
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out"
@@ -66,17 +66,19 @@ phase() {
   return 1
 }
 
-# sanitizer TOOL: one that cannot watch this device has not run, which is told of and is no failure
+# sanitizer TOOL PERCENT: takes that much of the time that is left; one that cannot watch this device has not run, which is told of and is no failure
 sanitizer() {
-  local log="$out/sanitizer.log" lines
+  local log="$out/sanitizer.log" lines left=$((deadline - SECONDS))
+  : >>"$log"
   if ! command -v compute-sanitizer >/dev/null; then
     note "$1" "NOT RUN" 0 "compute-sanitizer is not on PATH"
     return
   fi
   lines=$(wc -l <"$log")
   # without PyTorch's cache, so that every tensor is an allocation of its own
-  phase "$1" 35 "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" bench/sanitize.py && return
+  # the compiled kernels; those of Triton have been compared with the oracle before
+  phase "$1" $((left * $2 / 100)) "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" bench/sanitize.py --backend cuda && return
   if tail -n +"$((lines + 1))" "$log" | grep -q "Device not supported"; then
     unset 'table[-1]'
     failed=$before_sanitizer
@@ -84,11 +86,7 @@ sanitizer() {
   fi
 }
 
-for name in build.log tests.log sanitizer.log suite.log suite.json suite.txt suite.png summary.txt; do
-  rm -f "${out:?}/$name"
-done
-
-about=$(timeout 60 "$python" - "$device" <<'PY'
+about=$(timeout 180 "$python" - "$device" <<'PY'
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
@@ -123,6 +121,9 @@ if [ "$device" = cuda ]; then
 fi
 about="commit $commit"$'\n'"$about"
 echo "$about"
+for name in build.log tests.log sanitizer.log suite.log suite.json suite.txt suite.png summary.txt; do
+  rm -f "${out:?}/$name"
+done
 
 if [ "$device" = cuda ]; then
   build=("$python" setup.py build_ext --inplace)
@@ -132,26 +133,19 @@ if [ "$device" = cuda ]; then
     phase "build without CUDA" 60 "$out/build.log" \
       env CMAKE_ARGS=-DMLORA_WITH_CUDA=OFF "${build[@]}" || true
   fi
-  folders=()
-  for folder in tests/ext tests/gpu tests/cuda tests/triton; do
-    [ ! -d "$folder" ] || folders+=("$folder")
-  done
+  phase "odd shapes" 90 "$out/sanitizer.log" "$python" bench/sanitize.py || true
   # in several processes where pytest-xdist is there: kernels compile beside each other, and a test that
   # breaks its CUDA context takes few others with it
   parallel=()
   ! "$python" -c "import xdist" 2>>"$out/tests.log" || parallel=(-n "$(nproc | awk '{print ($1 < 12) ? $1 : 12}')")
-  phase tests 150 "$out/tests.log" "$python" -m pytest -m gpu --timeout 120 -rfEs "${parallel[@]}" \
-    --continue-on-collection-errors "${folders[@]}" tests/bench/test_suite_gpu.py || true
-  phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py || true
-  for tool in memcheck racecheck; do
-    before_sanitizer=$failed
-    sanitizer "$tool"
-  done
+  # ends by itself before its limit, so that failures are told of
+  phase tests 150 "$out/tests.log" "$python" -m pytest -m gpu --timeout 120 --session-timeout 135 -rfEs \
+    "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
   options=(linears adapters decoder ablation choose operators step --check)
 else
   note "build" "NOT RUN" 0 "--device cpu takes what is built"
-  phase tests 60 "$out/tests.log" "$python" -m pytest --timeout 60 tests/ext/test_segments.py || true
   phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py --device cpu || true
+  phase tests 60 "$out/tests.log" "$python" -m pytest --timeout 60 tests/ext/test_segments.py || true
   options=(linears adapters ablation --quick --rounds 1 --layouts balanced --threads 1)
 fi
 
@@ -163,6 +157,16 @@ phase suite $((left + 40)) "$out/suite.log" "$python" bench/suite.py "${options[
   --time-limit "$left" --commit "$commit" --out "$out" || true
 # what the suite printed stands in suite.txt, unless it did not get that far
 [ ! -s "$out/suite.txt" ] || rm -f "$out/suite.log"
+
+if [ "$device" = cuda ]; then
+  # alone, since it compares clocks
+  phase "tests of the suite" 60 "$out/tests.log" "$python" -m pytest -m gpu --session-timeout 50 -rfEs \
+    tests/bench/test_suite_gpu.py || true
+  before_sanitizer=$failed
+  sanitizer memcheck 50
+  before_sanitizer=$failed
+  sanitizer racecheck 100
+fi
 
 {
   echo "$about"

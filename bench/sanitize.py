@@ -1,6 +1,6 @@
 """Forward and backward of each GPU backend on small, odd shapes: for `compute-sanitizer`, and by itself.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python bench/sanitize.py
+    compute-sanitizer --tool memcheck --error-exitcode 1 python bench/sanitize.py --backend cuda
     python bench/sanitize.py --device cpu
 
 Results are compared with the reference in fp64, so that a run in which nothing was launched, or in which the
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mlora_ext as mx
 
-BACKENDS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
+BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 ALLOWED = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 Shape = tuple[list[int], list[int], list[int], int, int]
 SHAPES: list[Shape] = [
@@ -65,12 +65,12 @@ def main() -> int:
     """Run every backend that this build has; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=BACKENDS, default="cuda")
-    device = parser.parse_args().device
-    ran, failed = 0, 0
-    for backend in BACKENDS[device]:
+    parser.add_argument("--backend", choices=[name for names in BACKENDS.values() for name in names])
+    options = parser.parse_args()
+    device, ran, failed = options.device, 0, 0
+    for backend in [options.backend] if options.backend else BACKENDS[device]:
         try:
-            with mx.use_backend(backend):  # type: ignore[arg-type]
-                pass
+            mx.use_backend(backend)  # type: ignore[arg-type]
         except ValueError as error:
             print(f"{backend}: not checked: {error}")
             continue
@@ -82,8 +82,8 @@ def main() -> int:
                 faults = wrong(results(shape, dtype, p, inputs), exact, ALLOWED[dtype])
             ran += 1
             failed += bool(faults)
-            for fault in faults:
-                print(f"{backend}, {dtype}, p={p}, {shape[0]} rows: {fault}")
+            for fault in faults or ["right"]:
+                print(f"{backend}, {dtype}, p={p}, {shape[0]} rows: {fault}", flush=True)
     print(f"{ran} cases, {failed} wrong")
     if not ran:
         print("nothing was checked: no backend of this build serves the device")

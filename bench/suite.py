@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
 def parser(program: str) -> argparse.ArgumentParser:
     """The command line."""
     lines = argparse.RawDescriptionHelpFormatter
-    found = Parser(prog=program, description=__doc__, formatter_class=lines)
+    about = __doc__.replace("python bench/suite.py", program)
+    found = Parser(prog=program, description=about, formatter_class=lines)
     add = found.add_argument
     add("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     add("--device", help="cpu, cuda or cuda:<index>; default: cuda if there is one")
@@ -258,6 +259,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python bench/su
         found.error(f"SECTION: expected of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
     if (options.show or options.write) and options.sections != ["choose"]:
         found.error("--show and --write: expected the section choose alone")
+    if options.show and options.write:
+        found.error("--show and --write: expected one of them")
     if options.source and not options.write:
         found.error("--from: expected --write beside it")
     try:
@@ -286,7 +289,10 @@ def dispatch(options: argparse.Namespace, command: str) -> int:
         sections.remove("choose")
         skipped["choose"] = reason
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out: expected a folder, {options.out}: {error.strerror}") from error
         for name in ("suite.json", "suite.txt", "suite.png"):
             (options.out / name).unlink(missing_ok=True)
     about = machine.describe(command, options.commit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
@@ -32,9 +32,8 @@ class _Choice:
 _choice = _Choice()
 
 
-@contextmanager
-def use_backend(name: Backend) -> Iterator[None]:
-    """Serve the operators with one backend inside the context, whatever the device; for all threads.
+def use_backend(name: Backend) -> AbstractContextManager[None]:
+    """Serve the operators with one backend inside of `with`, whatever the device; for all threads.
 
     Args:
         name: `reference` (plain PyTorch, any device and dtype), `cpu` (the compiled kernels), `triton` (on a
@@ -52,6 +51,11 @@ def use_backend(name: Backend) -> Iterator[None]:
         raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {name!r}")
     if name in ("triton", "cuda"):
         gpu_operator(name)
+    return _using(name)
+
+
+@contextmanager
+def _using(name: Backend) -> Iterator[None]:
     before, _choice.name = _choice.name, name
     try:
         yield

@@ -33,8 +33,9 @@ def philox(counter: Sequence[torch.Tensor | int], key: tuple[int, int]) -> list[
     Returns:
         Four int64 tensors of 32-bit words.
     """
+    device = next((c.device for c in counter if isinstance(c, torch.Tensor)), None)
     c0, c1, c2, c3 = torch.broadcast_tensors(
-        *(torch.as_tensor(c, dtype=torch.int64) & _MASK for c in counter)
+        *(torch.as_tensor(c, dtype=torch.int64, device=device) & _MASK for c in counter)
     )
     k0, k1 = key
     for _ in range(10):

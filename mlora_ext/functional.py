@@ -54,6 +54,9 @@ def multi_lora_linear(
         >>> y.sum().backward()
     """
     _check_base(x, weight, bias)
+    for name, value, kind in (("layout", layout, SegmentLayout), ("dropout", dropout, LoRADropout)):
+        if not isinstance(value, kind) and not (name == "dropout" and value is None):
+            raise ValueError(f"{name}: expected a {kind.__name__}, got {value!r}")
     _check_adapters(x, weight, lora_a, lora_b)
     rows = x.numel() // x.shape[-1]
     _check_layout(rows, len(lora_a), layout)

@@ -26,8 +26,8 @@ class Factors:
     """All adapters' A, or all their B.
 
     Attributes:
-        first: the first adapter's matrix; offsets count from its address, in elements.
-        table: `[N, 8]` int64 on the device of `first`; columns: docs/gpu.md, "Factors".
+        matrices: of the adapters, which must live until the launches that read them are enqueued.
+        table: `[N, 8]` int64 on their device; columns: docs/gpu.md, "Factors".
         width: d.
         max_rank: R.
         rows_dense: whether every column stride, also of the gradients, is 1.
@@ -35,13 +35,18 @@ class Factors:
         shapes: of the gradients, with their strides and their places in one buffer.
     """
 
-    first: Tensor
+    matrices: Sequence[Tensor]
     table: Tensor
     width: int
     max_rank: int
     rows_dense: bool
     alignment: int
     shapes: _Shapes
+
+    @property
+    def first(self) -> Tensor:
+        """The first adapter's matrix: offsets count from its address, in elements."""
+        return self.matrices[0]
 
     def gradients(self, wanted: bool) -> tuple[Tensor, list[Tensor]]:
         """Memory for the gradients: one buffer, and views of it with the shapes and strides of the factors.
@@ -73,7 +78,7 @@ def factors_of(
     first = matrices[0]
     existing = None if gradients is None else _addresses(gradients)
     size, device = first.element_size(), first.device
-    return Factors(first, *_described(_addresses(matrices), existing, transposed, size, device))
+    return Factors(matrices, *_described(_addresses(matrices), existing, transposed, size, device))
 
 
 def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
@@ -85,7 +90,7 @@ def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
 def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
 ) -> tuple[Tensor, int, int, bool, int, _Shapes]:
-    """The attributes of `Factors` after the first."""
+    """The attributes of `Factors` after `matrices`."""
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)
     width = addresses[1][0][1 - rank_dim]

@@ -153,6 +153,8 @@ class GpuOperator:
         return call.dx, _as(lora_a, call.da), db
 
     def _plan(self, batch: Batch, x: Tensor) -> Plan:
+        if batch.segments.device != x.device:
+            raise ValueError(f"segments: expected device {x.device} (that of x), got {batch.segments.device}")
         sizes = PlanSizes(x.shape[0], batch.segments.shape[0], batch.scaling.numel())
         return self._plans.get(batch.segments, sizes)
 

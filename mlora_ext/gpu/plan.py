@@ -98,9 +98,11 @@ class PlanCache:
         # being captured has to hold the launch that makes its plan, and its tables are made when it runs.
         if segments.is_inference() or (segments.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._make(segments, sizes)
-        kept: tuple[int, dict[PlanSizes, Plan]] | None = self._plans.get(segments)
+        kept: tuple[int, dict[tuple[PlanSizes, int], Plan]] | None = self._plans.get(segments)
         if kept is None or kept[0] != segments._version:
             kept = self._plans[segments] = (segments._version, {})
-        if sizes not in kept[1]:
-            kept[1][sizes] = self._make(segments, sizes)
-        return kept[1][sizes]
+        # another stream would not wait for the tables
+        stream = torch.cuda.current_stream(segments.device).cuda_stream if segments.is_cuda else 0
+        if (sizes, stream) not in kept[1]:
+            kept[1][sizes, stream] = self._make(segments, sizes)
+        return kept[1][sizes, stream]

@@ -230,8 +230,8 @@ def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, La
 
 def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
     """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.empty(a.shape, dtype=torch.float32)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
     if how == "gaussian":
         nn.init.normal_(values, std=1 / rank, generator=generator)
     else:
@@ -240,7 +240,8 @@ def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int
         a.copy_(values)
         if how is False:
             bound = 1 / math.sqrt(rank)
-            b.copy_(torch.empty(b.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+            values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
+            b.copy_(values.uniform_(-bound, bound, generator=generator))
 
 
 def derived_seed(seed: int, *parts: str) -> int:

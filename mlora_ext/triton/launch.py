@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..gpu.factors import Factors
@@ -22,8 +23,8 @@ from .read_x import read_x
 from .reduce import reduce_gradients, reduce_rows
 from .shrink import shrink
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether the kernels above were made for Triton's interpreter."""
+INTERPRETED: bool = triton.knobs.runtime.interpret and not isinstance(tl.sum, triton.JITFunction)
+"""Whether the kernels above, and those of Triton's own library, were made for its interpreter."""
 PANEL: int = _PANEL.value
 _PLAN_BLOCK = 64
 

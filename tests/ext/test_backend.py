@@ -1,5 +1,9 @@
 """Which backend serves what, and what is refused."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import make
@@ -46,10 +50,24 @@ def test_a_backend_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backend, "_has_kernel", lambda key: False)
     gpu_operator.cache_clear()
     with pytest.raises(ValueError, match="backend 'cuda': this build has no CUDA kernels"):
-        mx.use_backend("cuda").__enter__()
+        mx.use_backend("cuda")
     with pytest.raises(ValueError, match="backend: expected one of reference, cpu, triton, cuda, got 'tpu'"):
-        mx.use_backend("tpu").__enter__()  # type: ignore[arg-type]
+        mx.use_backend("tpu")  # type: ignore[arg-type]
     gpu_operator.cache_clear()
+
+
+def test_the_interpreter_must_be_on_before_python_starts() -> None:
+    """Else Triton's own library is compiled, and ours interpreted."""
+    program = """
+import os, torch, triton, mlora_ext as mx
+os.environ["TRITON_INTERPRET"] = "1"
+from mlora_ext.backend import backend_for
+with mx.use_backend("triton"):
+    backend_for(torch.device("cpu"), torch.float32)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert "ValueError: backend 'triton' serves CPU tensors in Triton's interpreter only" in run.stderr
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The GPU backends where sums are cut: many columns, many rows, large ranks; and adapters of mixed dtypes."""
 
+import gc
+
 import pytest
 import torch
 from backends import BACKENDS, serving
@@ -8,7 +10,8 @@ from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
 from mlora_ext.backend import gpu_operator
-from mlora_ext.gpu.operator import Batch, Layer
+from mlora_ext.gpu.factors import factors_of
+from mlora_ext.gpu.operator import Batch, Layer, _one_dtype
 from mlora_ext.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
@@ -57,11 +60,14 @@ def test_a_large_batch_mate_changes_no_bit(dtype: torch.dtype) -> None:
     assert torch.equal(ours[3], theirs[4]), "dB"
 
 
-def test_adapters_of_two_dtypes() -> None:
-    case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16, p=0.2)
-    case.lora_a[1] = case.lora_a[1].detach().float().requires_grad_()
+@pytest.mark.parametrize("wide", [0, 1, 2])
+def test_adapters_of_two_dtypes(wide: int) -> None:
+    case = make([4, 7, 5], [6, 5, 9], [0, 1, 2], dtype=torch.bfloat16, p=0.2)
+    for matrices in (case.lora_a, case.lora_b):
+        matrices[wide] = matrices[wide].detach().float().requires_grad_()
     results = case.run()
-    assert [g.dtype for g in results[2:4]] == [torch.bfloat16, torch.float32]
+    dtypes = [torch.float32 if index == wide else torch.bfloat16 for index in range(3)]
+    assert [g.dtype for g in results[2:]] == dtypes * 2
     plain, oracle = case.to(torch.bfloat16).reference(), case.to(torch.float64).reference()
     for what, result, same, exact in zip(case.labels(), results, plain, oracle, strict=True):
         assert_as_exact(result, same, exact, what)
@@ -89,6 +95,29 @@ def test_infinite_rows_beside_a_larger_rank() -> None:
     with mx.use_backend("reference"):
         expected = mx.multi_lora_linear(*together.arguments())
     assert torch.equal(y[2].isnan(), expected[2].isnan())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_converted_matrices_live_as_long_as_their_table(transposed: bool) -> None:
+    """The kernels read them by address, and nobody else holds them."""
+    matrices = [torch.randn(5, 8), torch.randn(3, 8).bfloat16(), torch.randn(4, 8).bfloat16()]
+    if transposed:
+        matrices = [matrix.t() for matrix in matrices]
+    described = factors_of(_one_dtype(matrices), transposed=transposed)
+    size = described.first.element_size()
+    addresses = [described.first.data_ptr() + size * row[0] for row in described.table.tolist()]
+    gc.collect()
+    assert addresses == [matrix.data_ptr() for matrix in described.matrices]
+    for found, matrix in zip(described.matrices, matrices, strict=True):
+        assert torch.equal(found, matrix.float())
+
+
+def test_segments_on_another_device_are_refused(backend: str) -> None:
+    case = make([4], [6], [0])
+    x, weight, bias, lora_a, lora_b, segments, scaling, *_ = case.operator_arguments()
+    batch = Batch(segments.to("meta"), scaling)
+    with pytest.raises(ValueError, match=r"segments: expected device .* \(that of x\), got meta"):
+        gpu_operator(backend).forward(x, [Layer(weight, bias, lora_b)], lora_a, batch)
 
 
 def test_layers_without_adapters(backend: str) -> None:

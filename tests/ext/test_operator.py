@@ -253,9 +253,10 @@ def test_changed_x_is_noticed() -> None:
 def test_changed_operands_are_noticed(name: str) -> None:
     """An optimizer step, or the next step's masks, between forward and backward."""
     case = make([4, 3], [6, 5], [0, 1])
-    p, rng, layer = mx.LoRADropout(p=[0.1, 0.1], seeds=[1, 2]).tensors("cpu")
+    device = case.x.device
+    p, rng, layer = mx.LoRADropout(p=[0.1, 0.1], seeds=[1, 2]).tensors(device)
     operands = {"lora_a[0]": case.lora_a[0], "lora_b[1]": case.lora_b[1], "dropout_rng": rng}
-    plan = (case.layout.table(), torch.ones(2), p, rng, layer)
+    plan = (case.layout.table(device), torch.ones(2), p, rng, layer)
     y = lora_linear_rows(case.x, case.weight, None, case.lora_a, case.lora_b, *plan)
     with torch.no_grad():
         operands[name].add_(1)
