@@ -1,4 +1,4 @@
-"""What a CPU-only machine can see of devices: `meta` stands for a GPU, whatever is made there has no values."""
+"""Devices, as far as a CPU-only machine sees them: `meta` stands for a GPU, what is made there has no values."""
 
 import pytest
 import torch
