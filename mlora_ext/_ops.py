@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, backend_for, gpu_operator
-from .gpu.operator import Batch, GpuOperator, Into, Layer
+from .gpu.operator import Batch, GpuOperator, Into, Layer, one_dtype
 
 PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 PlanTensors = tuple[Tensor | None, ...]
@@ -168,13 +168,14 @@ def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-un
 def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
     plan, wanted = rest[: len(PLAN)], rest[len(PLAN) : -1]
     # An operator's results may not share memory, as the views that eager mode gets do.
-    da = [_fake_gradient(a) for a in lora_a] if wanted[1] else []
-    db = [_fake_gradient(b) for b in lora_b] if wanted[2] else []
+    da = [_fake_gradient(a) for a in one_dtype(lora_a)] if wanted[1] else []
+    db = [_fake_gradient(b) for b in one_dtype(lora_b)] if wanted[2] else []
     into = Into(da or None, [db] if db else None, add=False)
     layer, batch = Layer(weight, None, lora_b), Batch(*plan)
     operator = _of_device(x, weight)
     dx, *_ = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted, into)
-    return dx, da, db
+    da = [gradient.to(a.dtype) for gradient, a in zip(da, lora_a, strict=False)]
+    return dx, da, [gradient.to(b.dtype) for gradient, b in zip(db, lora_b, strict=False)]
 
 
 def _of_device(x: Tensor, weight: Tensor) -> GpuOperator:

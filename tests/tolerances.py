@@ -1,15 +1,15 @@
 """The one tolerance policy: as exact as plain PyTorch in the same dtype, against an fp64 oracle.
 
-`err(result, oracle) <= 2 * err(plain, oracle) + tiny` for the root mean square over all elements. For the
-largest element, which shows a single wrong one, the factor is 4: plain PyTorch's largest error is one draw of
-a heavy tail, and with 2 one in 1,800 comparisons of right results failed, by 5%. `tiny` covers what plain
-PyTorch gets exactly by chance in a small tensor. Rounding the result: a quarter of the dtype's epsilon for
-the root mean square, one epsilon for the largest element. The order of fp32 sums: one fp32 epsilon.
+`err(result, oracle) <= 2 * err(plain, oracle) + tiny`, for the root mean square over all elements and for the
+largest one, which shows a single wrong one. `tiny` covers what plain PyTorch gets exactly by chance in a small
+tensor. Rounding the result: a quarter of the dtype's epsilon for the root mean square, one epsilon for the
+largest element. The order of fp32 sums: one fp32 epsilon.
 
 Plain PyTorch's error is itself one draw: the few sums of a small tensor can all be nearly right in one order
-of summation. Of 48,000 comparisons of one-row segments (the CUDA kernels, emulated) 19 failed by that.
+of summation. Of 48,000 comparisons of one-row segments (the CUDA kernels, emulated) 19 failed by that. So
 `in_other_orders` draws the same result several times, with the terms of every matrix product in another
-order; the largest error counts, and none of the same 48,000 failed.
+order, and the largest error counts: of 25,200 such comparisons none failed. Where there is one draw only, the
+factor for the largest element, which has a heavy tail, is 4 (with 2 one in 1,800 failed, by 5%).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DRAWS = 4
 
-FACTOR = torch.tensor([2.0, 4.0], dtype=torch.float64)
+FACTOR = torch.tensor([2.0, 2.0], dtype=torch.float64)
+FACTOR_OF_ONE_DRAW = torch.tensor([2.0, 4.0], dtype=torch.float64)
 ROUNDING = torch.tensor([0.25, 1.0], dtype=torch.float64)
 SUMMATION = torch.finfo(torch.float32).eps
 
@@ -70,7 +71,8 @@ def assert_as_exact(
     tiny = torch.finfo(draws[0].dtype).eps * ROUNDING + SUMMATION
     tiny *= errors(oracle, torch.zeros_like(oracle))
     got = errors(result, oracle)
-    allowed = FACTOR * torch.stack([errors(draw, oracle) for draw in draws]).amax(0) + tiny
+    factor = FACTOR if len(draws) > 1 else FACTOR_OF_ONE_DRAW
+    allowed = factor * torch.stack([errors(draw, oracle) for draw in draws]).amax(0) + tiny
     assert (got <= allowed).all(), f"{what}: rms and max error {got.tolist()}, allowed {allowed.tolist()}"
 
 

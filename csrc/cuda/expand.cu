@@ -57,12 +57,12 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, int layer)
   using Shape = ExpandShape<T, kRanks>;
   using Block = SharedTile<T, kBlockColumns>;
   const Tile tile = arguments.tiles[block_x()];
-  if (tile.rows == 0) {
+  const bool served = tile.adapter >= 0;
+  if (tile.rows == 0 || (layer > 0 && !served)) {
     return;
   }
   const int first_block = block_y() * kExpandBlocks;
   const int last_block = clamp(ceil_div(arguments.columns, kBlockColumns), first_block + kExpandBlocks);
-  const bool served = tile.adapter >= 0;
   const FactorRow* row = &row_of(arguments.factor, layer, served ? tile.adapter : 0);
   const int panels = served ? ceil_div(row->rank, kRanks) : 1;
   const Dropout dropout = served ? dropout_of(arguments.dropout, layer, tile.adapter) : Dropout{};

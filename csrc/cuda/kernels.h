@@ -81,16 +81,6 @@ struct GradientArguments {
   bool add;  // to what `gradient` holds
 };
 
-int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
-int launch_shrink(const ShrinkArguments& arguments, const Queue& queue);
-int launch_expand(const ExpandArguments& arguments, const Queue& queue);
-// Either part may be absent: its flag is false.
-int launch_read_dy(const ShrinkArguments& ds, bool need_ds, const GradientArguments& gradient,
-                   bool need_gradient, const Queue& queue);
-int launch_read_x(const GradientArguments& arguments, const Queue& queue);
-int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar type, void* out,
-                       const Queue& queue);
-
 struct ReduceArguments {
   const float* partial;  // [L slots, R, d]
   int slots;             // of one layer
@@ -103,6 +93,15 @@ struct ReduceArguments {
   bool add;  // to what `gradient` holds
 };
 
+int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
+int launch_shrink(const ShrinkArguments& arguments, const Queue& queue);
+int launch_expand(const ExpandArguments& arguments, const Queue& queue);
+// Either part may be absent: its flag is false.
+int launch_read_dy(const ShrinkArguments& ds, bool need_ds, const GradientArguments& gradient,
+                   bool need_gradient, const Queue& queue);
+int launch_read_x(const GradientArguments& arguments, const Queue& queue);
+int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar type, void* out,
+                       const Queue& queue);
 int launch_reduce_gradients(const ReduceArguments& arguments, const Queue& queue);
 
 // The widest panel of ranks that a kernel holds.

@@ -105,20 +105,22 @@ void expand(const Tensor& s, const Tensor& factor, const Tensor& table, const Te
   check_launch(launch_expand(arguments, queue_of(s)), "expand");
 }
 
-// `s` is [L, T, R], or [T, R] of one layer; gradient and partial are both given or both absent.
-GradientArguments gradient_arguments(const Tensor& rows, const Tensor& s, const Tensor& factor,
-                                     const Tensor& table, const Tensor& tiles, const Tensor& splits,
+// `s` is [L, T, R], or [T, R] of one layer; gradient and partial are both given or both absent. The names are
+// those that the operator's caller knows the first two by.
+GradientArguments gradient_arguments(const char* rows_name, const char* s_name, const Tensor& rows,
+                                     const Tensor& s, const Tensor& factor, const Tensor& table,
+                                     const Tensor& tiles, const Tensor& splits,
                                      const std::optional<Tensor>& gradient,
                                      const std::optional<Tensor>& partial, bool add) {
   const int64_t dimensions = s.dim();
-  check_dense(s, "s", dimensions == 2 ? 2 : 3, rows.scalar_type());
+  check_dense(s, s_name, dimensions == 2 ? 2 : 3, rows.scalar_type());
   const int64_t layers = dimensions == 2 ? 1 : s.size(0), ranks = s.size(dimensions - 1);
-  MLORA_CHECK(s.size(dimensions - 2) == rows.size(0), "s: expected ", rows.size(0), " rows, got shape ",
-              shape_of(s));
+  MLORA_CHECK(s.size(dimensions - 2) == rows.size(0), s_name, ": expected ", rows.size(0),
+              " rows, got shape ", shape_of(s));
   MLORA_CHECK(gradient.has_value() == partial.has_value(), "gradient and partial: give both or none");
   GradientArguments arguments = {};
   arguments.type = scalar_of(rows.scalar_type());
-  arguments.rows = rows_of(rows, "rows");
+  arguments.rows = rows_of(rows, rows_name);
   arguments.s = dense_rows(s.mutable_data_ptr(), ranks, s.element_size());
   arguments.layer_stride = rows.size(0) * ranks;
   arguments.layers = static_cast<int>(layers);
@@ -150,7 +152,8 @@ void read_dy(const Tensor& dy, const Tensor& s, const Tensor& factor, const Tens
              const Tensor& tiles, const Tensor& splits, const Tensor& scaling, std::optional<Tensor> ds,
              std::optional<Tensor> gradient, std::optional<Tensor> partial, bool add) {
   const GradientArguments gradients =
-      gradient_arguments(dy, s, factor, table, tiles, splits, gradient, partial, add);
+      gradient_arguments("dy", "s", dy, s, factor, table, tiles, splits, gradient, partial, add);
+  MLORA_CHECK(gradients.layers == 1, "s: expected one layer, got shape ", shape_of(s));
   const ShrinkArguments shrunk =
       ds ? shrink_arguments(dy, factor, table, tiles, scaling, {}, *ds) : ShrinkArguments{};
   MLORA_CHECK(!ds || (shrunk.ranks == gradients.ranks && shrunk.layers == 1), "ds: expected one layer and ",
@@ -165,7 +168,7 @@ void read_x(const Tensor& x, const Tensor& ds, const Tensor& factor, const Tenso
             std::optional<Tensor> dx, std::optional<Tensor> gradient, std::optional<Tensor> partial,
             bool add) {
   GradientArguments arguments =
-      gradient_arguments(x, ds, factor, table, tiles, splits, gradient, partial, add);
+      gradient_arguments("x", "ds", x, ds, factor, table, tiles, splits, gradient, partial, add);
   arguments.dropout =
       dropout_of({dropout_p, dropout_rng, layers}, arguments.factor.adapters, arguments.layers);
   if (dx) {

@@ -16,7 +16,7 @@ constexpr bool kLoops = kRanks <= 64;
 // A program takes the layers one after the other: the later ones find its rows in the cache.
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
-    read_x_kernel(GradientArguments arguments, int first_layer) {
+    read_x_kernel(GradientArguments arguments, int only_layer) {
   if constexpr (kLoops<kRanks>) {
 #pragma unroll 1
     for (int layer = 0; layer < arguments.layers; ++layer) {
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
       gradient_program<T, kRanks, true>(arguments, block_y(), layer, block_x(), block_z());
     }
   } else {
-    gradient_program<T, kRanks, true>(arguments, block_y(), first_layer, block_x(), block_z());
+    gradient_program<T, kRanks, true>(arguments, block_y(), only_layer, block_x(), block_z());
   }
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _ADDRESS, _SHAPE, _STRIDE = Tensor.data_ptr, attrgetter("shape"), Tensor.stride
-_KEPT_TABLES = 4096
+_KEPT = 4096
 _ALIGNMENT = 16
 _Place = tuple[int, int, int, int]
 _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
@@ -77,6 +77,7 @@ def factors_of(
     """
     first = matrices[0]
     existing = None if gradients is None else _addresses(gradients)
+    assert gradients is None or all(gradient.dtype is first.dtype for gradient in gradients)
     size, device = first.element_size(), first.device
     return Factors(matrices, *_described(_addresses(matrices), existing, transposed, size, device))
 
@@ -86,7 +87,7 @@ def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
     return tuple(map(_ADDRESS, matrices)), tuple(map(_SHAPE, matrices)), tuple(map(_STRIDE, matrices))
 
 
-@lru_cache(maxsize=_KEPT_TABLES)
+@lru_cache(maxsize=_KEPT)
 def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
 ) -> tuple[Tensor, int, int, bool, int, _Shapes]:
@@ -108,7 +109,7 @@ def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ..
     )
 
 
-@lru_cache(maxsize=_KEPT_TABLES)
+@lru_cache(maxsize=_KEPT)
 @torch.inference_mode(False)
 def _table(
     key: tuple[_Place, ...],

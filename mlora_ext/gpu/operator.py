@@ -68,8 +68,8 @@ class Into:
     """Memory for gradients that exists already.
 
     Attributes:
-        da: in the order of `lora_a`, or None.
-        db: by layer, or None.
+        da: in the order of `lora_a`, or None; of the one dtype in which the kernels read them.
+        db: by layer, or None; likewise.
         add: to what they hold, as when micro-batches accumulate.
     """
 
@@ -177,7 +177,7 @@ class _Forward(_Call):
         batch: Batch,
     ) -> None:
         self.kernels, self.plan, self.x, self.layers, self.batch = kernels, plan, x, layers, batch
-        self.a = factors_of(_one_dtype(lora_a), transposed=False)
+        self.a = factors_of(one_dtype(lora_a), transposed=False)
         self.y = [x.new_empty(x.shape[0], layer.weight.shape[0]) for layer in layers]
         self.s = x.new_empty(len(layers), x.shape[0], self.a.max_rank)
         self.partial = _partial_rows(self.s, x.shape[1])
@@ -190,7 +190,7 @@ class _Forward(_Call):
         self.kernels.reduce_rows(self.partial, self.s)
 
     def expand(self, layer: int) -> None:
-        b = factors_of(_one_dtype(self.layers[layer].lora_b), transposed=True)
+        b = factors_of(one_dtype(self.layers[layer].lora_b), transposed=True)
         self.kernels.expand(Expand(self.s[layer], b, self.plan, self.layers[layer].bias, self.y[layer]))
 
     def base_gemm(self, layer: int) -> None:
@@ -214,10 +214,10 @@ class _Backward(_Call):
         self.kernels, self.plan, self.dys, self.x = kernels, plan, dys, x
         self.layers, self.s, self.batch = layers, s, batch
         self.need_dx, self.need_da, self.need_db = wanted
-        self.a = factors_of(_one_dtype(lora_a), transposed=False, gradients=into.da)
+        self.a = factors_of(one_dtype(lora_a), transposed=False, gradients=into.da)
         dbs: Sequence[Matrices | None] = into.db or [None] * len(layers)
         self.b = [
-            factors_of(_one_dtype(layer.lora_b), transposed=True, gradients=db)
+            factors_of(one_dtype(layer.lora_b), transposed=True, gradients=db)
             for layer, db in zip(layers, dbs, strict=True)
         ]
         self.dx = x.new_empty(x.shape if self.need_dx else 0)
@@ -286,7 +286,7 @@ def _as(matrices: Matrices, gradients: list[Tensor]) -> list[Tensor]:
     return [gradient.to(matrix.dtype) for gradient, matrix in zip(gradients, matrices, strict=True)]
 
 
-def _one_dtype(matrices: Matrices) -> Matrices:
+def one_dtype(matrices: Matrices) -> Matrices:
     """The kernels read one dtype for all; where adapters differ, in fp32, which holds them all."""
     if all(matrix.dtype is matrices[0].dtype for matrix in matrices):
         return matrices

@@ -3,6 +3,7 @@
 Loading the result gives the `cuda_*` operators to CPU tensors.
 """
 
+import fcntl
 import hashlib
 import platform
 import shutil
@@ -41,11 +42,17 @@ def build() -> Path:
     for path in sorted({*headers, *SOURCES}):
         digest.update(path.read_bytes())
     library = BUILD / f"{digest.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:  # of several test processes one builds, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
     folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     compiler = ["g++", *FLAGS, f"-I{ROOT / 'csrc'}", f"-I{HERE}", *folders]
-    BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as folder, ThreadPoolExecutor(2) as pool:
 
         def compile_one(source: Path) -> Path:
@@ -61,7 +68,6 @@ def build() -> Path:
         for other in BUILD.glob("*.so"):
             other.unlink(missing_ok=True)
         linked.rename(library)
-    return library
 
 
 def load() -> None:

@@ -1,4 +1,4 @@
-"""Devices, as far as a CPU-only machine sees them: `meta` stands for a GPU, what is made there has no values."""
+"""Devices, on a machine that has one only: `meta` stands for a GPU, and what is made there has no values."""
 
 import pytest
 import torch

@@ -9,9 +9,10 @@ from cases import Case, check, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
+from mlora_ext import _ops
 from mlora_ext.backend import gpu_operator
 from mlora_ext.gpu.factors import factors_of
-from mlora_ext.gpu.operator import Batch, Layer, _one_dtype
+from mlora_ext.gpu.operator import Batch, Layer, one_dtype
 from mlora_ext.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
@@ -97,13 +98,32 @@ def test_infinite_rows_beside_a_larger_rank() -> None:
     assert torch.equal(y[2].isnan(), expected[2].isnan())
 
 
+@pytest.mark.parametrize("wide", [0, 1])
+def test_a_graphs_kernel_with_adapters_of_two_dtypes(
+    backend: str, monkeypatch: pytest.MonkeyPatch, wide: int
+) -> None:
+    """What a compiled graph calls on a GPU gives gradients in the adapters' own dtypes."""
+    monkeypatch.setattr(_ops, "_of_device", lambda x, weight: gpu_operator(backend))
+    case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16, p=0.2)
+    for matrices in (case.lora_a, case.lora_b):
+        matrices[wide] = matrices[wide].detach().float().requires_grad_()
+    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
+    with torch.no_grad():
+        y, s = _ops._cuda_forward(x, weight, bias, lora_a, lora_b, *plan, None)
+        dx, da, db = _ops._cuda_backward(case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True, None)
+    assert [g.dtype for g in da] == [a.dtype for a in lora_a]
+    assert [g.stride() for g in db] == [b.stride() for b in lora_b]
+    for found, expected in zip([y, dx, *da, *db], case.run(), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_converted_matrices_live_as_long_as_their_table(transposed: bool) -> None:
     """The kernels read them by address, and nobody else holds them."""
     matrices = [torch.randn(5, 8), torch.randn(3, 8).bfloat16(), torch.randn(4, 8).bfloat16()]
     if transposed:
         matrices = [matrix.t() for matrix in matrices]
-    described = factors_of(_one_dtype(matrices), transposed=transposed)
+    described = factors_of(one_dtype(matrices), transposed=transposed)
     size = described.first.element_size()
     addresses = [described.first.data_ptr() + size * row[0] for row in described.table.tolist()]
     gc.collect()
