@@ -53,9 +53,11 @@ def test_sanitize_checks_and_can_fail(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "OUT_FOLDER"),
+        ([], "expected a folder for the results"),
         (["--device", "tpu", "x"], "expected cuda or cpu, got tpu"),
-        (["a", "b"], "OUT_FOLDER"),
+        (["a", "b"], "expected one folder, got a and b"),
+        (["--devic", "cpu", "a"], "--devic: no such option"),
+        (["a", "--python"], "--python: expected a value"),
     ],
 )
 def test_script_refuses(arguments: list[str], expected: str, tmp_path: Path) -> None:
@@ -82,6 +84,13 @@ def test_script_on_a_cpu(tmp_path: Path) -> None:
     assert data["machine"]["commit"].startswith("c0ffee")
 
 
+def test_earlier_results_stay_where_there_is_no_device(tmp_path: Path) -> None:
+    (tmp_path / "suite.json").write_text("{}")
+    command = [SCRIPT, "--device", "cpu", "--python", "/bin/false", tmp_path]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1
+    assert (tmp_path / "suite.json").exists()
+
+
 def test_script_goes_on_after_a_failure(tmp_path: Path) -> None:
     """A Python whose pytest and programs fail: every phase is tried, and the exit code is 1."""
     python = tmp_path / "python"
@@ -95,7 +104,7 @@ def test_script_goes_on_after_a_failure(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
-    assert [line.split()[0] for line in failed] == ["tests", "odd", "suite"]
+    assert [line.split()[0] for line in failed] == ["odd", "tests", "suite"]
     assert all("exit code 7" in line for line in failed)
 
 
@@ -129,11 +138,19 @@ def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> Non
     assert builds[0] == "-DMLORA_WITH_CUDA=ON -DMLORA_CUDA_ARCHITECTURES=90a"
     assert builds[1:] == (["-DMLORA_WITH_CUDA=OFF"] if cuda_build else [])
     programs = [(cache, command.split()[0]) for _, cache, command in calls[len(builds) :]]
-    assert programs[:4] == [("", "-c"), ("", "-m"), ("", "bench/sanitize.py"), ("1", "bench/sanitize.py")]
-    assert calls[len(builds) + 1][2].startswith("-m pytest -m gpu ")
-    assert calls[-1][2].startswith(
-        "bench/suite.py linears adapters decoder ablation choose operators step --check"
-    )
+    assert programs == [
+        ("", "bench/sanitize.py"),
+        ("", "-c"),
+        ("", "-m"),
+        ("", "bench/suite.py"),
+        ("", "-m"),
+        ("1", "bench/sanitize.py"),
+    ]
+    _, _, tests, suite, suite_tests, sanitizer = [command for *_, command in calls[len(builds) :]]
+    assert tests.startswith("-m pytest -m gpu ")
+    assert suite.startswith("bench/suite.py linears adapters decoder ablation choose operators step --check")
+    assert suite_tests.endswith("tests/bench/test_suite_gpu.py")
+    assert sanitizer == "bench/sanitize.py --backend cuda"
     table = [" ".join(line.split()[:3]) for line in done.stdout.splitlines()]
     assert f"build sm_90a {'FAILED' if cuda_build else 'ok'}" in table
     assert any(line.startswith("memcheck ok") for line in table)

@@ -1,6 +1,8 @@
 """The CUDA kernels, on a CPU emulator or a GPU, beyond what tests/ext asks of every backend."""
 
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,3 +257,12 @@ def test_tables_that_are_too_small_are_refused() -> None:
     tables = [torch.zeros(n, 4, dtype=torch.int32) for n in (least - 1, 10, 1)]
     with pytest.raises(RuntimeError, match=f"tiles: expected at least {least} rows, got {least - 1}"):
         OPS.cuda_plan(table, 10, *tables)
+
+
+def test_layers_that_share_x_as_the_sanitizer_watches_them(backend: str) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+    import sanitize
+
+    together, alone = sanitize.shared_results(torch.bfloat16, str(torch.get_default_device()), backend)
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
