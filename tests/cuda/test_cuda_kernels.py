@@ -133,7 +133,7 @@ def test_dropped_elements_are_selected_not_multiplied(backend: str, dtype: torch
     case = without_base(make([4], [8], [0], p=0.5, dtype=dtype))
     mask = philox_mask(
         8, 40, p=0.5, seed=case.dropout.seeds[0], step=case.dropout.step[0], layer=case.dropout.layer
-    )
+    ).to(case.x.device)
     with torch.no_grad():
         case.x[~mask] = torch.inf
     (dx,), (da,), (db,) = gradients(backend, case, (True, True, True))
@@ -252,7 +252,7 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
 
 
 def test_tables_that_are_too_small_are_refused() -> None:
-    table = mx.SegmentLayout.from_lengths([10]).table()
+    table = mx.SegmentLayout.from_lengths([10]).table(torch.get_default_device())
     least = 1 + 2 * len(table) + 1
     tables = [torch.zeros(n, 4, dtype=torch.int32) for n in (least - 1, 10, 1)]
     with pytest.raises(RuntimeError, match=f"tiles: expected at least {least} rows, got {least - 1}"):
