@@ -138,8 +138,9 @@ if [ "$device" = cuda ]; then
   # breaks its CUDA context takes few others with it
   parallel=()
   ! "$python" -c "import xdist" 2>>"$out/tests.log" || parallel=(-n "$(nproc | awk '{print ($1 < 12) ? $1 : 12}')")
-  # ends by itself before its limit, so that failures are told of
-  phase tests 150 "$out/tests.log" "$python" -m pytest -m gpu --timeout 120 --session-timeout 135 -rfEs \
+  # ends by itself before its limit, so that failures are told of; cuBLAS repeats its bits, for tests that
+  # switch on PyTorch's deterministic mode
+  phase tests 150 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest -m gpu --timeout 120 --session-timeout 135 -rfEs \
     "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
   options=(linears adapters decoder ablation choose operators step --check)
 else

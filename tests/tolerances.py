@@ -27,11 +27,11 @@ SUMMATION = torch.finfo(torch.float32).eps
 
 
 def errors(result: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
-    """Root mean square and largest absolute difference."""
+    """Root mean square and largest absolute difference, on the CPU."""
     difference = (result.double() - oracle.double()).flatten()
     if difference.numel() == 0:
-        return torch.zeros(2, dtype=torch.float64)
-    return torch.stack([difference.square().mean().sqrt(), difference.abs().max()])
+        return torch.zeros(2, dtype=torch.float64, device="cpu")
+    return torch.stack([difference.square().mean().sqrt(), difference.abs().max()]).cpu()
 
 
 class _AnyOrder(TorchDispatchMode):
