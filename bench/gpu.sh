@@ -66,7 +66,8 @@ phase() {
   return 1
 }
 
-# sanitizer TOOL PERCENT: takes that much of the time that is left; one that cannot watch this device has not run, which is told of and is no failure
+# sanitizer TOOL PERCENT: takes that much of the time that is left; one that cannot watch this device has not
+# run, which is told of and is no failure
 sanitizer() {
   local log="$out/sanitizer.log" lines left=$((deadline - SECONDS))
   : >>"$log"
@@ -140,8 +141,8 @@ if [ "$device" = cuda ]; then
   ! "$python" -c "import xdist" 2>>"$out/tests.log" || parallel=(-n "$(nproc | awk '{print ($1 < 12) ? $1 : 12}')")
   # ends by itself before its limit, so that failures are told of; cuBLAS repeats its bits, for tests that
   # switch on PyTorch's deterministic mode
-  phase tests 150 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest -m gpu --timeout 120 --session-timeout 135 -rfEs \
-    "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
+  phase tests 150 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest \
+    -m gpu --timeout 120 --session-timeout 135 -rfEs "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
   options=(linears adapters decoder ablation choose operators step --check)
 else
   note "build" "NOT RUN" 0 "--device cpu takes what is built"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import Case, check, make
+from cases import Case, assert_right, make
 
 import mlora_ext as mx
 from mlora_ext.backend import gpu_operator
@@ -36,12 +36,12 @@ def without_base(case: Case) -> Case:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [[1], [15, 2], [17], [33, 64], [65], [128, 8], [129, 3], [200]], ids=str)
 def test_any_rank(ranks: list[int], dtype: torch.dtype) -> None:
-    check(make(ranks, [19, 7][: len(ranks)], list(range(len(ranks))), dtype=dtype, d_in=72, p=0.3))
+    assert_right(make(ranks, [19, 7][: len(ranks)], list(range(len(ranks))), dtype=dtype, d_in=72, p=0.3))
 
 
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), [*zip(DTYPES, DTYPES, strict=True), *MIXED], ids=str)
 def test_several_column_splits(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
-    check(
+    assert_right(
         make([8, 20], [70, 9], [1, 0], dtype=dtype, adapter_dtype=adapter_dtype, d_in=4160, d_out=2056, p=0.1)
     )
 
@@ -50,11 +50,11 @@ def test_several_column_splits(dtype: torch.dtype, adapter_dtype: torch.dtype) -
 def test_several_slots(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
     """More than 1024 rows of an adapter: partial gradients, summed in their order."""
     lengths = [1100, 30, 40, 2100]
-    check(make([8, 6, 3], lengths, [1, 0, -1, 2], dtype=dtype, adapter_dtype=adapter_dtype, p=0.1))
+    assert_right(make([8, 6, 3], lengths, [1, 0, -1, 2], dtype=dtype, adapter_dtype=adapter_dtype, p=0.1))
 
 
 def test_dropout_differs_by_adapter() -> None:
-    check(make([4, 7, 5], [40, 30, 20], [0, 1, 2], p=[0.0, 0.5, 0.01]))
+    assert_right(make([4, 7, 5], [40, 30, 20], [0, 1, 2], p=[0.0, 0.5, 0.01]))
 
 
 @pytest.mark.parametrize("part", ["dx", "da", "db"])

@@ -79,7 +79,7 @@ class Case:
         return ["y", "dx", *(f"dA[{i}]" for i in range(n)), *(f"dB[{i}]" for i in range(n))]
 
 
-def check(case: Case, results: list[torch.Tensor] | None = None) -> None:
+def assert_right(case: Case, results: list[torch.Tensor] | None = None) -> None:
     """Compare `results` (those of `case.run()`) with the oracle, by the policy of tolerances.py."""
     results = case.run() if results is None else results
     plain, oracle = in_other_orders(case.to(case.x.dtype).reference), case.to(torch.float64).reference()

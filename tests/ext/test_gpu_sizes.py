@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import Case, check, make
+from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
@@ -27,8 +27,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 def test_several_column_splits() -> None:
     """Sums over d_in, and over d_out, in three and two parts; rows of the base between."""
     how = {"ranks": [5, 17], "lengths": [9, 4, 6], "adapters": [0, -1, 1], "p": 0.1}
-    check(make(**how, d_in=2 * COLUMN_SPLIT + 72, d_out=40, dtype=torch.bfloat16))
-    check(make(**how, d_in=40, d_out=COLUMN_SPLIT + 8))
+    assert_right(make(**how, d_in=2 * COLUMN_SPLIT + 72, d_out=40, dtype=torch.bfloat16))
+    assert_right(make(**how, d_in=40, d_out=COLUMN_SPLIT + 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -36,13 +36,13 @@ def test_several_splits_of_rows(dtype: torch.dtype) -> None:
     """One adapter with three runs of tiles, one with one, one without rows; partial sums in order."""
     rows = SPLIT_TILES * TILE_ROWS
     lengths = [rows + 5, 100, rows + 64, 3]
-    check(make([6, 20, 3], lengths, [0, 1, 0, -1], d_in=24, d_out=40, dtype=dtype, p=0.1))
+    assert_right(make([6, 20, 3], lengths, [0, 1, 0, -1], d_in=24, d_out=40, dtype=dtype, p=0.1))
 
 
 @pytest.mark.parametrize("rank", [16, 33, 64, 65, 130, 200])
 def test_ranks_at_the_edges_of_buckets_and_panels(rank: int) -> None:
-    check(make([rank, 3], [9, 70], [0, 1], d_in=72, d_out=56, dtype=torch.bfloat16, p=0.2))
-    check(make([rank, 3], [9, 70], [1, 0], d_in=72, d_out=56, p=0.2))
+    assert_right(make([rank, 3], [9, 70], [0, 1], d_in=72, d_out=56, dtype=torch.bfloat16, p=0.2))
+    assert_right(make([rank, 3], [9, 70], [1, 0], d_in=72, d_out=56, p=0.2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,7 +82,7 @@ def test_adapters_with_unusual_strides(how: str) -> None:
     case = make([3], [70], [0], d_in=16, d_out=8, p=0.2)
     case.lora_a = [views[how].detach().requires_grad_()]
     case.lora_b = [torch.randn(8, 6)[:, ::2].detach().requires_grad_()]
-    check(case)
+    assert_right(case)
 
 
 def test_infinite_rows_beside_a_larger_rank() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import CASES, check, make
+from cases import CASES, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,7 +58,7 @@ def test_the_best_instruction_set_is_used() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_values_on_every_instruction_set(isa: str, name: str, dtype: torch.dtype) -> None:
     case = CASES[name](dtype=dtype, p=0.2)
-    check(case)
+    assert_right(case)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8, 17, 70])
@@ -66,7 +66,7 @@ def test_values_on_every_instruction_set(isa: str, name: str, dtype: torch.dtype
 def test_tails_of_tiles(isa: str, dtype: torch.dtype, rank: int) -> None:
     """Columns beyond whole vectors, words and column tasks; rows beyond whole blocks."""
     case = make([rank], [131], [0], d_in=2115, d_out=323, dtype=dtype, p=0.3)
-    check(case)
+    assert_right(case)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 517])

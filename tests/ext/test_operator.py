@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import CASES, Case, check, make
+from cases import CASES, Case, assert_right, make
 from tolerances import assert_as_exact
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, dtype: torch.dtype, p: float | None) -> None:
-    check(CASES[name](dtype=dtype, p=p))
+    assert_right(CASES[name](dtype=dtype, p=p))
 
 
 @pytest.mark.parametrize("p", [None, 0.2], ids=["no dropout", "dropout"])
@@ -38,7 +38,7 @@ def test_values(name: str, dtype: torch.dtype, p: float | None) -> None:
 def test_values_fp32_adapters(
     name: str, dtype: torch.dtype, adapter_dtype: torch.dtype, p: float | None
 ) -> None:
-    check(CASES[name](dtype=dtype, adapter_dtype=adapter_dtype, p=p))
+    assert_right(CASES[name](dtype=dtype, adapter_dtype=adapter_dtype, p=p))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -53,7 +53,7 @@ def test_adapters_of_another_dtype_are_converted(dtype: torch.dtype) -> None:
 
 
 def test_dropout_differs_by_adapter() -> None:
-    check(make([4, 7, 5], [40, 30, 20], [0, 1, 2], p=[0.0, 0.5, 0.01]))
+    assert_right(make([4, 7, 5], [40, 30, 20], [0, 1, 2], p=[0.0, 0.5, 0.01]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -328,7 +328,7 @@ def test_inference_mode_before_training() -> None:
     case = make([4, 7], [9, 6], [0, 1], p=0.2)
     with torch.inference_mode():
         mx.multi_lora_linear(*case.arguments())
-    check(case)
+    assert_right(case)
 
 
 def test_frozen_adapters_made_in_inference_mode() -> None:
