@@ -1,0 +1,108 @@
+"""What stages do, as data: an action is one stage's forward or backward of one micro-batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a stage does with a micro-batch, in the letters of `torch.distributed.pipelining`."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One stage's forward or backward of one micro-batch, written `2F0`.
+
+    The last stage runs forward, loss and backward as one unit: in its list `F` and `B` of a micro-batch follow
+    each other.
+
+    Attributes:
+        stage: from 0.
+        kind: forward or backward.
+        micro_batch: its index within the round.
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action from its notation.
+
+        Raises:
+            ValueError: if the text is none.
+        """
+        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        if match is None:
+            raise ValueError(f"action: expected <stage><F or B><micro-batch> such as 2F0, got {text!r}")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+Schedule = Sequence[Sequence[Action]]
+"""The actions of each stage, in order, over one round of micro-batches."""
+
+
+def check_schedule(schedule: Schedule) -> int:
+    """Check that every stage runs every micro-batch once forward and once backward, and that all can end.
+
+    Both directions are strict FIFOs, so all stages take micro-batches in one order, forward as backward.
+
+    Returns:
+        The number of micro-batches.
+
+    Raises:
+        ValueError: naming the stage and the action that is wrong.
+    """
+    if not schedule or not schedule[0]:
+        raise ValueError("schedule: expected actions for at least one stage, got none")
+    forwards = [action.micro_batch for action in schedule[0] if action.kind is Kind.FORWARD]
+    for stage, actions in enumerate(schedule):
+        for action in actions:
+            if action.stage != stage:
+                raise ValueError(f"schedule: {action} stands in the list of stage {stage}")
+        for kind in Kind:
+            order = [action.micro_batch for action in actions if action.kind is kind]
+            if order != forwards or len(set(order)) != len(order):
+                raise ValueError(
+                    f"schedule: stage {stage}: expected {kind} of micro-batches {forwards}, each once and in "
+                    f"this order, got {order}"
+                )
+    last = [str(action) for action in schedule[-1]]
+    units = [f"{len(schedule) - 1}{kind}{index}" for index in forwards for kind in Kind]
+    if last != units:
+        raise ValueError(f"schedule: the last stage runs each micro-batch as one unit: expected {units}")
+    _check_ends(schedule)
+    return len(forwards)
+
+
+def _check_ends(schedule: Schedule) -> None:
+    """Run the lists without time: a stage that waits for what never comes is a deadlock."""
+    places = [0] * len(schedule)
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(schedule):
+            while places[stage] < len(actions) and _ready(actions[places[stage]], len(schedule), done):
+                done.add(actions[places[stage]])
+                places[stage] += 1
+                moved = True
+    for stage, actions in enumerate(schedule):
+        if places[stage] < len(actions):
+            raise ValueError(f"schedule: stage {stage} waits for ever before {actions[places[stage]]}")
+
+
+def _ready(action: Action, stages: int, done: set[Action]) -> bool:
+    before = action.stage - 1 if action.kind is Kind.FORWARD else action.stage + 1
+    own = action.kind is Kind.FORWARD or Action(action.stage, Kind.FORWARD, action.micro_batch) in done
+    return own and (before in (-1, stages) or Action(before, action.kind, action.micro_batch) in done)
