@@ -1,76 +1,140 @@
-"""The runtime: takes micro-batches, runs them over the stages, gives back the reports."""
+"""A pipeline within one process: the stages after the first are threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from .stage import LossFn, MicroBatch, Stage
+from .actions import Schedule
+from .driver import Driver
+from .link import CREDIT_BYTES, Link
+from .order import order_of
+from .port import LocalPort
+from .runner import PipelineError, Runner
+from .stage import Hooks, LossFn, Stage
+from .trace import Span, Trace
 
-SCHEDULES = ("lorapp", "1f1b", "gpipe")
 
-
-class Pipeline:
+class Pipeline(Driver):
     """Runs micro-batches over a model cut into stages.
 
-    With one stage every schedule is the same: a micro-batch after the other, each forward, loss and backward
-    as one unit.
+    The first stage computes in the caller's thread, each other in its own, which pays where they have devices
+    of their own; `Member` has a process for each. With one stage every schedule is the same: a micro-batch
+    after the other, each forward, loss and backward as one unit.
+
+    `lorapp` (mLoRA, section 4) runs what is ready and fills the pipeline with whatever is submitted: with
+    independent micro-batches there is no bubble.
 
     Args:
-        stages: the modules, in order; any `nn.Module`s. The first is called with a micro-batch's inputs.
-        schedule: `lorapp`, `1f1b` or `gpipe`.
+        stages: the modules, in order, each on its device; any `nn.Module`s. The first is called with a
+            micro-batch's inputs, each other with what the one before gave: one tensor or several.
+        schedule: `lorapp`, `1f1b`, `gpipe`, or lists of actions for rounds of one size.
         loss_fn: `(output of the last stage, targets) -> (scalar to differentiate, report)`.
+        hooks: what each stage does beside; default: nothing.
+        in_flight: for `lorapp`, the most micro-batches between their first forward and their last backward;
+            None = any number.
+        credit_bytes: of tensors that may be on their way to a stage or wait there, for each neighbour.
+        delay: seconds by which each message is held back, as a link's latency would; for measurements.
+        trace: spans to keep for each stage.
 
     Raises:
-        ValueError: if there is not exactly one stage, or no such schedule.
+        ValueError: if there is no stage, or no such schedule.
 
     Example:
-        >>> pipeline = Pipeline([model], "lorapp", lambda y, t: ((y - t).square().mean(), None))
-        >>> pipeline.submit({"input": x}, t)
+        >>> pipeline = Pipeline([first, second], "1f1b", lambda y, t: ((y - t).square().mean(), None))
+        >>> for x, t in micro_batches:
+        ...     pipeline.submit({"input": x}, t)
         >>> pipeline.step()
+        >>> pipeline.close()
     """
 
-    def __init__(self, stages: Sequence[nn.Module], schedule: str, loss_fn: LossFn) -> None:
-        if len(stages) != 1:
-            raise ValueError(f"stages: this version runs pipelines of 1 stage, got {len(stages)}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        self._stage = Stage(stages[0], loss_fn)
-        self._waiting: list[MicroBatch] = []
-        self._closed = False
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        schedule: str | Schedule,
+        loss_fn: LossFn,
+        *,
+        hooks: Sequence[Hooks] | None = None,
+        in_flight: int | None = None,
+        credit_bytes: int = CREDIT_BYTES,
+        delay: float = 0.0,
+        trace: int = 0,
+    ) -> None:
+        count = len(stages)
+        if not count:
+            raise ValueError("stages: expected at least one, got none")
+        if hooks is not None and len(hooks) != count:
+            raise ValueError(f"hooks: expected one per stage ({count}), got {len(hooks)}")
+        self._runners = [
+            Runner(
+                Stage(module, index, count, loss_fn, hooks[index] if hooks else None),
+                order_of(schedule, index, count, in_flight),
+                Trace(trace),
+            )
+            for index, module in enumerate(stages)
+        ]
+        super().__init__(self._runners[0])
+        self._links: list[Link] = []
+        for left, right in zip(self._runners, self._runners[1:], strict=False):
+            self._connect(left, right, credit_bytes, delay)
+        self._threads = [
+            threading.Thread(target=_serve, args=[runner], name=f"stage {index}", daemon=True)
+            for index, runner in enumerate(self._runners[1:], 1)
+        ]
+        for worker in (*self._links, *self._threads):
+            worker.start()
 
-    def submit(self, inputs: Mapping[str, Any], targets: Any, *, train: bool = True) -> None:
-        """Queue a micro-batch.
-
-        Args:
-            inputs: keyword arguments of the first stage.
-            targets: handed to the loss function.
-            train: whether to run backward, or only forward and loss without gradients.
-
-        Raises:
-            RuntimeError: after `close`.
-        """
-        if self._closed:
-            raise RuntimeError("the pipeline is closed")
-        self._waiting.append(MicroBatch(inputs, targets, train))
-
-    def step(self) -> list[Any]:
-        """Run every queued micro-batch to its end.
-
-        Returns:
-            The loss function's reports, in the order of submission.
-
-        Raises:
-            RuntimeError: after `close`.
-        """
-        if self._closed:
-            raise RuntimeError("the pipeline is closed")
-        waiting, self._waiting = self._waiting, []
-        return [self._stage.run(batch) for batch in waiting]
+    def spans(self) -> list[list[Span]]:
+        """What the roles of each stage did; empty without `trace`."""
+        return [runner.trace.spans() for runner in self._runners]
 
     def close(self) -> None:
-        """Drop what is queued and refuse further work."""
-        self._waiting.clear()
-        self._closed = True
+        """See `Driver.close`; the threads have ended."""
+        super().close()
+        for worker in (*self._threads, *self._links):
+            worker.join()
+
+    def _await(self, number: int) -> Any:
+        try:
+            return super()._await(number)
+        except PipelineError as error:
+            causes = [runner.failure for runner in self._runners if runner.failure is not None]
+            cause = next((found for found in causes if not isinstance(found, PipelineError)), None)
+            raise PipelineError(str(error)) from cause
+
+    def _connect(self, left: Runner, right: Runner, credit_bytes: int, delay: float) -> None:
+        down, up = (LocalPort(_device(runner.stage.module)) for runner in (right, left))
+        for runner, out, into, deliver, name in (
+            (left, down, up, left.from_after, f"stage {right.stage.index}"),
+            (right, up, down, right.from_before, f"stage {left.stage.index}"),
+        ):
+            link = Link(
+                out, into, deliver, name, credit_bytes=credit_bytes, delay=delay, trace=runner.trace
+            )
+            self._links.append(link)
+            if runner is left:
+                left.after = link
+            else:
+                right.before = link
+
+
+def _serve(runner: Runner) -> None:
+    device = _device(runner.stage.module)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        runner.run()
+    except BaseException:
+        if runner.failure is None:
+            raise
+        # The driver raises it: the first stage was told.
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where a module's real tensors are; a module without any computes where its input is, on the CPU."""
+    tensors = (*module.parameters(), *module.buffers())
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))

@@ -1,16 +1,58 @@
-"""One stage: a module, and what it does with a micro-batch."""
+"""One stage: a module, and what it does with the messages of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .message import Message, Sort
+from .order import Place
+
 LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
 """`(output of the last stage, targets) -> (scalar to differentiate, report)`."""
+
+
+class Hooks:
+    """What a stage does beside running its module; this one does nothing."""
+
+    def around(self, train: bool) -> AbstractContextManager[Any]:
+        """A context for each forward and each backward.
+
+        Args:
+            train: whether the micro-batch is trained.
+        """
+        return nullcontext()
+
+    def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Tell the first stage something when a micro-batch has passed backward.
+
+        Args:
+            common: what was submitted for all stages.
+
+        Returns:
+            Plain values and tensors: this stage's entry in `Result.notes`.
+        """
+        return {}
+
+    def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+        """Do what the first stage asks all stages to do, in order with the micro-batches.
+
+        Args:
+            verb: what.
+            arguments: plain values and tensors.
+
+        Returns:
+            Plain values and tensors: this stage's answer.
+
+        Raises:
+            ValueError: if it knows no such verb.
+        """
+        raise ValueError(f"control: this stage knows no {verb!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,39 +60,142 @@ class MicroBatch:
     """One micro-batch on its way through the stages.
 
     Attributes:
+        number: counts all micro-batches of a pipeline.
         inputs: keyword arguments of the first stage's module.
         targets: travels to the last stage, for its loss.
+        common: keyword arguments of every stage's module.
         train: whether a backward pass follows.
+        stream: whose it is, for traces.
+        place: where it stands in its round.
     """
 
+    number: int
     inputs: Mapping[str, Any]
     targets: Any
+    common: Mapping[str, Any]
     train: bool = True
+    stream: str = ""
+    place: Place = Place()
+
+    def message(self) -> Message:
+        """What the first stage begins with."""
+        content = {
+            "number": self.number,
+            "stream": self.stream,
+            "train": self.train,
+            "place": [self.place.index, self.place.size],
+            "common": dict(self.common),
+            "targets": self.targets,
+            "inputs": dict(self.inputs),
+        }
+        return Message(Sort.FORWARD, content)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    received: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    common: Mapping[str, Any]
 
 
 class Stage:
-    """A stage that is first and last: its module and its loss are one unit of work.
+    """A module as a stage: the first gets a micro-batch's inputs, later ones what the one before gave.
+
+    A module may give one tensor or several. Floating-point tensors have gradients.
 
     Args:
-        module: called with a micro-batch's inputs.
-        loss_fn: what the last stage does with the module's output.
+        module: called with the activations of the stage before, and `common` by keyword.
+        index: of the stage.
+        count: D.
+        loss_fn: of the last stage; others need none.
+        hooks: what it does beside.
     """
 
-    def __init__(self, module: nn.Module, loss_fn: LossFn) -> None:
-        self.module = module
+    def __init__(
+        self, module: nn.Module, index: int, count: int, loss_fn: LossFn | None, hooks: Hooks | None = None
+    ) -> None:
+        self.module, self.index, self.count = module, index, count
+        self.hooks = hooks or Hooks()
         self._loss_fn = loss_fn
+        self._flights: dict[int, _Flight] = {}
 
-    def run(self, batch: MicroBatch) -> Any:
-        """Forward, loss and, in training, backward; nothing of the micro-batch is kept afterwards.
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the loss."""
+        return self.index == self.count - 1
+
+    def forward(self, message: Message) -> Message:
+        """Run a micro-batch forward.
 
         Args:
-            batch: the micro-batch. In training, gradients are added to the parameters' `grad`.
+            message: `FORWARD`.
 
         Returns:
-            The loss function's report.
+            `FORWARD` for the next stage.
         """
-        with torch.set_grad_enabled(batch.train):
-            loss, report = self._loss_fn(self.module(**batch.inputs), batch.targets)
-        if batch.train:
-            torch.autograd.backward(loss)
-        return report
+        content = message.content
+        with self.hooks.around(content["train"]):
+            received, output = self._call(content)
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        if content["train"]:
+            self._flights[message.number] = _Flight(received, outputs, content["common"])
+        passed = {key: content[key] for key in ("number", "stream", "train", "place", "common", "targets")}
+        return Message(Sort.FORWARD, {**passed, "activations": [output.detach() for output in outputs]})
+
+    def unit(self, message: Message) -> Message:
+        """Run a micro-batch through the last stage: forward, loss and, in training, backward.
+
+        Args:
+            message: `FORWARD`. In training, gradients are added to the parameters' `grad`.
+
+        Returns:
+            `BACKWARD` for the stage before, or `REPLY` where nothing is trained.
+        """
+        content = message.content
+        assert self._loss_fn is not None
+        with self.hooks.around(content["train"]):
+            received, output = self._call(content)
+            with torch.set_grad_enabled(content["train"]):
+                loss, report = self._loss_fn(output, content["targets"])
+            if content["train"]:
+                torch.autograd.backward(loss)
+        end = {key: content[key] for key in ("number", "stream", "place")} | {"report": report}
+        if not content["train"]:
+            return Message(Sort.REPLY, {**end, "notes": []})
+        note = self.hooks.after_backward(content["common"])
+        gradients = [tensor.grad for tensor in received]
+        return Message(Sort.BACKWARD, {**end, "gradients": gradients, "notes": [note]})
+
+    def backward(self, message: Message) -> Message:
+        """Run a micro-batch backward.
+
+        Args:
+            message: `BACKWARD` of the stage after.
+
+        Returns:
+            `BACKWARD` for the stage before.
+        """
+        flight = self._flights.pop(message.number)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(flight.outputs, message.content["gradients"], strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        if pairs:
+            with self.hooks.around(True):
+                torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        notes = [self.hooks.after_backward(flight.common), *message.content["notes"]]
+        gradients = [tensor.grad for tensor in flight.received]
+        return Message(Sort.BACKWARD, {**message.content, "gradients": gradients, "notes": notes})
+
+    def _call(self, content: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
+        """The activations as leaves of this stage's graph, and the module's output."""
+        train = content["train"]
+        received = [
+            tensor.detach().requires_grad_(train and tensor.is_floating_point())
+            for tensor in content.get("activations", ())
+        ]
+        with torch.set_grad_enabled(train):
+            return received, self.module(*received, **content.get("inputs", {}), **content["common"])

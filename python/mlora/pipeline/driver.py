@@ -1,0 +1,191 @@
+"""The driver: what enters a pipeline at its first stage, and what comes back there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .message import Message, Sort
+from .order import Place
+from .runner import PipelineError, Runner
+from .stage import MicroBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What came back of a micro-batch.
+
+    Attributes:
+        report: the loss function's.
+        notes: what each stage's `Hooks.after_backward` gave, in the order of the stages; empty where nothing
+            was trained.
+    """
+
+    report: Any
+    notes: Sequence[Mapping[str, Any]]
+
+
+class Driver:
+    """Feeds a pipeline. The first stage computes in the calling thread, inside of these calls.
+
+    `submit` and `step` run a round at a time. `start` and `finish` keep the pipeline full: micro-batches
+    enter while others are under way, and leave in the order in which they entered.
+
+    Args:
+        first: the first stage's runner.
+    """
+
+    def __init__(self, first: Runner) -> None:
+        self._first = first
+        self._waiting: list[MicroBatch] = []
+        self._results: dict[int, Message] = {}
+        self._numbers = 0
+        self._closed = False
+
+    def submit(
+        self,
+        inputs: Mapping[str, Any],
+        targets: Any,
+        *,
+        common: Mapping[str, Any] | None = None,
+        train: bool = True,
+    ) -> None:
+        """Queue a micro-batch for the next `step`.
+
+        Args:
+            inputs: keyword arguments of the first stage.
+            targets: handed to the loss function.
+            common: keyword arguments of every stage.
+            train: whether to run backward, or only forward and loss without gradients.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        self._check_open()
+        self._waiting.append(MicroBatch(-1, inputs, targets, common or {}, train))
+
+    def step(self) -> list[Any]:
+        """Run every queued micro-batch to its end, as one round of the schedule.
+
+        Returns:
+            The loss function's reports, in the order of submission.
+
+        Raises:
+            RuntimeError: after `close`.
+            PipelineError: if another stage failed; in one process its exception is the cause.
+        """
+        self._check_open()
+        waiting, self._waiting = self._waiting, []
+        size = sum(batch.train for batch in waiting)
+        numbers, index = [], 0
+        for batch in waiting:
+            place = Place(index, size)
+            index += batch.train
+            numbers.append(
+                self.start(
+                    batch.inputs, batch.targets, common=batch.common, train=batch.train, place=place
+                )
+            )
+        return [self.finish(number).report for number in numbers]
+
+    def start(
+        self,
+        inputs: Mapping[str, Any],
+        targets: Any,
+        *,
+        common: Mapping[str, Any] | None = None,
+        train: bool = True,
+        stream: str = "",
+        place: Place = Place(),
+    ) -> int:
+        """Let a micro-batch enter; returns at once.
+
+        Args:
+            inputs: keyword arguments of the first stage.
+            targets: handed to the loss function.
+            common: keyword arguments of every stage.
+            train: whether to run backward.
+            stream: whose it is, for traces.
+            place: where it stands in its round, for schedules that have rounds.
+
+        Returns:
+            Its number, for `finish`.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        self._check_open()
+        self._numbers += 1
+        batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, stream, place)
+        self._first.from_before(batch.message())
+        return batch.number
+
+    def finish(self, number: int) -> Result:
+        """Work on the first stage until a micro-batch has ended.
+
+        Args:
+            number: what `start` gave.
+
+        Returns:
+            What came back of it.
+
+        Raises:
+            PipelineError: if another stage failed.
+        """
+        content = self._await(number).content
+        return Result(content["report"], content["notes"])
+
+    def control(self, verb: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
+        """Let every stage do something, in order with the micro-batches, and wait for their answers.
+
+        The first stage does it at once: nothing that is under way may depend on it.
+
+        Args:
+            verb: what `Hooks.control` is asked for.
+            arguments: plain values and tensors.
+
+        Returns:
+            The stages' answers, in their order.
+
+        Raises:
+            Exception: what the first stage's `control` raises; then the others are not asked, and the
+                pipeline goes on.
+            PipelineError: if another stage failed.
+        """
+        self._check_open()
+        arguments = arguments or {}
+        answer = self._first.stage.hooks.control(verb, arguments)
+        self._numbers += 1
+        content = {"number": self._numbers, "verb": verb, "arguments": arguments, "answers": []}
+        self._first.answer(Message(Sort.CONTROL, content), answer)
+        return list(self._await(content["number"]).content["answers"])
+
+    def close(self) -> None:
+        """Drop what is queued, end the stages, and refuse further work.
+
+        Raises:
+            PipelineError: if another stage failed before it could end.
+        """
+        self._waiting.clear()
+        if self._closed:
+            return
+        self._closed = True
+        self._first.from_before(Message(Sort.END))
+        if self._first.failure is None:
+            self._first.run()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the pipeline is closed")
+        if self._first.failure is not None:
+            raise PipelineError(f"the pipeline has failed: {self._first.failure}") from self._first.failure
+
+    def _await(self, number: int) -> Message:
+        while number not in self._results:
+            if not self._first.results:
+                self._first.work()
+            while self._first.results:
+                message = self._first.results.popleft()
+                self._results[message.number] = message
+        return self._results.pop(number)

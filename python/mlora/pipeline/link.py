@@ -1,0 +1,142 @@
+"""A stage's link with a neighbour: a sender and a receiver, each a thread, under byte credits.
+
+Receivers always drain what the neighbour may send, and sends never block compute. What a neighbour may send
+is limited by credits: bytes that this stage has received and not yet worked on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from .message import Message, Sort
+from .port import Port
+from .trace import Trace
+
+CREDIT_BYTES = 1 << 30
+
+
+class Link:
+    """Both directions between a stage and a neighbour.
+
+    Args:
+        out: to the neighbour.
+        into: from the neighbour.
+        deliver: told of each message that arrives, from the receiver's thread; of a `FAULT` where the link
+            breaks.
+        name: of the neighbour, for messages.
+        credit_bytes: of tensors that may be on their way to the neighbour, or wait there; a single message
+            may be larger.
+        delay: seconds by which each message is held back, as a link's latency would; for measurements.
+        trace: told of what is sent and received.
+    """
+
+    def __init__(
+        self,
+        out: Port,
+        into: Port,
+        deliver: Callable[[Message], None],
+        name: str,
+        *,
+        credit_bytes: int = CREDIT_BYTES,
+        delay: float = 0.0,
+        trace: Trace | None = None,
+    ) -> None:
+        if credit_bytes < 1:
+            raise ValueError(f"credit_bytes: expected at least 1, got {credit_bytes}")
+        self._out, self._into, self._deliver, self._name = out, into, deliver, name
+        self._credit_bytes, self._delay, self._trace = credit_bytes, delay, trace or Trace()
+        self._change = threading.Condition()
+        self._queue: deque[tuple[float, Message]] = deque()
+        self._outstanding = 0  # bytes that the neighbour has not given credit for
+        self._owed = 0  # bytes that the neighbour has not been given credit for
+        self._waiting = 0  # messages that arrived and were not consumed
+        self._threads = [
+            threading.Thread(target=run, name=f"{role} {name}", daemon=True)
+            for role, run in (("send to", self._send_all), ("receive from", self._receive_all))
+        ]
+
+    def start(self) -> None:
+        """Begin to send and receive."""
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; returns at once. `END` and `FAULT` are the last ones."""
+        with self._change:
+            if message.sort is Sort.FAULT:
+                self._queue.clear()
+            self._queue.append((time.monotonic() + self._delay, message))
+            self._change.notify_all()
+
+    def consumed(self, message: Message) -> None:
+        """Give the neighbour credit for a message that has left the queue of this stage."""
+        with self._change:
+            self._owed += message.size
+            self._waiting -= 1
+            self._change.notify_all()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until both threads have ended, as they do after `END`."""
+        for thread in self._threads:
+            thread.join(seconds)
+
+    def _send_all(self) -> None:
+        try:
+            while self._send_next():
+                pass
+        except (RuntimeError, OSError) as error:
+            self._broken(error)
+
+    def _send_next(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._may_send() or self._must_give_credit())
+            due, message = self._queue.popleft() if self._may_send() else (0.0, None)
+            credit, self._owed = self._owed, 0
+            if message is not None:
+                self._outstanding += message.size
+        if message is None:
+            self._out.write(credit, None)
+            return True
+        if self._delay:
+            time.sleep(max(0.0, due - time.monotonic()))
+        with self._trace.span("send", message.sort, message.number, message.stream):
+            self._out.write(credit, message)
+        return message.sort not in (Sort.END, Sort.FAULT)
+
+    def _may_send(self) -> bool:
+        if not self._queue:
+            return False
+        size = self._queue[0][1].size
+        return not size or not self._outstanding or self._outstanding + size <= self._credit_bytes
+
+    def _must_give_credit(self) -> bool:
+        """Credit rides on messages; alone it goes where the neighbour may be waiting for it."""
+        return self._owed > 0 and (self._waiting == 0 or 2 * self._owed >= self._credit_bytes)
+
+    def _receive_all(self) -> None:
+        try:
+            while self._receive_next():
+                pass
+        except (RuntimeError, OSError) as error:
+            self._broken(error)
+
+    def _receive_next(self) -> bool:
+        credit, message = self._into.read()
+        if message is not None:
+            begin = self._into.began
+            self._trace.add("receive", message.sort, message.number, message.stream, begin)
+        with self._change:
+            self._outstanding -= credit
+            self._waiting += message is not None
+            self._change.notify_all()
+        if message is None:
+            return True
+        self._deliver(message)
+        return message.sort not in (Sort.END, Sort.FAULT)
+
+    def _broken(self, error: Exception) -> None:
+        text = " ".join(str(error).split())
+        self._deliver(Message(Sort.FAULT, {"message": f"the link with {self._name} broke: {text}"}))

@@ -1,0 +1,148 @@
+"""What travels between neighbouring stages: a small header of plain values, and tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Sort(StrEnum):
+    """What a message is about."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CONTROL = "control"
+    REPLY = "reply"
+    END = "end"
+    FAULT = "fault"
+
+
+@dataclass(eq=False)
+class Message:
+    """One message.
+
+    Attributes:
+        sort: what it is about.
+        content: plain values, lists, dictionaries and tensors.
+        ready: recorded on a GPU when its tensors are computed, or have arrived.
+    """
+
+    sort: Sort
+    content: dict[str, Any] = field(default_factory=dict)
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the micro-batch, or -1."""
+        return int(self.content.get("number", -1))
+
+    @property
+    def stream(self) -> str:
+        """Whose micro-batch it is."""
+        return str(self.content.get("stream", ""))
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self.content))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor that follows a header."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_MARK = "tensor:"
+
+
+def encode(message: Message) -> tuple[bytes, list[Tensor]]:
+    """Take a message apart into a header and tensors.
+
+    Returns:
+        The header, JSON in UTF-8, and the tensors that it mentions, in order.
+
+    Raises:
+        TypeError: if the content holds something else than plain values and tensors.
+    """
+    tensors: list[Tensor] = []
+    tree = _flatten(message.content, tensors)
+    shapes = [[str(t.dtype).removeprefix("torch."), *t.shape] for t in tensors]
+    return json.dumps([message.sort, tree, shapes], separators=(",", ":")).encode(), tensors
+
+
+def shapes_of(header: bytes) -> list[Shape]:
+    """The tensors that follow a header."""
+    return [Shape(tuple(shape), _DTYPES[dtype]) for dtype, *shape in json.loads(header)[2]]
+
+
+def decode(header: bytes, tensors: Sequence[Tensor]) -> Message:
+    """Put a message together again; tuples come back as lists."""
+    sort, tree, _ = json.loads(header)
+    return Message(Sort(sort), _unflatten(tree, tensors))
+
+
+def tensors_of(content: Any) -> list[Tensor]:
+    """The tensors within plain values, in the order of `encode`."""
+    tensors: list[Tensor] = []
+    _flatten(content, tensors)
+    return tensors
+
+
+def map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of plain values in which each tensor is changed."""
+    tensors: list[Tensor] = []
+    tree = _flatten(content, tensors)
+    return _unflatten(tree, [change(tensor) for tensor in tensors])
+
+
+def _flatten(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"{_MARK}{len(tensors) - 1}"
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"message: expected keys that are text, got {key!r}")
+        return {key: _flatten(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_flatten(item, tensors) for item in value]
+    if isinstance(value, str):
+        return f"text:{value}" if value.startswith((_MARK, "text:")) else value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise TypeError(f"message: expected plain values and tensors, got {type(value).__name__}")
+
+
+def _unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, str):
+        if value.startswith(_MARK):
+            return tensors[int(value.removeprefix(_MARK))]
+        return value.removeprefix("text:")
+    if isinstance(value, dict):
+        return {key: _unflatten(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_unflatten(item, tensors) for item in value]
+    return value

@@ -1,0 +1,191 @@
+"""Ports: one direction between two neighbouring stages, a strict FIFO of messages.
+
+On the wire a message is a prefix `[2]` int64 (bytes of the header, credit), the header, and its tensors. A
+prefix without a header returns credit only.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .message import Message, decode, encode, map_tensors, shapes_of
+
+
+class Port(Protocol):
+    """One end of one direction. Calls block; one thread writes, another one reads.
+
+    Attributes:
+        began: when the message that was read last began to arrive, in nanoseconds of the monotonic clock.
+    """
+
+    began: int
+
+    def write(self, credit: int, message: Message | None) -> None:
+        """Hand over a message and returned credit.
+
+        Args:
+            credit: bytes that the other direction may send again.
+            message: None = credit alone.
+        """
+
+    def read(self) -> tuple[int, Message | None]:
+        """Wait for what `write` handed over at the other end."""
+
+
+class LocalPort:
+    """Both ends in one process, for stages that are threads.
+
+    Args:
+        device: where the reader's tensors shall be.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+        self._lane = Lane(device)
+        self.began = 0
+
+    def write(self, credit: int, message: Message | None) -> None:
+        """See `Port.write`."""
+        self._queue.put((credit, message))
+
+    def read(self) -> tuple[int, Message | None]:
+        """See `Port.read`."""
+        credit, message = self._queue.get()
+        self.began = time.monotonic_ns()
+        return credit, message and self._lane.take_over(message)
+
+
+class GroupPort:
+    """One end of a process group of two ranks that carries one direction.
+
+    Tensors of a GPU travel through pinned host memory over gloo, or as they are over NCCL.
+
+    Args:
+        group: of gloo, for headers and, without `payload`, for tensors.
+        peer: the other end's rank in the whole world.
+        device: where the reader's tensors shall be.
+        payload: of NCCL, for tensors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        payload: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group, self._peer, self._payload = group, peer, payload
+        self._lane = Lane(device)
+        self.began = 0
+
+    def write(self, credit: int, message: Message | None) -> None:
+        """See `Port.write`."""
+        if message is None:
+            self._send(torch.tensor([0, credit]))
+            return
+        header, tensors = encode(message)
+        self._send(torch.tensor([len(header), credit]))
+        self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        with self._lane.after(message):
+            for tensor in tensors:
+                if not tensor.numel():
+                    continue
+                if self._payload is not None:
+                    dist.send(self._lane.on_device(tensor), self._peer, group=self._payload)
+                else:
+                    self._send(self._lane.on_host(tensor))
+
+    def read(self) -> tuple[int, Message | None]:
+        """See `Port.read`."""
+        length, credit = self._receive(torch.empty(2, dtype=torch.int64)).tolist()
+        self.began = time.monotonic_ns()
+        if not length:
+            return credit, None
+        header = self._receive(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
+        tensors = []
+        with self._lane.entered():
+            for expected in shapes_of(header):
+                over_nccl = self._payload is not None
+                tensor = self._lane.empty(expected.shape, expected.dtype, on_device=over_nccl)
+                if tensor.numel() and self._payload is not None:
+                    dist.recv(tensor, self._peer, group=self._payload)
+                elif tensor.numel():
+                    self._receive(_bytes(tensor))
+                tensors.append(self._lane.on_device(tensor))
+        return credit, self._lane.arrived(decode(header, tensors))
+
+    def _send(self, tensor: Tensor) -> None:
+        dist.send(_bytes(tensor), self._peer, group=self._group)
+
+    def _receive(self, tensor: Tensor) -> Tensor:
+        dist.recv(tensor, self._peer, group=self._group)
+        return tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as `[n]` uint8: gloo does not know every dtype."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Lane:
+    """One role's stream on a device; on a CPU, where threads are the roles, nothing.
+
+    Args:
+        device: of the stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def entered(self) -> Any:
+        """A context in which this role's stream is the current one."""
+        return torch.cuda.stream(self._stream)
+
+    def after(self, message: Message) -> Any:
+        """The same; what is launched inside comes after the message's tensors are there."""
+        if self._stream is not None and message.ready is not None:
+            self._stream.wait_event(message.ready)
+        return self.entered()
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, complete."""
+        if not tensor.is_cuda:
+            return tensor
+        assert self._stream is not None
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        self._stream.synchronize()
+        return host
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """The tensor on this stage's device; a copy may still be under way on this role's stream."""
+        return tensor.to(self._device, non_blocking=True)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, on_device: bool) -> Tensor:
+        """Room for a tensor: on the device, or on the host, pinned where the device is a GPU."""
+        if on_device:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+
+    def arrived(self, message: Message) -> Message:
+        """Note in the message when its tensors are there."""
+        if self._stream is not None:
+            message.ready = torch.cuda.Event()
+            message.ready.record(self._stream)
+        return message
+
+    def take_over(self, message: Message) -> Message:
+        """A message of another stage of this process, with its tensors on this stage's device."""
+        if self._stream is None:
+            return message
+        with self.after(message):
+            moved = Message(message.sort, map_tensors(message.content, self.on_device))
+            return self.arrived(moved)

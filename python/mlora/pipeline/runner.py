@@ -1,0 +1,204 @@
+"""A stage at work: takes what waits in the order that its schedule chooses, and hands it on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+from .actions import Kind
+from .link import Link
+from .message import Message, Sort, tensors_of
+from .order import Order, Place
+from .stage import Stage
+from .trace import Trace
+
+
+class PipelineError(RuntimeError):
+    """A stage failed, or the link with one broke."""
+
+
+class Runner:
+    """The compute role of a stage. Its links' receivers fill its two queues.
+
+    Controls and micro-batches that are not trained run as soon as they are the oldest of their queue; the
+    order decides about the others.
+
+    Args:
+        stage: what is run.
+        order: what is run next.
+        trace: told of what was run.
+
+    Attributes:
+        before: the link with the stage before, None at the first.
+        after: the link with the stage after, None at the last.
+        results: what has come back to the first stage.
+        failure: what ended its work before the pipeline's end.
+    """
+
+    def __init__(self, stage: Stage, order: Order, trace: Trace | None = None) -> None:
+        self.stage = stage
+        self.trace = trace or Trace()
+        self.before: Link | None = None
+        self.after: Link | None = None
+        self.results: deque[Message] = deque()
+        self.failure: BaseException | None = None
+        self._order = order
+        self._change = threading.Condition()
+        self._forwards: deque[Message] = deque()
+        self._backwards: deque[Message] = deque()
+
+    def from_before(self, message: Message) -> None:
+        """Take a message of the stage before, or of the driver; from any thread."""
+        with self._change:
+            if message.sort is Sort.FAULT:
+                self._forwards.clear()
+            self._forwards.append(message)
+            self._change.notify()
+
+    def from_after(self, message: Message) -> None:
+        """Take a message of the stage after; from any thread."""
+        with self._change:
+            if message.sort is Sort.FAULT:
+                self._backwards.clear()
+            self._backwards.append(message)
+            self._change.notify()
+
+    def run(self) -> None:
+        """Work until the pipeline is closed.
+
+        Raises:
+            PipelineError: if another stage failed.
+            Exception: whatever the stage's module raised; the other stages are told.
+        """
+        while self.work():
+            pass
+
+    def work(self) -> bool:
+        """Wait for something that may run, and run it.
+
+        Returns:
+            Whether there will be more: False after the pipeline's end.
+
+        Raises:
+            PipelineError: if another stage failed.
+            Exception: whatever the stage's module raised; the other stages are told.
+        """
+        try:
+            return self._run(*self._next())
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _next(self) -> tuple[Kind, Message]:
+        with self._change:
+            while True:
+                kind = self._choice()
+                if kind is not None:
+                    return kind, (self._forwards if kind is Kind.FORWARD else self._backwards).popleft()
+                self._change.wait()
+
+    def _choice(self) -> Kind | None:
+        if self._backwards and self._backwards[0].sort is not Sort.BACKWARD:
+            return Kind.BACKWARD
+        forward = self._forwards[0] if self._forwards else None
+        if forward is not None and (forward.sort is not Sort.FORWARD or not forward.content["train"]):
+            return Kind.FORWARD
+        backward = self._backwards[0] if self._backwards else None
+        return self._order.choose(_place(forward), _place(backward))
+
+    def _run(self, kind: Kind, message: Message) -> bool:
+        if message.sort is Sort.FAULT:
+            raise PipelineError(message.content["message"])
+        link = self.before if kind is Kind.FORWARD else self.after
+        if link is not None:
+            link.consumed(message)
+        if message.sort is Sort.END:
+            return self._end(kind, message)
+        if kind is Kind.FORWARD:
+            self._forward(message)
+        else:
+            self._back(message)
+        return True
+
+    def _forward(self, message: Message) -> None:
+        if message.sort is Sort.CONTROL:
+            answer = self.stage.hooks.control(message.content["verb"], message.content["arguments"])
+            self.answer(message, answer)
+            return
+        self._arrive(message)
+        name = "unit" if self.stage.is_last else "forward"
+        with self.trace.span("compute", name, message.number, message.stream):
+            done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
+        self._leave(done)
+        if not self.stage.is_last:
+            assert self.after is not None
+            self.after.send(done)
+            return
+        if done.sort is Sort.BACKWARD:
+            self._order.choose(None, _place(message))
+        self._hand_back(done)
+
+    def answer(self, message: Message, answer: object) -> None:
+        """Pass a control on with this stage's answer, or turn it round at the last stage."""
+        content = message.content
+        answers = [*content["answers"], answer]
+        if self.after is not None:
+            self.after.send(Message(Sort.CONTROL, {**content, "answers": answers}))
+        else:
+            self._hand_back(Message(Sort.REPLY, {"number": message.number, "answers": answers}))
+
+    def _back(self, message: Message) -> None:
+        if message.sort is Sort.BACKWARD:
+            self._arrive(message)
+            with self.trace.span("compute", "backward", message.number, message.stream):
+                message = self.stage.backward(message)
+            self._leave(message)
+        self._hand_back(message)
+
+    def _hand_back(self, message: Message) -> None:
+        if self.before is not None:
+            self.before.send(message)
+        else:
+            self.results.append(message)
+
+    def _end(self, kind: Kind, message: Message) -> bool:
+        if kind is Kind.FORWARD and self.after is not None:
+            self.after.send(message)
+            return True
+        if self.before is not None:
+            self.before.send(message)
+        return False
+
+    def _tell(self, error: BaseException) -> None:
+        """Remember an error, and tell the other stages of it."""
+        self.failure = error
+        text = str(error) if isinstance(error, PipelineError) else f"stage {self.stage.index}: {_line(error)}"
+        for link in (self.before, self.after):
+            if link is not None:
+                link.send(Message(Sort.FAULT, {"message": text}))
+
+    def _arrive(self, message: Message) -> None:
+        """Let the compute stream wait for a message's tensors."""
+        if message.ready is not None:
+            stream = torch.cuda.current_stream(message.ready.device)
+            stream.wait_event(message.ready)
+            for tensor in tensors_of(message.content):
+                tensor.record_stream(stream)
+
+    def _leave(self, message: Message) -> None:
+        """Note when the tensors of a message are computed."""
+        device = next((t.device for t in tensors_of(message.content) if t.is_cuda), None)
+        if device is not None:
+            message.ready = torch.cuda.Event()
+            message.ready.record(torch.cuda.current_stream(device))
+
+
+def _place(message: Message | None) -> Place | None:
+    return None if message is None else Place(*message.content["place"])
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
