@@ -28,7 +28,7 @@ from counting import live_peak
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.malloc import keep_freed_memory
-from mlora.optimizer import OptimConfig
+from mlora.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging

@@ -131,6 +131,15 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
     write_weights(model, name, weights)
 
 
+def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`(A [r, d_in], B [d_out, r])` by layer name, of a PEFT folder.
+
+    Raises:
+        ValueError: if a file is missing or cannot be read, or a weight is NaN or infinite.
+    """
+    return _read_weights(Path(folder))[0]
+
+
 def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
     """The same weights under another scaling are another adapter."""
     for key, layer in adapter_layers(model, name).items():

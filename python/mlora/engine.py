@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.loss import chunked_losses, plain_losses
-from mlora.model import BaseModel, PackedStage, load_base
-from mlora.optimizer import AdapterOptimizer, OptimConfig
-from mlora.packing import BASE, PackedBatch, pack
-from mlora.pipeline import Pipeline
+from mlora.crew import Crew, crew_of
+from mlora.optim_config import OptimConfig
+from mlora.optimizer import StepRule, Update
+from mlora.packing import BASE, PackedBatch, pack, pack_prompts
+from mlora.part import plain_lora
+from mlora.pipeline import Place
 from mlora.scaler import LossScaler
 from mlora_ext import gemm
+from mlora_ext.nn.folder import adapter_weights
 from mlora_ext.nn.routing import router_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """An adapter's share of a micro-batch.
+    """An adapter's share of a batch.
 
     Attributes:
         loss_sum: sum of its token losses.
@@ -62,15 +63,31 @@ class StepResult:
     finite: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """A batch that is under way: its micro-batches, each with its number in the pipeline, or none if it has
+    nothing to train."""
+
+    parts: Sequence[tuple[PackedBatch, int | None]]
+    ends: Sequence[str]
+
+
 @dataclass(eq=False)
 class _Adapter:
-    """What the engine keeps for an adapter beside its weights."""
+    """What the engine keeps for an adapter beside what the stages have.
 
-    optimizer: AdapterOptimizer
+    `squares` is the sum of the squares of its gradients where that has come back with a micro-batch; `update`
+    was decided, and the stages make it just before the adapter's next forward.
+    """
+
+    optim: OptimConfig
+    rule: StepRule
     scaler: LossScaler
     steps: int = 0
     tokens: int = 0
     rows: int = 0
+    squares: float | None = None
+    update: Update | None = None
 
 
 class Engine:
@@ -78,6 +95,9 @@ class Engine:
 
     Accumulating and stepping are separate: call `forward_backward` once or several times, then `optim_step`
     for each adapter whose batch is complete. Nothing that happens to an adapter depends on the others.
+
+    Over several stages `start` and `finish` keep the pipeline full: adapters that are not under way may
+    start while others are.
 
     Args:
         base_model: a folder, a hub id, or a Transformers model, which is converted in place.
@@ -88,6 +108,10 @@ class Engine:
         pack_base: keep the frozen weights packed for oneDNN too, on a CPU: faster, for three times their
             memory.
         seed: initial weights and dropout of an adapter derive from it and the adapter's name.
+        stages: blocks of each stage of this process's pipeline, or a number of stages that share them alike.
+        schedule: `lorapp`, `1f1b` or `gpipe`.
+        micro_batches: into how many each batch is cut.
+        crew: the stages, where other processes are among them; `stages` is then theirs.
 
     Raises:
         ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
@@ -109,27 +133,49 @@ class Engine:
         gradient_checkpointing: bool = False,
         pack_base: bool = False,
         seed: int = 0,
+        stages: int | Sequence[int] = 1,
+        schedule: str = "lorapp",
+        micro_batches: int = 1,
+        crew: Crew | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
         if fp16 and dtype is not torch.float16:
             raise ValueError(f"fp16: expected dtype torch.float16 beside it, got {dtype}")
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        source = base_model if isinstance(base_model, PreTrainedModel) else os.fspath(base_model)
-        self._base: BaseModel = load_base(source, self.device, dtype)
+        self._crew = crew or crew_of(
+            base_model,
+            stages,
+            self.device,
+            dtype,
+            schedule=schedule,
+            gradient_checkpointing=gradient_checkpointing,
+            pack_base=pack_base,
+        )
+        self._pipeline = self._crew.driver
+        self._part = self._crew.first
+        self._base = self._part.base
         self.model = self._base.model
-        router_of(self.model).accumulates = True
-        if gradient_checkpointing:
-            self._base.checkpoint_activations()
-        if pack_base:
-            self._base.pack_weights()
+        self._micro_batches = micro_batches
         self._adapters: dict[str, _Adapter] = {}
-        self._pipeline = Pipeline([PackedStage(self._base)], "lorapp", self._losses)
+        self._peak_memory = 0
 
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters, in the order in which they were created."""
         return list(self._adapters)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self._crew.stages
+
+    @property
+    def peak_memory(self) -> int:
+        """The most memory that a stage was known to have used when its last results came, in bytes."""
+        return self._peak_memory
 
     @property
     def base_gemm(self) -> str | None:
@@ -146,7 +192,7 @@ class Engine:
     def base_gemm(self, library: str) -> None:
         if self.device.type != "cpu":
             raise ValueError(f"base_gemm: there is no choice on {self.device}, got {library!r}; leave it out")
-        gemm.choose({_name(self.dtype): library})
+        self._pipeline.control("base_gemm", {"dtype": _name(self.dtype), "library": library})
 
     def create_adapter(
         self,
@@ -157,7 +203,7 @@ class Engine:
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        """Put a new adapter on the base.
+        """Put a new adapter on the base; others may be under way.
 
         Args:
             name: of the adapter.
@@ -175,21 +221,19 @@ class Engine:
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
         seed = self.seed if seed is None else seed
-        if lora is not None:
-            mlora_ext.add_adapter(self.model, name, lora, seed=seed)
-        if init_from is not None:
-            try:
-                mlora_ext.load_adapter(self.model, name, init_from, seed=seed)
-            except ValueError:
-                if lora is not None:
-                    mlora_ext.remove_adapter(self.model, name)
-                raise
-        try:
-            optimizer = AdapterOptimizer(self._parameters(name), optim)
-        except ValueError:
-            mlora_ext.remove_adapter(self.model, name)
-            raise
-        self._adapters[name] = _Adapter(optimizer, LossScaler.for_dtype(self.dtype))
+        rule = StepRule(optim)
+        folder = None if init_from is None else os.fspath(init_from)
+        self._part.create(name, lora, optim, folder, seed)
+        if self.stages > 1:
+            arguments = {
+                "name": name,
+                "lora": plain_lora(router_of(self.model).adapters[name].config),
+                "optim": asdict(optim),
+                "seed": seed,
+                "weights": None if folder is None else adapter_weights(folder),
+            }
+            self._pipeline.control("create", arguments, first_done=True)
+        self._adapters[name] = _Adapter(optim, rule, LossScaler.for_dtype(self.dtype))
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, its gradients and its optimizer.
@@ -198,14 +242,18 @@ class Engine:
             ValueError: if there is no adapter of this name.
         """
         self._get(name)
-        mlora_ext.remove_adapter(self.model, name)
+        self._pipeline.control("remove", {"name": name})
         del self._adapters[name]
 
-    def forward_backward(self, batches: Mapping[str, Sequence[Sample]]) -> dict[str, BatchResult]:
-        """Run one micro-batch and add each adapter's gradient, a sum over its tokens, to what it has.
+    def forward_backward(
+        self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
+    ) -> dict[str, BatchResult]:
+        """Run one batch and add each adapter's gradient, a sum over its tokens, to what it has.
 
         Args:
             batches: samples by adapter name.
+            ends: adapters whose accumulation this completes: it spares `optim_step` a journey through the
+                stages.
 
         Returns:
             By adapter name. A loss that is not finite spoils that adapter's gradient only; call
@@ -214,14 +262,61 @@ class Engine:
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
         """
+        return self.finish(self.start(batches, ends=ends))
+
+    def start(self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()) -> Ticket:
+        """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
+
+        Args:
+            batches: samples by adapter name, of adapters that are not under way.
+            ends: adapters whose accumulation this completes.
+
+        Raises:
+            ValueError: if a name is unknown, or a sample is malformed; nothing has entered then.
+        """
         for name in batches:
             self._get(name)
-        batch = self._pack(batches, {name: self._adapters[name].rows for name in batches})
-        results = self._run(batch, train=True)
-        for name, rows in zip(batch.names, batch.layout.lengths, strict=True):
-            adapter = self._adapters[name]
-            adapter.rows += rows
-            adapter.tokens += results[name].tokens
+        rows = {name: self._adapters[name].rows for name in batches}
+        packed = []
+        for pieces in _cut(batches, self._micro_batches):
+            packed.append(self._pack(pieces, rows))
+            for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
+                rows[name] += length
+        trained = [batch for batch in packed if batch.rows.numel()]
+        parts = []
+        for batch in packed:
+            last = bool(trained) and batch is trained[-1]
+            place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
+            parts.append((batch, self._enter(batch, ends if last else (), place, train=True)))
+        for name in batches:
+            self._adapters[name].rows = rows[name]
+            self._adapters[name].squares = None
+        for batch in packed:
+            for name, tokens in batch.tokens.items():
+                self._adapters[name].tokens += tokens
+        return Ticket(parts, ends if trained else ())
+
+    def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
+        """Wait until a batch has passed the pipeline.
+
+        Args:
+            ticket: of `start`; batches end in the order in which they started.
+
+        Returns:
+            By adapter name.
+        """
+        results: dict[str, BatchResult] = {}
+        for batch, number in ticket.parts:
+            notes, losses = self._leave(batch, number)
+            for name, loss in losses.items():
+                before = results.get(name)
+                total, tokens = loss, batch.tokens[name]
+                if before is not None:
+                    total, tokens = before.loss_sum + loss, before.tokens + tokens
+                results[name] = BatchResult(total, tokens, math.isfinite(total))
+            for name in ticket.ends:
+                if notes and all(name in note["squares"] for note in notes):
+                    self._adapters[name].squares = sum(float(note["squares"][name]) for note in notes)
         return results
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
@@ -239,16 +334,42 @@ class Engine:
         for name in batches:
             if name not in (None, BASE):
                 self._get(str(name))
-        return self._run(self._pack(batches, None), train=False)
+        batch = self._pack(batches, None)
+        _, losses = self._leave(batch, self._enter(batch, (), Place(), train=False))
+        return {n: BatchResult(x, batch.tokens[n], math.isfinite(x)) for n, x in losses.items()}
+
+    def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
+        """The most likely next token of sequences, without dropout.
+
+        Args:
+            batches: token ids by adapter name; None or `__base__` is the base model alone.
+
+        Returns:
+            One token per sequence, by name.
+
+        Raises:
+            ValueError: if a name is unknown, or a sequence is empty.
+        """
+        for name in batches:
+            if name not in (None, BASE):
+                self._get(str(name))
+        batch = pack_prompts(batches, device=self.device)
+        number = self._enter(batch, (), Place(), train=False)
+        assert number is not None
+        tokens = iter(self._pipeline.finish(number).report.tolist())
+        counts = {name or BASE: len(rows) for name, rows in batches.items()}
+        return {name: [next(tokens) for _ in range(count)] for name, count in counts.items()}
 
     def optim_step(self, name: str) -> StepResult:
         """Step an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
+
+        Over several stages, each makes the update just before the adapter's next forward.
 
         Args:
             name: of the adapter.
 
         Returns:
-            What was done; the gradients are gone.
+            What was decided; the gradients are gone.
 
         Raises:
             ValueError: if there is no such adapter, or it has accumulated no trained token.
@@ -256,11 +377,14 @@ class Engine:
         adapter = self._get(name)
         if adapter.tokens == 0:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
-        done = adapter.optimizer.step(adapter.tokens * adapter.scaler.scale)
-        skipped = adapter.scaler.update(overflow=not done.taken)
+        squares = adapter.squares
+        if squares is None:
+            squares = sum(float(part) for part in self._pipeline.control("squares", {"name": name}))
+        done = adapter.rule.decide(squares, adapter.tokens * adapter.scaler.scale)
+        skipped = adapter.scaler.update(overflow=not done.update.taken)
         adapter.steps += 1
-        adapter.tokens = adapter.rows = 0
-        return StepResult(adapter.steps, done.learning_rate, done.grad_norm, skipped, done.taken)
+        self._decide(name, done.update)
+        return StepResult(adapter.steps, done.learning_rate, done.grad_norm, skipped, done.update.taken)
 
     def discard_gradients(self, name: str) -> None:
         """Forget what an adapter has accumulated since its last step.
@@ -268,9 +392,9 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        adapter = self._get(name)
-        adapter.optimizer.drop_gradients()
-        adapter.tokens = adapter.rows = 0
+        self._get(name)
+        self._flush(name)
+        self._decide(name, Update())
 
     def state_dict(self, name: str) -> dict[str, Any]:
         """Everything that continues an adapter bit for bit, as copies; also in the middle of an accumulation.
@@ -279,21 +403,21 @@ class Engine:
             ValueError: if there is no such adapter.
         """
         adapter = self._get(name)
-        weights = mlora_ext.adapter_parameters(self.model, name)
-        gradients = {key: p.grad.contiguous().clone() for key, p in weights.items() if p.grad is not None}
+        self._flush(name)
+        parts = self._pipeline.control("state", {"name": name})
+        merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
         return {
-            "gradients": gradients,
+            **merged,
             "tokens": adapter.tokens,
             "rows": adapter.rows,
-            "weights": {key: p.detach().contiguous().clone() for key, p in weights.items()},
-            "optimizer": adapter.optimizer.state_dict(),
+            "updates": adapter.rule.steps,
             "scaler": asdict(adapter.scaler),
             "steps": adapter.steps,
             "dropout_seed": router_of(self.model).adapters[name].seed,
         }
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
-        """Continue an adapter, created with the same configs, from `state_dict`.
+        """Continue an adapter, created with the same configs, from `state_dict`, over any number of stages.
 
         Raises:
             ValueError: if there is no such adapter, or the state is that of another one.
@@ -303,17 +427,13 @@ class Engine:
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
-        adapter.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            for key, parameter in weights.items():
-                parameter.copy_(state["weights"][key])
-        adapter.scaler = LossScaler(**state["scaler"])
-        adapter.steps = state["steps"]
+        scaler = LossScaler(**state["scaler"])
+        tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
+        arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
+        self._pipeline.control("load", {"name": name, **arguments})
+        adapter.scaler, adapter.update, adapter.squares = scaler, None, None
+        adapter.rule.steps, adapter.steps = state["updates"], state["steps"]
         adapter.tokens, adapter.rows = state["tokens"], state["rows"]
-        adapter.optimizer.drop_gradients()
-        for key, gradient in state["gradients"].items():
-            weights[key].grad = torch.empty_like(weights[key]).copy_(gradient)
-        router_of(self.model).adapters[name].seed = state["dropout_seed"]
 
     def save(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Write an adapter as a PEFT folder.
@@ -323,7 +443,9 @@ class Engine:
             OSError: if the folder cannot be written.
         """
         self._get(name)
-        mlora_ext.save_adapter(self.model, name, folder)
+        self._flush(name)
+        weights = _merged(self._pipeline.control("weights", {"name": name}))
+        mlora_ext.save_adapter(self.model, name, folder, weights)
 
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:
         """Create an adapter from a PEFT folder: its config and weights, with a fresh optimizer.
@@ -334,7 +456,7 @@ class Engine:
         self.create_adapter(name, None, optim, init_from=folder)
 
     def close(self) -> None:
-        """End the pipeline; the model stays usable."""
+        """End the pipeline; with one stage the model stays usable."""
         self._pipeline.close()
 
     def _get(self, name: str) -> _Adapter:
@@ -343,36 +465,74 @@ class Engine:
             raise ValueError(f"no adapter {name!r} in this engine; its adapters: {known}")
         return self._adapters[name]
 
-    def _parameters(self, name: str) -> list[torch.nn.Parameter]:
-        return list(mlora_ext.adapter_parameters(self.model, name).values())
+    def _decide(self, name: str, update: Update) -> None:
+        """Let the stages make an update: one stage now, several just before the adapter's next forward."""
+        adapter = self._adapters[name]
+        adapter.tokens = adapter.rows = 0
+        adapter.squares, adapter.update = None, update
+        if self.stages == 1:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        """Let the stages make the update that was decided, if they have not."""
+        if self._adapters[name].update is not None:
+            self._pipeline.control("update", {"updates": self._taken_updates([name])})
+
+    def _taken_updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The updates that these adapters' stages have yet to make; from now on they have been told."""
+        updates = {}
+        for name in names:
+            update, self._adapters[name].update = self._adapters[name].update, None
+            if update is not None:
+                updates[name] = asdict(update)
+        return updates
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         return pack(batches, row0=row0, vocab_size=self._base.vocab_size, device=self.device)
 
-    def _run(self, batch: PackedBatch, *, train: bool) -> dict[str, BatchResult]:
+    def _enter(self, batch: PackedBatch, ends: Sequence[str], place: Place, *, train: bool) -> int | None:
+        """Let a micro-batch enter the pipeline; None where it has nothing to compute."""
         if not batch.rows.numel():
-            return {name: BatchResult(0.0, 0, True) for name in batch.names}
-        if self.model.training is not train:
-            self.model.train(train)
-        steps = tuple(self._adapters[name].steps for name in batch.adapters)
-        self._pipeline.submit({"batch": batch, "steps": steps}, batch, train=train)
-        with self._base.packed():
-            (sums,) = self._pipeline.step()
-        losses = sums.tolist()
-        return {
-            name: BatchResult(loss, batch.tokens[name], math.isfinite(loss))
-            for name, loss in zip(batch.names, losses, strict=True)
+            return None
+        adapters = [name for name in batch.names if name != BASE]
+        common = {
+            "rows": batch.description(),
+            "steps": [self._adapters[name].steps for name in adapters],
+            "updates": self._taken_updates(adapters),
+            "ends": list(ends),
         }
+        targets = {
+            "rows": batch.rows,
+            "targets": batch.targets,
+            "counts": [batch.tokens[name] for name in batch.names],
+            "scales": [1.0 if n == BASE else self._adapters[n].scaler.scale for n in batch.names],
+        }
+        inputs = {"input_ids": batch.input_ids}
+        stream = "+".join(batch.names)
+        return self._pipeline.start(
+            inputs, targets, common=common, train=train, stream=stream, place=place
+        )
 
-    def _losses(self, output: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The pipeline's loss: scaled total to differentiate, and the sums per owner."""
-        counts = [batch.tokens[name] for name in batch.names]
-        scales = [1.0 if name == BASE else self._adapters[name].scaler.scale for name in batch.names]
-        head = self._base.frozen_head()
-        if head is not None:
-            return chunked_losses(output, head, batch.rows, batch.targets, counts, scales)
-        logits = output.index_select(0, batch.rows)
-        return plain_losses(logits, batch.targets, counts, scales)
+    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
+        """The stages' notes on a micro-batch, and the sums of its losses by name."""
+        if number is None:
+            return (), dict.fromkeys(batch.names, 0.0)
+        result = self._pipeline.finish(number)
+        self._peak_memory = max([self._peak_memory, *(note["peak_memory"] for note in result.notes)])
+        return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
+
+
+def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
+    """Each adapter's samples in runs of about the same number; pieces without samples are left out."""
+    cut = []
+    for i in range(pieces):
+        piece = {name: s[i * len(s) // pieces : (i + 1) * len(s) // pieces] for name, s in batches.items()}
+        cut.append(piece if pieces == 1 else {name: samples for name, samples in piece.items() if samples})
+    return [piece for piece in cut if piece]
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _name(dtype: torch.dtype) -> str:

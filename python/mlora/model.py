@@ -1,4 +1,4 @@
-"""Base models: loading, freezing, checking, and the stage that runs packed rows through one."""
+"""Base models: loading, freezing, checking, and running packed rows through one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import mlora_ext
 from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
 from mlora.hub import check_base
 from mlora.loss import Head, LogitRule
-from mlora.packing import PackedBatch
 from mlora.probe import check_packing
 from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
@@ -140,35 +139,6 @@ class BaseModel:
             self.model.activation_checkpointing_enable(options)
         else:
             self.model.gradient_checkpointing_enable(options)
-
-
-class PackedStage(nn.Module):
-    """The whole body as one stage: packed rows of several adapters in, the head's input out.
-
-    A head that an adapter targets belongs to the stage, and whole logits come out.
-
-    Args:
-        base: the model.
-    """
-
-    def __init__(self, base: BaseModel) -> None:
-        super().__init__()
-        self.body = base.body
-        self._base = base
-
-    def forward(self, batch: PackedBatch, steps: tuple[int, ...]) -> Tensor:
-        """Run a micro-batch.
-
-        Args:
-            batch: the packed rows.
-            steps: dropout step of each adapter of the batch.
-
-        Returns:
-            `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
-        """
-        with mlora_ext.route(self._base.model, batch.layout, batch.adapters, steps=steps):
-            hidden = self._base.hidden(batch.input_ids, batch.position_ids, batch.sequences)
-            return hidden if self._base.frozen_head() is not None else self._base.logits(hidden)
 
 
 def load_base(source: str | Path | PreTrainedModel, device: torch.device, dtype: torch.dtype) -> BaseModel:

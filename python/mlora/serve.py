@@ -187,7 +187,7 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
 
     from mlora.device import choose_device
     from mlora.engine import Engine
-    from mlora.optimizer import OptimConfig
+    from mlora.optim_config import OptimConfig
 
     dtype = torch.bfloat16 if bf16 else torch.float32
     where = choose_device(device, dtype)

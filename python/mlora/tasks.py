@@ -12,7 +12,7 @@ from mlora.data import Dataset, load_dataset
 from mlora.errors import RunError, first_line
 from mlora.init_from import check_init_from
 from mlora.lora_fields import build_lora
-from mlora.optimizer import OptimConfig
+from mlora.optim_config import OptimConfig
 from mlora.sampler import BatchPlan, derive_seed
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.optimizer import OptimConfig
-from mlora.packing import pack
+from mlora.optim_config import OptimConfig
+from mlora.packing import PackedRows, pack
 from mlora.scaler import LossScaler
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make, samples
@@ -25,8 +25,12 @@ def lora(**changes: object) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **changes})
 
 
+def parameters(engine: Engine, name: str) -> list[torch.nn.Parameter]:
+    return list(mlora_ext.adapter_parameters(engine.model, name).values())
+
+
 def gradients(engine: Engine, name: str) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in engine._parameters(name)]
+    found = [p.grad.clone() for p in parameters(engine, name)]
     engine.discard_gradients(name)
     return found
 
@@ -75,7 +79,7 @@ def test_evaluation_is_without_dropout_and_leaves_training_alone() -> None:
     expected = gradients(engine, "a")
     evaluated = [engine.evaluate(batch)["a"].loss_sum for _ in range(2)]
     assert evaluated[0] == evaluated[1] != first
-    assert all(p.grad is None for p in engine._parameters("a"))
+    assert all(p.grad is None for p in parameters(engine, "a"))
     assert engine.forward_backward(batch)["a"].loss_sum == first
     engine.evaluate(batch)
     assert all(torch.equal(a, b) for a, b in zip(gradients(engine, "a"), expected, strict=True))
@@ -136,7 +140,7 @@ def test_low_precision_base_with_fp32_adapters(dtype: torch.dtype) -> None:
     for kind in (torch.float32, dtype):
         engine = Engine(make("llama").to(kind), dtype=kind)
         engine.create_adapter("a", lora(init_lora_weights=True), OptimConfig(2e-2, total_steps=20))
-        assert {p.dtype for p in engine._parameters("a")} == {torch.float32}
+        assert {p.dtype for p in parameters(engine, "a")} == {torch.float32}
         batch, seen = {"a": samples(4, 12, seed=1)}, []
         for _ in range(20):
             result = engine.forward_backward(batch)["a"]
@@ -153,14 +157,14 @@ def test_fp16_overflow_skips_that_adapter_only() -> None:
         engine.create_adapter(name, lora(), OPTIM)
     scaler = engine._adapters["a"].scaler
     scaler.scale = 2.0**40
-    weights = [p.detach().clone() for p in engine._parameters("a")]
+    weights = [p.detach().clone() for p in parameters(engine, "a")]
     batch = {name: samples(2, 9, seed=2) for name in ("a", "b")}
     assert engine.forward_backward(batch)["a"].finite
     first, other = engine.optim_step("a"), engine.optim_step("b")
     assert (first.skipped, first.finite, first.step) == (True, False, 1)
     assert (other.skipped, other.finite) == (False, True)
     assert scaler.scale == 2.0**39
-    assert all(torch.equal(p, w) for p, w in zip(engine._parameters("a"), weights, strict=True))
+    assert all(torch.equal(p, w) for p, w in zip(parameters(engine, "a"), weights, strict=True))
 
 
 def test_the_loss_scale_does_not_change_gradients() -> None:
@@ -192,7 +196,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
         engine = Engine(make("llama"), seed=seed)
         for name in names:
             engine.create_adapter(name, lora(), OPTIM)
-        return {name: [p.detach().clone() for p in engine._parameters(name)] for name in names}
+        return {name: [p.detach().clone() for p in parameters(engine, name)] for name in names}
 
     one, two, three = weights(["a", "b"], 1), weights(["c", "b", "a"], 1), weights(["a"], 2)
     for name in ("a", "b"):
@@ -326,15 +330,15 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
 def test_packing() -> None:
     data = {"b": [Sample((5, 6, 7), (5, 6, 7)), Sample((8,), (8,))], None: [Sample((9, 4), (-100, 4))]}
     batch = pack({**data, "a": []}, row0={"b": 11})
-    assert batch.names == ("b", "__base__", "a")
-    assert batch.adapters == ("b", "a")
-    assert batch.layout.lengths == (4, 2, 0)
-    assert batch.layout.adapters == (0, -1, 1)
-    assert batch.layout.row0 == (11, 0, 0)
+    rows = PackedRows.of(**batch.description(), device="cpu")
+    assert rows.names == batch.names == ("b", "__base__", "a")
+    assert rows.adapters == ("b", "a")
+    assert rows.layout.lengths == batch.lengths == (4, 2, 0)
+    assert rows.layout.adapters == (0, -1, 1)
+    assert rows.layout.row0 == (11, 0, 0)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 4]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert batch.labels.tolist() == [6, 7, -100, -100, 4, -100]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert batch.rows.tolist() == [0, 1, 4]
     assert batch.targets.tolist() == [6, 7, 4]
     assert batch.tokens == {"b": 2, "__base__": 1, "a": 0}
-    assert batch.sequences.cu_seq_lens.tolist() == [0, 3, 4, 6]
+    assert rows.sequences.cu_seq_lens.tolist() == [0, 3, 4, 6]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mlora.base_info import BaseInfo
 from mlora.engine import Engine
-from mlora.optimizer import OptimConfig
+from mlora.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import VOCABULARY, samples
 from transformers import (

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from mlora.optimizer import AdapterOptimizer, OptimConfig, schedule_of
+from mlora.learning_rate import schedule_of
+from mlora.optim_config import OptimConfig
+from mlora.optimizer import AdapterOptimizer, OptimStep, StepRule
 from torch import nn
 from transformers import get_scheduler
 
@@ -28,6 +30,19 @@ def twin(mine: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in mine]
 
 
+class Optimizer:
+    """The decision and the update, as the engine puts them together."""
+
+    def __init__(self, parameters: list[nn.Parameter], config: OptimConfig) -> None:
+        self.rule = StepRule(config)
+        self.stage = AdapterOptimizer({str(i): p for i, p in enumerate(parameters)}, config)
+
+    def step(self, divisor: float) -> OptimStep:
+        done = self.rule.decide(self.stage.squares().item(), divisor)
+        self.stage.apply(done.update)
+        return done
+
+
 def set_gradients(mine: list[nn.Parameter], theirs: list[nn.Parameter], tokens: int) -> None:
     for p, q in zip(mine, theirs, strict=True):
         q.grad = torch.randn_like(q)
@@ -42,7 +57,7 @@ def test_steps_are_pytorchs(optim: str, bound: float) -> None:
     config = OptimConfig(
         3e-2, optim, 0.1, max_grad_norm=bound, lr_scheduler_type="cosine", warmup_steps=3, total_steps=12
     )
-    ours = AdapterOptimizer(mine, config)
+    ours = Optimizer(mine, config)
     if optim == "sgd":
         peer: torch.optim.Optimizer = torch.optim.SGD(theirs, lr=3e-2, weight_decay=0.1)
     else:
@@ -55,7 +70,7 @@ def test_steps_are_pytorchs(optim: str, bound: float) -> None:
         done = ours.step(divisor=step + 5)
         peer.step()
         schedule.step()
-        assert done.taken
+        assert done.update.taken
         assert done.learning_rate == pytest.approx(rate, rel=1e-12, abs=1e-15)
         assert done.grad_norm == pytest.approx(float(norm), rel=1e-5)
         assert all(p.grad is None for p in mine)
@@ -80,43 +95,45 @@ def test_schedules_are_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy", "liner"])
 def test_other_schedules_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"lr_scheduler_type '{name}'"):
-        AdapterOptimizer(parameters(), OptimConfig(lr_scheduler_type=name, total_steps=5))
+        StepRule(OptimConfig(lr_scheduler_type=name, total_steps=5))
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 def test_a_gradient_that_is_not_finite_changes_nothing(optim: str) -> None:
     mine = parameters()
-    ours = AdapterOptimizer(mine, OptimConfig(1e-2, optim, lr_scheduler_type="constant"))
+    ours = Optimizer(mine, OptimConfig(1e-2, optim, lr_scheduler_type="constant"))
     set_gradients(mine, twin(mine), 1)
     ours.step(1)
-    before, state = [p.detach().clone() for p in mine], ours.state_dict()
+    before, state = [p.detach().clone() for p in mine], ours.stage.state_dict()
     set_gradients(mine, twin(mine), 1)
     mine[1].grad[3, 2] = float("inf")
-    assert not ours.step(1).taken
+    assert not ours.step(1).update.taken
     assert all(torch.equal(p, q) for p, q in zip(mine, before, strict=True))
-    after = ours.state_dict()
-    assert after["steps"] == state["steps"] == 1
-    for pair, old in zip(after["moments"], state["moments"], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(pair, old, strict=True))
+    after = ours.stage.state_dict()
+    assert ours.stage.steps == ours.rule.steps == 1
+    assert after.keys() == state.keys()
+    for name in after:
+        assert all(torch.equal(a, b) for a, b in zip(after[name], state[name], strict=True))
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 def test_resume_is_bit_equal(optim: str) -> None:
     config = OptimConfig(1e-2, optim, weight_decay=0.1, warmup_steps=2, total_steps=8)
     mine = parameters()
-    ours = AdapterOptimizer(mine, config)
+    ours = Optimizer(mine, config)
     gradients = [[torch.randn_like(p) for p in mine] for _ in range(6)]
     kept = None
     for step, values in enumerate(gradients):
         if step == 3:
-            kept = [p.detach().clone() for p in mine], ours.state_dict()
+            kept = [p.detach().clone() for p in mine], ours.stage.state_dict()
         for p, value in zip(mine, values, strict=True):
             p.grad = value.clone()
         ours.step(2.0)
     assert kept is not None
     again = [nn.Parameter(p.clone()) for p in kept[0]]
-    resumed = AdapterOptimizer(again, config)
-    resumed.load_state_dict(kept[1])
+    resumed = Optimizer(again, config)
+    resumed.rule.steps = 3
+    resumed.stage.load_state_dict(3, kept[1])
     for values in gradients[3:]:
         for p, value in zip(again, values, strict=True):
             p.grad = value.clone()

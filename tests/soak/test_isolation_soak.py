@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.optimizer import OptimConfig
+from mlora.optim_config import OptimConfig
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -136,7 +136,9 @@ class Driver:
         content = self._await(number).content
         return Result(content["report"], content["notes"])
 
-    def control(self, verb: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
+    def control(
+        self, verb: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False
+    ) -> list[Any]:
         """Let every stage do something, in order with the micro-batches, and wait for their answers.
 
         The first stage does it at once: nothing that is under way may depend on it.
@@ -144,6 +146,7 @@ class Driver:
         Args:
             verb: what `Hooks.control` is asked for.
             arguments: plain values and tensors.
+            first_done: whether the first stage has done it in another way; its answer is None then.
 
         Returns:
             The stages' answers, in their order.
@@ -155,7 +158,7 @@ class Driver:
         """
         self._check_open()
         arguments = arguments or {}
-        answer = self._first.stage.hooks.control(verb, arguments)
+        answer = None if first_done else self._first.stage.hooks.control(verb, arguments)
         self._numbers += 1
         content = {"number": self._numbers, "verb": verb, "arguments": arguments, "answers": []}
         self._first.answer(Message(Sort.CONTROL, content), answer)

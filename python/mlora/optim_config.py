@@ -1,0 +1,55 @@
+"""How one adapter is optimised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+OptimName = Literal["adamw_torch", "adamw_torch_fused", "sgd"]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How one adapter is optimised. Names and defaults are those of `transformers.TrainingArguments`.
+
+    Attributes:
+        learning_rate: peak learning rate.
+        optim: `adamw_torch`, `adamw_torch_fused` or `sgd`.
+        weight_decay: decoupled for AdamW; applies to every adapter weight.
+        adam_beta1: decay of the first moment.
+        adam_beta2: decay of the second moment.
+        adam_epsilon: added to the denominator.
+        max_grad_norm: bound of the gradient's norm; 0 = no clipping.
+        lr_scheduler_type: a name of `transformers.SchedulerType` that is a function of the step.
+        lr_scheduler_kwargs: further arguments of the schedule.
+        warmup_steps: steps of linear warm-up.
+        total_steps: steps after which the schedule ends; needed by those that end.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+
+    learning_rate: float = 5e-5
+    optim: OptimName = "adamw_torch"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, Any] | None = field(default=None)
+    warmup_steps: int = 0
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.optim not in get_args(OptimName):
+            raise ValueError(f"optim: expected one of {', '.join(get_args(OptimName))}, got {self.optim!r}")
+        for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a number with 0 <= value < 1, got {getattr(self, name)}")

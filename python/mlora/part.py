@@ -1,0 +1,251 @@
+"""One stage's part of an engine: a piece of the base model, and what each adapter has on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import mlora_ext
+from mlora.memory import peak_memory
+from mlora.loss import chunked_losses, plain_losses
+from mlora.model import BaseModel
+from mlora.optim_config import OptimConfig
+from mlora.optimizer import AdapterOptimizer, Update
+from mlora.packing import PackedRows
+from mlora.pipeline import Hooks
+from mlora_ext import gemm
+from mlora_ext.nn.folder import adapter_state
+from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.weights import write_weights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+class StagePart(Hooks):
+    """What happens on one stage's device: forward, backward, updates, and what the first stage asks for.
+
+    Args:
+        base: the model, or the stage's piece of it.
+        device: where it is.
+    """
+
+    def __init__(self, base: BaseModel, device: torch.device) -> None:
+        self.base, self.device = base, device
+        self.module = PackedStage(self)
+        self._optimizers: dict[str, AdapterOptimizer] = {}
+
+    @contextmanager
+    def around(self, train: bool) -> Iterator[None]:
+        """Packed attention, and the model's mode; see `Hooks.around`."""
+        if self.base.model.training is not train:
+            self.base.model.train(train)
+        with self.base.packed():
+            yield
+
+    def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Squares of the gradients that are complete, and memory; see `Hooks.after_backward`."""
+        squares = {name: self._optimizers[name].squares() for name in common["ends"]}
+        return {"squares": squares, "peak_memory": peak_memory(self.device)}
+
+    def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+        """One of the verbs below; see `Hooks.control`."""
+        verbs = {
+            "create": self._create_again,
+            "remove": self.remove,
+            "update": self.update,
+            "squares": self._squares,
+            "state": self.state,
+            "load": self.load,
+            "weights": self._weights,
+            "base_gemm": self._choose_gemm,
+        }
+        if verb not in verbs:
+            return super().control(verb, arguments)
+        return verbs[verb](**arguments)
+
+    def create(
+        self, name: str, lora: LoraConfig | None, optim: OptimConfig, init_from: str | None, seed: int
+    ) -> None:
+        """Put a new adapter on the model.
+
+        Args:
+            name: of the adapter.
+            lora: PEFT's config; None = that of `init_from`.
+            optim: its optimizer.
+            init_from: a PEFT folder with initial weights.
+            seed: of initial weights and dropout.
+
+        Raises:
+            ValueError: if the config is not supported, targets match nothing, or the folder does not fit.
+        """
+        model = self.base.model
+        if lora is not None:
+            mlora_ext.add_adapter(model, name, lora, seed=seed)
+        if init_from is not None:
+            try:
+                mlora_ext.load_adapter(model, name, init_from, seed=seed)
+            except ValueError:
+                if lora is not None:
+                    mlora_ext.remove_adapter(model, name)
+                raise
+        self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
+
+    def _create_again(
+        self,
+        name: str,
+        lora: dict[str, Any],
+        optim: dict[str, Any],
+        seed: int,
+        weights: Mapping[str, Sequence[Tensor]] | None,
+    ) -> None:
+        """What the first stage has created, on another one."""
+        from peft import LoraConfig
+
+        self.create(name, LoraConfig(**lora), OptimConfig(**optim), None, seed)
+        if weights is not None:
+            write_weights(self.base.model, name, {key: (a, b) for key, (a, b) in weights.items()})
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        mlora_ext.remove_adapter(self.base.model, name)
+        del self._optimizers[name]
+
+    def update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make each adapter's update."""
+        for name, update in updates.items():
+            self._optimizers[name].apply(Update(**update))
+
+    def _squares(self, name: str) -> Tensor:
+        return self._optimizers[name].squares()
+
+    def state(self, name: str) -> dict[str, Any]:
+        """An adapter's weights, gradients and moments on this stage by their names, as copies."""
+        parameters = self._parameters(name)
+        return {
+            "weights": {key: p.detach().contiguous().clone() for key, p in parameters.items()},
+            "gradients": {
+                key: p.grad.contiguous().clone() for key, p in parameters.items() if p.grad is not None
+            },
+            "moments": self._optimizers[name].state_dict(),
+        }
+
+    def load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
+        """Take over an adapter's state.
+
+        Args:
+            name: of the adapter.
+            state: what `state` gave, of this stage and maybe of others.
+            updates: that the optimizer has made.
+            seed: of its dropout.
+
+        Raises:
+            ValueError: if the moments are those of other Parameters.
+        """
+        parameters = self._parameters(name)
+        self._optimizers[name].load_state_dict(updates, state["moments"])
+        self._optimizers[name].drop_gradients()
+        with torch.no_grad():
+            for key, parameter in parameters.items():
+                parameter.copy_(state["weights"][key])
+                if key in state["gradients"]:
+                    parameter.grad = torch.empty_like(parameter).copy_(state["gradients"][key])
+        router_of(self.base.model).adapters[name].seed = seed
+
+    def _weights(self, name: str) -> dict[str, Tensor]:
+        return adapter_state(self.base.model, name)
+
+    def _choose_gemm(self, dtype: str, library: str) -> None:
+        gemm.choose({dtype: library})
+
+    def _parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Those of an adapter's Parameters that are on this stage."""
+        parameters = mlora_ext.adapter_parameters(self.base.model, name)
+        return {key: p for key, p in parameters.items() if not p.is_meta}
+
+    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The pipeline's loss function.
+
+        Args:
+            output: the last stage's, `[T, D]` or, where an adapter targets the head, the logits `[T, V]`.
+            targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
+                owner. Without `targets`, the most likely next token of each row is asked for.
+
+        Returns:
+            The scaled total to differentiate, and the sums per owner `[N]` fp64; or zero and tokens `[M]`.
+        """
+        rows = targets["rows"].to(output.device, torch.int64)
+        head = self.base.frozen_head()
+        if targets["targets"] is None:
+            picked = output.index_select(0, rows)
+            logits = picked if head is None else self.base.logits(picked)
+            return logits.new_zeros(()), logits.argmax(-1)
+        tokens = targets["targets"].to(output.device, torch.int64)
+        if head is not None:
+            return chunked_losses(output, head, rows, tokens, targets["counts"], targets["scales"])
+        return plain_losses(output.index_select(0, rows), tokens, targets["counts"], targets["scales"])
+
+
+class PackedStage(nn.Module):
+    """A stage's module: packed rows of several adapters in; hidden states out, or the head's input.
+
+    A head that an adapter targets belongs to the last stage, and whole logits come out.
+
+    Args:
+        part: whose model runs.
+    """
+
+    def __init__(self, part: StagePart) -> None:
+        super().__init__()
+        self.body = part.base.body
+        self._part = part
+
+    def forward(
+        self,
+        received: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        rows: Mapping[str, Sequence[Any]],
+        steps: Sequence[int],
+        updates: Mapping[str, Mapping[str, Any]],
+        ends: Sequence[str],
+    ) -> Tensor:
+        """Make the updates that were decided since, and run a micro-batch.
+
+        Args:
+            received: `[T, D]` of the stage before; none at the first.
+            input_ids: `[1, T]` at the first.
+            rows: arguments of `PackedRows.of`.
+            steps: dropout step of each adapter of the batch.
+            updates: by adapter.
+            ends: adapters whose accumulation is complete after this micro-batch.
+
+        Returns:
+            `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
+        """
+        part, base = self._part, self._part.base
+        part.update(updates)
+        packed = PackedRows.of(**rows, device=part.device)
+        with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
+            hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+            if not base.span.is_last or base.frozen_head() is not None:
+                return hidden
+            return base.logits(hidden)
+
+
+def plain_lora(config: LoraConfig) -> dict[str, Any]:
+    """A LoraConfig as plain values from which `LoraConfig(**values)` makes it again."""
+    values = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init
+    }
+    default = type(config)()
+    return {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in values.items()
+        if value != getattr(default, key, None)
+    }
