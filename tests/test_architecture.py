@@ -10,7 +10,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlora").rglob("*.py")])
 
 # A module may import its own layer and those before it. The longest matching prefix decides.
-ENGINE = ["engine", "model", "probe", "packing", "attention", "loss", "optimizer", "scaler", "hub"]
+ENGINE = [
+    "engine",
+    "model",
+    "block_list",
+    "cut",
+    "stage_weights",
+    "profile_stage",
+    "probe",
+    "packing",
+    "attention",
+    "loss",
+    "optimizer",
+    "scaler",
+    "hub",
+]
 LAYERS = [
     ["mlora_ext"],
     ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],

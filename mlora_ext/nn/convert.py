@@ -229,7 +229,12 @@ def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, La
 
 
 def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
-    """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype."""
+    """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype.
+
+    On the meta device there is nothing to draw: the layer is another process's.
+    """
+    if a.is_meta:
+        return
     generator = torch.Generator("cpu").manual_seed(seed)
     values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
     if how == "gaussian":

@@ -30,7 +30,12 @@ _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS, _OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
-def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) -> None:
+def save_adapter(
+    model: nn.Module,
+    name: str,
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write an adapter as a folder that `PeftModel.from_pretrained` loads.
 
     Everything is written under a temporary name beside and then renamed: a new folder appears whole or not at
@@ -40,9 +45,12 @@ def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) ->
         model: converted by `convert_model`.
         name: of the adapter.
         folder: to write.
+        weights: of all of the adapter's layers under PEFT's keys, for a model some of whose layers are on the
+            meta device: the `adapter_state` of every process in one dict. Default: the model's own.
 
     Raises:
-        ValueError: if the model has no adapter of this name, or `folder` is a file.
+        ValueError: if the model has no adapter of this name, `folder` is a file, or weights are missing, of
+            another shape or of no layer of the adapter.
         OSError: if the disk is full or the place is not writable; what was there before stays.
 
     Example:
@@ -53,10 +61,11 @@ def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) ->
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: expected a folder to write, got the file {target}")
+    state = _whole_state(model, name, weights)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _write(model, name, scratch)
+        _write(model, name, scratch, state)
         os.chmod(scratch, 0o777 & ~_umask())
         _move_into(scratch, target)
     finally:
@@ -66,6 +75,8 @@ def save_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str]) ->
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
     """An adapter's weights under PEFT's keys, as contiguous copies on the CPU.
 
+    Those on the meta device, which another process holds, are left out.
+
     Returns:
         `{"base_model.model.<layer>.lora_A.weight": [r, d_in], "... .lora_B.weight": [d_out, r]}`
     """
@@ -73,8 +84,29 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
     for key, layer in adapter_layers(model, name).items():
         for bank in ("lora_A", "lora_B"):
             parameter = getattr(layer, bank).parameter_of(name).detach()
-            state[f"{_PREFIX}{key}.{bank}.weight"] = parameter.to("cpu", copy=True).contiguous()
+            if not parameter.is_meta:
+                state[f"{_PREFIX}{key}.{bank}.weight"] = parameter.to("cpu", copy=True).contiguous()
     return state
+
+
+def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """All weights of an adapter, in the model's order."""
+    given = adapter_state(model, name) if weights is None else weights
+    shapes = {
+        f"{_PREFIX}{key}.{bank}.weight": getattr(layer, bank).parameter_of(name).shape
+        for key, layer in adapter_layers(model, name).items()
+        for bank in ("lora_A", "lora_B")
+    }
+    for key in [*shapes, *given]:
+        if key not in given:
+            raise ValueError(f"adapter {name!r}: {key} is not in this process; give it in weights")
+        if key not in shapes:
+            raise ValueError(f"weights: {key} is no tensor of adapter {name!r}")
+        if given[key].shape != shapes[key]:
+            raise ValueError(
+                f"weights: {key}: expected shape {list(shapes[key])}, got {list(given[key].shape)}"
+            )
+    return {key: given[key].detach().contiguous() for key in shapes}
 
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
@@ -150,12 +182,12 @@ def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -
             )
 
 
-def _write(model: nn.Module, name: str, folder: Path) -> None:
+def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save
 
     adapter_config(model, name).save_pretrained(str(folder))
     # Serialised first and written here, so that a full disk is an OSError and not safetensors' own exception.
-    (folder / _WEIGHTS).write_bytes(save(adapter_state(model, name), metadata={"format": "pt"}))
+    (folder / _WEIGHTS).write_bytes(save(dict(state), metadata={"format": "pt"}))
     for file in (folder / _CONFIG, folder / _WEIGHTS):
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
@@ -264,7 +296,9 @@ def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -
         own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
         if own is None:
             raise ValueError(f"folder: {path} has the tensor {key}, which plain LoRA adapters do not have")
-        if own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
+        # A tensor on the meta device is compared in the process that holds it.
+        differs = not own.is_meta and not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
+        if own.shape != tensor.shape or differs:
             raise ValueError(
                 f"folder: {path} has the tensor {key}, which PEFT stores with targeted or resized "
                 f"embeddings: expected that of this model ({list(own.shape)}), got other values "

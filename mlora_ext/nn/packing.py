@@ -15,7 +15,8 @@ def pack_base(model: nn.Module) -> int:
     `state_dict`, and for compiled graphs and autocast, which use them. Weights that change, as by
     `load_state_dict` or an in-place operation, are packed again at their next use; after writes through
     `.data` or numpy, which PyTorch does not count, call this again. Layers that are converted later are
-    packed at their first use.
+    packed at their first use. Where some layers are on the meta device, because other processes
+    hold them, the others are packed.
 
     Args:
         model: a converted model on a CPU, in fp32 or bf16.
@@ -30,6 +31,7 @@ def pack_base(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, MultiLoRALinear)]
     if not layers:
         raise ValueError("model: expected layers converted by mlora_ext.convert_model, found none")
+    layers = [layer for layer in layers if not layer.weight.is_meta] or layers
     for layer in layers:
         _check(layer)
     shared: dict[int, PackedWeight] = {}

@@ -164,7 +164,7 @@ class Router:
             siblings.forget()
         for group in self.groups:
             group.active = None
-            if route is not None and route.rows is not None:
+            if route is not None and route.rows is not None and group.device.type != "meta":
                 group.active = route.tensors(group, route.rows)
 
     def regroup(self, groups: list[LayerGroup]) -> None:

@@ -28,6 +28,9 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     `torch.nn.utils.parameters_to_vector` fail on it ("view size is not compatible"); other optimizers do not.
     For those two give it memory of its own, `p.data = p.data.contiguous()`, and anew after each `.to`.
 
+    Of a model some of whose layers are on the meta device, because other processes hold them, these are all
+    of the adapter's parameters; those that are here are the ones that are not `is_meta`.
+
     Args:
         model: converted by `convert_model`, or a part of such a model.
         name: of the adapter.

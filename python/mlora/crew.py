@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from mlora.cut import Span
+from mlora.hub import check_base
 from mlora.model import load_base
 from mlora.part import StagePart
 from mlora.pipeline import Driver, Pipeline
 from mlora_ext.nn.routing import router_of
+
+Source = str | os.PathLike[str] | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class PartOptions:
+    """How each stage holds its piece of the base.
+
+    Attributes:
+        device: where.
+        dtype: of the base's weights.
+        gradient_checkpointing: recompute blocks in backward.
+        pack_base: keep the weights packed for oneDNN too.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    gradient_checkpointing: bool = False
+    pack_base: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,33 +53,80 @@ class Crew:
     stages: int
 
 
-def crew_of(
-    base_model: str | os.PathLike[str] | PreTrainedModel,
-    stages: int | Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    schedule: str,
-    gradient_checkpointing: bool,
-    pack_base: bool,
-) -> Crew:
-    part = make_part(base_model, device, dtype, gradient_checkpointing=gradient_checkpointing, pack_base=pack_base)
-    return Crew(Pipeline([part.module], schedule, part.losses, hooks=[part]), part, 1)
+def crew_of_threads(source: Source, stages: int | Sequence[int], options: PartOptions, schedule: str) -> Crew:
+    """Stages in this process; those after the first are threads.
+
+    Args:
+        source: a folder, a hub id, or a model; with one stage it is converted in place, with several each
+            stage is cut from a copy.
+        stages: blocks of each stage, or a number of stages that share them alike.
+        options: how each stage holds its piece.
+        schedule: `lorapp`, `1f1b` or `gpipe`.
+
+    Raises:
+        ValueError: if the model cannot be loaded, cut or trained on packed rows.
+    """
+    spans = spans_of(stages, count_blocks(source)) if stages != 1 else [None]
+    parts = [
+        make_part(copy.deepcopy(source) if isinstance(source, PreTrainedModel) and span else source, span, options)
+        for span in spans
+    ]
+    modules = [part.module for part in parts]
+    return Crew(Pipeline(modules, schedule, parts[-1].losses, hooks=parts), parts[0], len(parts))
 
 
-def make_part(
-    base_model: str | os.PathLike[str] | PreTrainedModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    gradient_checkpointing: bool,
-    pack_base: bool,
-) -> StagePart:
-    source = base_model if isinstance(base_model, PreTrainedModel) else os.fspath(base_model)
-    base = load_base(source, device, dtype)
+def make_part(source: Source, span: Span | None, options: PartOptions) -> StagePart:
+    """Load a stage.
+
+    Args:
+        source: a folder, a hub id, or a model, which is cut and converted in place.
+        span: the stage; None = the whole model.
+        options: how it holds its piece.
+
+    Raises:
+        ValueError: if the model cannot be loaded, cut or trained on packed rows.
+    """
+    base = load_base(
+        source if isinstance(source, PreTrainedModel) else os.fspath(source), options.device, options.dtype, span
+    )
     router_of(base.model).accumulates = True
-    if gradient_checkpointing:
+    if options.gradient_checkpointing:
         base.checkpoint_activations()
-    if pack_base:
+    if options.pack_base:
         base.pack_weights()
-    return StagePart(base, device)
+    return StagePart(base, options.device)
+
+
+def count_blocks(source: Source) -> int:
+    """The number of a model's decoder blocks, from its config.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    if isinstance(source, PreTrainedModel):
+        config = source.config
+    else:
+        check_base(os.fspath(source))
+        config = AutoConfig.from_pretrained(os.fspath(source))
+    return int(config.get_text_config().num_hidden_layers)
+
+
+def spans_of(stages: int | Sequence[int], blocks: int) -> list[Span]:
+    """The stages of a model.
+
+    Args:
+        stages: blocks of each stage, or a number of stages that share them alike, the first ones one more
+            where it does not come out even.
+        blocks: of the model.
+
+    Raises:
+        ValueError: if a stage would have no block, or they are not as many as the model's.
+    """
+    if isinstance(stages, int):
+        if not 1 <= stages <= blocks:
+            raise ValueError(f"stages: expected 1 to {blocks}, as many as the model has blocks, got {stages}")
+        stages = [blocks // stages + (index < blocks % stages) for index in range(stages)]
+    if not stages or min(stages) < 1 or sum(stages) != blocks:
+        raise ValueError(f"stages: expected blocks of each that add up to {blocks}, got {list(stages)}")
+    ends = [0, *accumulate(stages)]
+    return [Span(index, len(stages), a, b) for index, (a, b) in enumerate(pairwise(ends))]

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.crew import Crew, crew_of
+from mlora.crew import Crew, PartOptions, crew_of_threads
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import StepRule, Update
 from mlora.packing import BASE, PackedBatch, pack, pack_prompts
@@ -145,15 +145,8 @@ class Engine:
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        self._crew = crew or crew_of(
-            base_model,
-            stages,
-            self.device,
-            dtype,
-            schedule=schedule,
-            gradient_checkpointing=gradient_checkpointing,
-            pack_base=pack_base,
-        )
+        options = PartOptions(self.device, dtype, gradient_checkpointing, pack_base)
+        self._crew = crew or crew_of_threads(base_model, stages, options, schedule)
         self._pipeline = self._crew.driver
         self._part = self._crew.first
         self._base = self._part.base

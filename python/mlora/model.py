@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import mlora_ext
 from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
+from mlora.cut import Cut, Span, cut_model
 from mlora.hub import check_base
 from mlora.loss import Head, LogitRule
 from mlora.probe import check_packing
+from mlora.stage_weights import load_stage, stage_to
 from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
@@ -34,6 +36,7 @@ class BaseModel:
         vocab_size: ids lie below it.
         configs: every config that names an attention function for a part of the model.
         packed_head: the head's weight for oneDNN, after `pack_weights`.
+        cut: runs the part of the model that is here; None if the whole model is.
     """
 
     model: PreTrainedModel
@@ -42,6 +45,22 @@ class BaseModel:
     vocab_size: int
     configs: Sequence[Any]
     packed_head: PackedWeight | None = None
+    cut: Cut | None = None
+
+    @property
+    def span(self) -> Span | None:
+        """The decoder blocks that are here; None if the whole model is."""
+        return None if self.cut is None else self.cut.span
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is here."""
+        return self.cut is None or self.cut.span.is_last
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that blocks hand on."""
+        return int(self.model.config.get_text_config().hidden_size)
 
     @property
     def head(self) -> nn.Module:
@@ -62,30 +81,47 @@ class BaseModel:
             for config, attention in zip(self.configs, before, strict=True):
                 config._attn_implementation = attention
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, sequences: PackedSequences) -> Tensor:
-        """The head's input for packed rows; call it inside `packed`.
+    def hidden(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor,
+        sequences: PackedSequences,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """The head's input for packed rows, or what this stage hands to the next; call it inside `packed`.
 
         Args:
-            input_ids: `[1, T]`.
+            input_ids: `[1, T]`; not read by a stage that is not the first.
             position_ids: `[1, T]`.
             sequences: where sequences begin and end.
+            received: `[T, D]` the hidden state of the stage before, which gets a gradient; None at the first.
 
         Returns:
             `[T, D]`.
         """
-        output = self.body(
-            input_ids=input_ids,
+        output = self.run(
+            self.body,
+            input_ids,
+            received,
             position_ids=position_ids,
             use_cache=False,
             packed_sequences=sequences,
             cu_seq_lens_q=sequences.cu_seq_lens,
             cu_seq_lens_k=sequences.cu_seq_lens,
         )
-        hidden: Tensor = output[0]
+        hidden: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden.reshape(-1, hidden.shape[-1])
+
+    def run(self, module: nn.Module, input_ids: Tensor | None, received: Tensor | None, **inputs: Any) -> Any:
+        """Call the model or its body: what it returns, or of a stage that is not the last, `[1, T, D]`."""
+        if self.cut is None:
+            return module(input_ids=input_ids, **inputs)
+        return self.cut.call(module, input_ids, received, **inputs)
 
     def frozen_head(self) -> Head | None:
         """The head for the chunked loss, or None if an adapter targets it or it is no linear layer.
+
+        Of the last stage only.
 
         A head whose adapters have left is frozen again: what is computed does not depend on who was there.
         """
@@ -106,7 +142,7 @@ class BaseModel:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's logits `[..., V]` of the head's input `[..., D]`."""
+        """The model's logits `[..., V]` of the head's input `[..., D]`; of the last stage only."""
         return self.rule.apply(self.head(hidden))
 
     def pack_weights(self) -> None:
@@ -122,7 +158,7 @@ class BaseModel:
         except ValueError as error:
             raise ValueError(f"pack_base: {error}") from error
         head = self.head
-        if type(head) is nn.Linear and packs(head.weight):
+        if self.is_last and type(head) is nn.Linear and packs(head.weight):
             self.packed_head = PackedWeight()
             self.packed_head.of(head.weight)
 
@@ -141,35 +177,52 @@ class BaseModel:
             self.model.gradient_checkpointing_enable(options)
 
 
-def load_base(source: str | Path | PreTrainedModel, device: torch.device, dtype: torch.dtype) -> BaseModel:
+def load_base(
+    source: str | Path | PreTrainedModel, device: torch.device, dtype: torch.dtype, span: Span | None = None
+) -> BaseModel:
     """Load a causal language model, check that packed rows give its logits, freeze and convert it.
 
     Args:
         source: a folder, a hub id, or a model, which is converted in place.
         device: where it shall lie.
         dtype: of its weights; a model that is given must have it already.
+        span: the stage that shall be loaded, and checked, without the rest; default: the whole model.
 
     Returns:
         The model, without adapters.
 
     Raises:
-        ValueError: if it cannot be loaded, or its logits on packed rows are not its own; in one line.
+        ValueError: if it cannot be loaded or cut, or its logits on packed rows are not its own; in one line.
     """
-    model = source if isinstance(source, PreTrainedModel) else _from_pretrained(source, dtype)
-    given = next(model.parameters()).dtype
+    model, cut = _get(source, device, dtype, None if span is None or span.stages == 1 else span)
+    given = next(p.dtype for p in model.parameters() if cut is None or not p.is_meta)
     if given != dtype:
         raise ValueError(f"base_model: expected weights of dtype {dtype}, got {given}; pass dtype={given}")
-    model.to(device)  # type: ignore[arg-type]
+    if cut is None:
+        model.to(device)  # type: ignore[arg-type]
+    else:
+        stage_to(model, device)
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None:
         # SDPA cannot soft-cap: generation and the check below need the model's own attention.
         model.set_attn_implementation("eager")
     _stop_noise(model)
-    base = _take_apart(model, config)
+    base = _take_apart(model, config, cut)
     register_packed_attention()
     check_packing(base)
     mlora_ext.convert_model(model, {}, every_linear=True)
     return base
+
+
+def _get(
+    source: str | Path | PreTrainedModel, device: torch.device, dtype: torch.dtype, span: Span | None
+) -> tuple[PreTrainedModel, Cut | None]:
+    if isinstance(source, PreTrainedModel):
+        return source, None if span is None else cut_model(source, span)
+    if span is None:
+        return _from_pretrained(source, dtype), None
+    cut = load_stage(str(source), span, device, dtype)
+    return cut.model, cut
 
 
 def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -204,10 +257,11 @@ def _stop_noise(model: PreTrainedModel) -> None:
         warnings.warn("layerdrop or router jitter of the base model was set to 0", stacklevel=3)
 
 
-def _take_apart(model: PreTrainedModel, config: Any) -> BaseModel:
+def _take_apart(model: PreTrainedModel, config: Any, cut: Cut | None) -> BaseModel:
     name = type(model).__name__
     body = model.base_model
     if body is model or model.get_output_embeddings() is None:
         raise ValueError(f"base_model: {name} is no causal language model with a body and a head")
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    return BaseModel(model, body, LogitRule.of(config), config.vocab_size, list(configs.values()))
+    rule = LogitRule.of(config)
+    return BaseModel(model, body, rule, config.vocab_size, list(configs.values()), cut=cut)

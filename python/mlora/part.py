@@ -233,7 +233,7 @@ class PackedStage(nn.Module):
         packed = PackedRows.of(**rows, device=part.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
-            if not base.span.is_last or base.frozen_head() is not None:
+            if not base.is_last or base.frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
 
