@@ -67,10 +67,8 @@ def crew_of_threads(source: Source, stages: int | Sequence[int], options: PartOp
         ValueError: if the model cannot be loaded, cut or trained on packed rows.
     """
     spans = spans_of(stages, count_blocks(source)) if stages != 1 else [None]
-    parts = [
-        make_part(copy.deepcopy(source) if isinstance(source, PreTrainedModel) and span else source, span, options)
-        for span in spans
-    ]
+    copies = len(spans) > 1 and isinstance(source, PreTrainedModel)
+    parts = [make_part(copy.deepcopy(source) if copies else source, span, options) for span in spans]
     modules = [part.module for part in parts]
     return Crew(Pipeline(modules, schedule, parts[-1].losses, hooks=parts), parts[0], len(parts))
 
@@ -86,9 +84,8 @@ def make_part(source: Source, span: Span | None, options: PartOptions) -> StageP
     Raises:
         ValueError: if the model cannot be loaded, cut or trained on packed rows.
     """
-    base = load_base(
-        source if isinstance(source, PreTrainedModel) else os.fspath(source), options.device, options.dtype, span
-    )
+    source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
+    base = load_base(source, options.device, options.dtype, span)
     router_of(base.model).accumulates = True
     if options.gradient_checkpointing:
         base.checkpoint_activations()

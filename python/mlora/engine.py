@@ -502,9 +502,7 @@ class Engine:
         }
         inputs = {"input_ids": batch.input_ids}
         stream = "+".join(batch.names)
-        return self._pipeline.start(
-            inputs, targets, common=common, train=train, stream=stream, place=place
-        )
+        return self._pipeline.start(inputs, targets, common=common, train=train, stream=stream, place=place)
 
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
         """The stages' notes on a micro-batch, and the sums of its losses by name."""

@@ -1,4 +1,4 @@
-"""One adapter's optimizer, as Transformers' `Trainer` has it: what is decided once, and what each stage does."""
+"""One adapter's optimizer, as Transformers' `Trainer` has it: what is decided once, what each stage does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from mlora.learning_rate import schedule_of
 from mlora.optim_config import OptimConfig
+
 
 @dataclass(frozen=True)
 class Update:

@@ -58,13 +58,13 @@ class PackedRows:
         adapters = tuple(name for name in names if name != BASE)
         order = {name: index for index, name in enumerate(adapters)}
         layout = SegmentLayout.from_lengths(lengths, [order.get(name, -1) for name in names], row0)
-        positions = [torch.arange(length) for length in sequences]
+        positions = [torch.arange(length) for length in (0, *sequences)]
         return cls(
             tuple(names),
             adapters,
             layout,
             PackedSequences.of(tuple(sequences), device),
-            (torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64)).unsqueeze(0).to(device),
+            torch.cat(positions).unsqueeze(0).to(device),
         )
 
 

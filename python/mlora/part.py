@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
-from mlora.memory import peak_memory
 from mlora.loss import chunked_losses, plain_losses
+from mlora.memory import peak_memory
 from mlora.model import BaseModel
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import AdapterOptimizer, Update
@@ -55,7 +55,7 @@ class StagePart(Hooks):
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """One of the verbs below; see `Hooks.control`."""
-        verbs = {
+        verbs: dict[str, Callable[..., Any]] = {
             "create": self._create_again,
             "remove": self.remove,
             "update": self.update,
@@ -240,9 +240,7 @@ class PackedStage(nn.Module):
 
 def plain_lora(config: LoraConfig) -> dict[str, Any]:
     """A LoraConfig as plain values from which `LoraConfig(**values)` makes it again."""
-    values = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init
-    }
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     default = type(config)()
     return {
         key: sorted(value) if isinstance(value, set) else value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .message import Message, Sort
-from .order import Place
+from .order import ALONE, Place
 from .runner import PipelineError, Runner
 from .stage import MicroBatch
 
@@ -83,9 +83,7 @@ class Driver:
             place = Place(index, size)
             index += batch.train
             numbers.append(
-                self.start(
-                    batch.inputs, batch.targets, common=batch.common, train=batch.train, place=place
-                )
+                self.start(batch.inputs, batch.targets, common=batch.common, train=batch.train, place=place)
             )
         return [self.finish(number).report for number in numbers]
 
@@ -97,7 +95,7 @@ class Driver:
         common: Mapping[str, Any] | None = None,
         train: bool = True,
         stream: str = "",
-        place: Place = Place(),
+        place: Place = ALONE,
     ) -> int:
         """Let a micro-batch enter; returns at once.
 
@@ -160,9 +158,10 @@ class Driver:
         arguments = arguments or {}
         answer = None if first_done else self._first.stage.hooks.control(verb, arguments)
         self._numbers += 1
-        content = {"number": self._numbers, "verb": verb, "arguments": arguments, "answers": []}
+        number = self._numbers
+        content = {"number": number, "verb": verb, "arguments": arguments, "answers": []}
         self._first.answer(Message(Sort.CONTROL, content), answer)
-        return list(self._await(content["number"]).content["answers"])
+        return list(self._await(number).content["answers"])
 
     def close(self) -> None:
         """Drop what is queued, end the stages, and refuse further work.

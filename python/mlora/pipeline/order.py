@@ -27,6 +27,10 @@ class Place:
     size: int = 1
 
 
+ALONE = Place()
+"""The only micro-batch of its round."""
+
+
 class Order(Protocol):
     """One stage's choices; it remembers what it chose."""
 
@@ -125,7 +129,7 @@ def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int |
         schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
         stage: whose order.
         stages: D.
-        in_flight: for `lorapp`, the most micro-batches in the pipeline at once, which the first stage sees to.
+        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; the first stage sees to it.
 
     Returns:
         A new order.

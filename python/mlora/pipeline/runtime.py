@@ -85,8 +85,10 @@ class Pipeline(Driver):
             threading.Thread(target=_serve, args=[runner], name=f"stage {index}", daemon=True)
             for index, runner in enumerate(self._runners[1:], 1)
         ]
-        for worker in (*self._links, *self._threads):
-            worker.start()
+        for link in self._links:
+            link.start()
+        for thread in self._threads:
+            thread.start()
 
     def spans(self) -> list[list[Span]]:
         """What the roles of each stage did; empty without `trace`."""
@@ -95,8 +97,10 @@ class Pipeline(Driver):
     def close(self) -> None:
         """See `Driver.close`; the threads have ended."""
         super().close()
-        for worker in (*self._threads, *self._links):
-            worker.join()
+        for thread in self._threads:
+            thread.join()
+        for link in self._links:
+            link.join()
 
     def _await(self, number: int) -> Any:
         try:
@@ -112,9 +116,7 @@ class Pipeline(Driver):
             (left, down, up, left.from_after, f"stage {right.stage.index}"),
             (right, up, down, right.from_before, f"stage {left.stage.index}"),
         ):
-            link = Link(
-                out, into, deliver, name, credit_bytes=credit_bytes, delay=delay, trace=runner.trace
-            )
+            link = Link(out, into, deliver, name, credit_bytes=credit_bytes, delay=delay, trace=runner.trace)
             self._links.append(link)
             if runner is left:
                 left.after = link

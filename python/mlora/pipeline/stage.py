@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .message import Message, Sort
-from .order import Place
+from .order import ALONE, Place
 
 LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
 """`(output of the last stage, targets) -> (scalar to differentiate, report)`."""
@@ -75,7 +75,7 @@ class MicroBatch:
     common: Mapping[str, Any]
     train: bool = True
     stream: str = ""
-    place: Place = Place()
+    place: Place = ALONE
 
     def message(self) -> Message:
         """What the first stage begins with."""

@@ -17,7 +17,7 @@ class Span(NamedTuple):
 
     Attributes:
         role: `receive`, `compute` or `send`.
-        sort: `forward`, `backward`, `unit` (the last stage's forward, loss and backward), or another message's.
+        sort: `forward`, `backward`, `unit` (the last stage's forward, loss and backward), or a message's.
         number: of the micro-batch, or -1.
         stream: whose micro-batch, as its submitter calls it.
         begin: nanoseconds of the machine's monotonic clock.
