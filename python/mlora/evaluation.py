@@ -67,6 +67,40 @@ def evaluate_losses(engine: Engine, tasks: Sequence[Task]) -> dict[str, EvalLoss
             counts[name] += result.tokens
 
 
+def complete_over_stages(
+    engine: Engine, requests: Sequence[Request], *, end_token: int
+) -> list[tuple[int, ...]]:
+    """Complete prompts greedily over several stages, the whole sequences anew for each token.
+
+    No stage keeps keys and values: simple, and good enough for completions of some tens of tokens.
+
+    Args:
+        engine: holds the requests' adapters.
+        requests: the prompts.
+        end_token: ends a completion.
+
+    Returns:
+        For each request, its new tokens: up to and with the end token, or ``max_new_tokens`` of them.
+    """
+    new: list[list[int]] = [[] for _ in requests]
+    going = [index for index, request in enumerate(requests) if request.max_new_tokens > 0]
+    while going:
+        for start in range(0, len(going), GENERATION_ROWS):
+            batches: dict[str | None, list[list[int]]] = {}
+            part = sorted(going[start : start + GENERATION_ROWS], key=lambda index: requests[index].adapter)
+            for index in part:
+                ids = [*requests[index].input_ids, *new[index]]
+                batches.setdefault(requests[index].adapter, []).append(ids)
+            tokens = engine.next_tokens(batches)
+            drawn = [token for name in batches for token in tokens[str(name)]]
+            for index, token in zip(part, drawn, strict=True):
+                new[index].append(token)
+        going = [
+            i for i in going if new[i][-1] != end_token and len(new[i]) < requests[i].max_new_tokens
+        ]
+    return [tuple(tokens) for tokens in new]
+
+
 def exact_matches(
     engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, float]:
@@ -86,7 +120,10 @@ def exact_matches(
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [Request(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted]
     end = end_token(tokenizer)
-    answers = complete(engine.model, requests, end_token=end, rows=GENERATION_ROWS)
+    if engine.stages == 1:
+        answers = complete(engine.model, requests, end_token=end, rows=GENERATION_ROWS)
+    else:
+        answers = complete_over_stages(engine, requests, end_token=end)
     hits = {task.name: 0 for task in tasks}
     totals = dict(hits)
     for (name, prompt), answer in zip(wanted, answers, strict=True):

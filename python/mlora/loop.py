@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from mlora.checkpoint import save_checkpoint
 from mlora.device import is_out_of_memory
-from mlora.engine import BatchResult
+from mlora.engine import BatchResult, Ticket
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
+from mlora.groups import Group, Rounds
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, fingerprints
 from mlora.report import Reporter
@@ -59,9 +58,10 @@ def catch_signals() -> Iterator[list[int]]:
 class TrainingLoop:
     """The iterations of a run.
 
-    Every iteration takes one micro-batch of each running task, passes all of them through the model
-    together, and steps the optimizers of the tasks whose accumulation is complete. What a run does is a
-    function of its config and of the iterations made, never of timing.
+    Every iteration of a group takes one batch of each of its running tasks, passes them through the model
+    together, and steps the optimizers of the tasks whose accumulation is complete. On one device all tasks
+    are one group; a pipeline is filled by several. What a run does is a function of its config and of the
+    iterations made, never of timing.
 
     Args:
         prepared: the run before its next iteration.
@@ -78,6 +78,7 @@ class TrainingLoop:
         self._reporter = reporter
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
+        self._rounds = Rounds(prepared.tasks, prepared.groups, prepared.iteration)
 
     def _running(self) -> list[Task]:
         return [task for task in self._run.tasks if task.progress.state == "running"]
@@ -95,8 +96,7 @@ class TrainingLoop:
         try:
             self._evaluate([task for task in self._running() if not task.progress.evaluations])
             self._last_step = dict.fromkeys((task.name for task in self._running()), time.monotonic())
-            while self._running() and not caught:
-                self._iterate()
+            self._iterate(caught)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -136,23 +136,38 @@ class TrainingLoop:
         self._folder.write_summary(result.summary())
         return result
 
-    def _iterate(self) -> None:
-        running = self._running()
+    def _iterate(self, caught: Sequence[int]) -> None:
+        """Keep the pipeline full of batches, one of each group, until nothing runs or a signal came."""
+        rounds, under_way = self._rounds, deque[tuple[Group, Ticket]]()
+        while True:
+            while (group := rounds.next(stopping=bool(caught))) is not None:
+                under_way.append((group, self._start(group)))
+            if under_way:
+                self._finish(*under_way.popleft())
+            elif (iteration := rounds.checkpoint_due()) is not None:
+                self._checkpoint()
+                rounds.saved(iteration)
+            else:
+                return
+
+    def _start(self, group: Group) -> Ticket:
+        running = group.running()
         batches = {
             task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
             for task in running
         }
-        results = self._engine.forward_backward(batches)
-        stepped = [task for task in running if self._take(task, results[task.name])]
-        self._run.iteration += 1
-        due = [task for task in stepped if self._evaluation_due(task)]
-        self._evaluate(due)
+        ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
+        return self._engine.start(batches, ends=ends)
+
+    def _finish(self, group: Group, ticket: Ticket) -> None:
+        results = self._engine.finish(ticket)
+        stepped = [task for task in group.running() if self._take(task, results[task.name])]
+        self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
             if task.progress.state == "running" and task.progress.step >= task.total_steps:
                 self._finish_task(task, "")
-        intervals = [(task, task.every(task.config.save_steps)) for task in stepped]
-        if self._running() and any(steps and task.progress.step % steps == 0 for task, steps in intervals):
-            self._checkpoint()
+        self._rounds.ended(group)
+        self._run.iteration = max(self._run.iteration, group.iteration)
 
     def _take(self, task: Task, result: BatchResult) -> bool:
         """Count a micro-batch; step the optimizer when it is the last of its accumulation."""
@@ -186,7 +201,7 @@ class TrainingLoop:
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm if result.finite else None,
             "seconds": seconds,
-            "peak_memory_bytes": peak_memory(self._run.config.device),
+            "peak_memory_bytes": self._engine.peak_memory,
         }
         if result.skipped:
             record["skipped"] = True
@@ -263,6 +278,7 @@ class TrainingLoop:
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.sync(),
             "config": self._run.config.model_dump(),
+            "groups": self._run.groups,
             "refused": self._run.refused,
             "data": {task.name: fingerprints(task) for task in self._running()},
             "total_steps": {task.name: task.total_steps for task in self._run.tasks},
@@ -272,16 +288,3 @@ class TrainingLoop:
         save_checkpoint(
             self._folder.checkpoints, self._run.iteration, payload, self._run.config.save_total_limit
         )
-
-
-def peak_memory(device: str | None) -> int:
-    """Return the most memory that was in use so far, in bytes.
-
-    Args:
-        device: a CUDA device counts its own allocations; the CPU, or none without CUDA, the process's
-            resident memory.
-    """
-    if torch.cuda.is_available() and device != "cpu":
-        return int(torch.cuda.max_memory_allocated(device or "cuda"))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

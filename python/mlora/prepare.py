@@ -17,6 +17,7 @@ from mlora.device import choose_device, is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
+from mlora.groups import assign
 from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
@@ -32,6 +33,7 @@ class Prepared:
         engine: holds the running adapters.
         tasks: all tasks but the refused.
         refused: why adapters were refused, by name.
+        groups: the group of each task by name; the tasks of a group are batched together.
         iteration: iterations made.
         seconds: wall time of earlier parts.
     """
@@ -43,6 +45,7 @@ class Prepared:
         engine: Engine,
         tasks: list[Task],
         refused: dict[str, str],
+        groups: dict[str, int],
         iteration: int = 0,
         seconds: float = 0.0,
     ) -> None:
@@ -51,6 +54,7 @@ class Prepared:
         self.engine = engine
         self.tasks = tasks
         self.refused = refused
+        self.groups = groups
         self.iteration = iteration
         self.seconds = seconds
 
@@ -97,15 +101,14 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
         engine = make_engine(config)
         if checkpoint:
             _restore(engine, tasks, checkpoint)
-            return Prepared(
-                config, base, engine, tasks, refused, checkpoint["iteration"], checkpoint["seconds"]
-            )
+            groups, made = checkpoint["groups"], checkpoint["iteration"]
+            return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
         late = _create(engine, tasks, reporter)
     _tell(late, reporter)
     tasks = [task for task in tasks if task.name not in late]
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
-    return Prepared(config, base, engine, tasks, faults | late)
+    return Prepared(config, base, engine, tasks, faults | late, assign(tasks, group_count(config)))
 
 
 def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[str, str]:
@@ -148,6 +151,18 @@ def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
         names.setdefault(message, []).append(name)
     for message, refused in names.items():
         reporter.fault(f"{', '.join(refused)}: refused: {message}")
+
+
+def group_count(config: RunConfig) -> int:
+    """Return into how many groups a run's tasks are spread: what fills the pipeline with a reserve.
+
+    With as many groups as stages there is no bubble where all take equally long; varying lengths and links
+    need up to twice as many. Schedules with rounds have one.
+    """
+    pipeline = config.pipeline
+    if pipeline.stages == 1 or pipeline.schedule != "lorapp":
+        return 1
+    return 2 * pipeline.stages
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:

@@ -243,10 +243,10 @@ def test_an_adapter_whose_loss_is_not_a_number_stops_alone(
 def test_memory_that_runs_out_is_one_line(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(self: Engine, batches: object) -> None:
+    def no_memory(self: Engine, ticket: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
-    monkeypatch.setattr(Engine, "forward_backward", no_memory)
+    monkeypatch.setattr(Engine, "finish", no_memory)
     with pytest.raises(RunError, match="out of memory at iteration 1; lower per_device") as error:
         train(resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path))
     assert "\n" not in str(error.value)
