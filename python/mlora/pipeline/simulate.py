@@ -243,7 +243,7 @@ class _Simulation:
         stages, hops = np.arange(self.stages)[:, None], np.arange(self.last)[:, None]
 
         def part(kind: str, stage: np.ndarray, begun: list[list[int]], ticks: str) -> dict[str, np.ndarray]:
-            begin = np.array(begun, dtype=np.int64).reshape(len(stage), -1)
+            begin = np.array(begun, dtype=np.int64).reshape(len(stage), len(which))
             end = begin + np.array([getattr(cost, ticks) for cost in self.cost_of.values()])[which].T
             return common | {"kind": kind, "stage": stage, "begin": begin / TICKS, "end": end / TICKS}
 
