@@ -2,7 +2,7 @@
 
 import pytest
 from mlora.pipeline.actions import Action, Kind, Schedule, check_schedule
-from mlora.pipeline.order import Alternating, Listed, Place, order_of
+from mlora.pipeline.order import Alternating, Listed, Place, in_flight_of, order_of
 from mlora.pipeline.schedules import FLUSHED, SCHEDULES, gpipe, one_forward_one_backward
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -80,6 +80,23 @@ def test_alternating_within_a_limit() -> None:
     assert order.choose(ANY, None) is None
     with pytest.raises(ValueError, match="in_flight: expected at least 1, got 0"):
         Alternating(in_flight=0)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "expected"),
+    [(1, [1, 1, 1, 1]), (3, [3, 3, 2, 1]), (4, [4, 3, 2, 1]), (6, [6, 5, 3, 1]), (7, [7, 5, 3, 1])],
+)
+def test_in_flight_of_each_stage(in_flight: int, expected: list[int]) -> None:
+    assert [in_flight_of(stage, 4, in_flight) for stage in range(4)] == expected
+    for stage, most in enumerate(expected):
+        order = order_of("lorapp", stage, 4, in_flight)
+        assert [order.choose(ANY, None) for _ in range(most + 1)] == [F] * most + [None]
+
+
+def test_in_flight_of_refuses() -> None:
+    assert in_flight_of(0, 1, 5) == 5
+    with pytest.raises(ValueError, match="in_flight: expected at least 1, got 0"):
+        in_flight_of(1, 4, 0)
 
 
 def test_listed_waits_for_what_its_list_says() -> None:

@@ -19,8 +19,8 @@ class Kind(StrEnum):
 class Action:
     """One stage's forward or backward of one micro-batch, written `2F0`.
 
-    The last stage runs forward, loss and backward as one unit: in its list `F` and `B` of a micro-batch follow
-    each other.
+    The last stage runs forward, loss and backward as one unit: in its list `F` and `B` of a micro-batch
+    follow each other.
 
     Attributes:
         stage: from 0.

@@ -6,14 +6,17 @@ latency of a hop between neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
 def lorapp_bubble(stages: int, adapters: int, micro_batches: int = 1, latency: float = 0.0) -> float:
     """LoRAPP: `max(0, 1 - L N / (D + N - 1 + 2 (D - 1) c / T))`.
 
-    A step of one adapter takes `(D + N - 1) T + 2 (D - 1) c`, in which every stage works `L N T`. With N = 1
-    and c = 0 this is `max((D - L) / D, 0)`, with c = 0 `max((D - 1 + N - L N) / (D + N - 1), 0)` (mLoRA, "LoRAPP").
+    A step of one adapter takes at least `(D + N - 1) T + 2 (D - 1) c`, in which every stage works `L N T`.
+    With c = 0 this is `max((D - 1 + N - L N) / (D + N - 1), 0)`, and with N = 1 `max((D - L) / D, 0)` (mLoRA,
+    section 4). Simulated, it is reached for c = 0, and with N = 1 and as many micro-batches in flight as
+    adapters for L <= D. Between there and `lorapp_adapters` it is a lower bound only.
 
     Args:
         stages: D.
@@ -25,8 +28,20 @@ def lorapp_bubble(stages: int, adapters: int, micro_batches: int = 1, latency: f
     return max(0.0, 1.0 - adapters * micro_batches / period)
 
 
+def lorapp_adapters(stages: int, latency: float = 0.0) -> int:
+    """Adapters with one micro-batch each that leave no bubble: `D + (D - 1) ceil(2 c / T)`.
+
+    A saturated stage repeats itself every T, so that a hop and its way back take a whole number of T more.
+
+    Args:
+        stages: D.
+        latency: c / T.
+    """
+    return stages + (stages - 1) * math.ceil(2 * latency)
+
+
 def flushed_bubble(stages: int, micro_batches: int) -> float:
-    """GPipe and 1F1B over a round of N micro-batches with a flush: `(D - 1) / (N + D - 1)` (GPipe, section 2.3).
+    """GPipe and 1F1B over a round of N micro-batches: `(D - 1) / (N + D - 1)` (GPipe, section 2.3).
 
     Args:
         stages: D.

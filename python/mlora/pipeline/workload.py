@@ -121,7 +121,7 @@ class Workload:
         schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
         forward: the links from each stage to the next: one for all, or D - 1.
         backward: those from each stage to the one before, `backward[s]` from stage s + 1 to stage s.
-        in_flight: for `lorapp`, the most micro-batches in the pipeline at once.
+        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; None = any number.
 
     Raises:
         ValueError: if there are no stages or streams, or another number of links.
