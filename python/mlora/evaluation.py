@@ -95,9 +95,7 @@ def complete_over_stages(
             drawn = [token for name in batches for token in tokens[str(name)]]
             for index, token in zip(part, drawn, strict=True):
                 new[index].append(token)
-        going = [
-            i for i in going if new[i][-1] != end_token and len(new[i]) < requests[i].max_new_tokens
-        ]
+        going = [i for i in going if new[i][-1] != end_token and len(new[i]) < requests[i].max_new_tokens]
     return [tuple(tokens) for tokens in new]
 
 

@@ -1,9 +1,32 @@
 """Running a model cut into stages. One device is a pipeline of one stage."""
 
-from .driver import Driver, Result
-from .order import Place
-from .runner import PipelineError
-from .runtime import Pipeline
-from .stage import Hooks, LossFn, MicroBatch, Stage
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .driver import Driver, Result
+    from .order import Place
+    from .runner import PipelineError
+    from .runtime import Pipeline
+    from .stage import Hooks, LossFn, MicroBatch, Stage
 
 __all__ = ["Driver", "Hooks", "LossFn", "MicroBatch", "Pipeline", "PipelineError", "Place", "Result", "Stage"]
+
+_HOMES = {
+    "Driver": "driver",
+    "Hooks": "stage",
+    "LossFn": "stage",
+    "MicroBatch": "stage",
+    "Pipeline": "runtime",
+    "PipelineError": "runner",
+    "Place": "order",
+    "Result": "driver",
+    "Stage": "stage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # schedules and their simulator need no torch, which takes seconds to import
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mlora.pipeline' has no attribute {name!r}")
+    return getattr(import_module(f"mlora.pipeline.{_HOMES[name]}"), name)

@@ -6,6 +6,7 @@ oldest waiting backward, and waiting.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -122,6 +123,33 @@ class Listed:
         return self._schedule
 
 
+def in_flight_of(stage: int, stages: int, in_flight: int) -> int:
+    """How many of W micro-batches in a pipeline of D stages may be between forward and backward on stage s.
+
+    `min(W, 1 + k (D - 1 - s))` with `k = ceil((W - 1) / (D - 1))`: 1F1B's `D - s` where W = D. With latency
+    between stages and no such limit, the burst of forwards at the start locks forwards and backwards into
+    each other's way: 16 points of bubble at D = W = 8, latency 5% of T, T_b = 1.15 T_f. With it the bubble is
+    the closed form's for any W up to D.
+
+    Args:
+        stage: s.
+        stages: D.
+        in_flight: W.
+
+    Returns:
+        At least 1; W on the first stage.
+
+    Raises:
+        ValueError: if W is below 1.
+    """
+    if in_flight < 1:
+        raise ValueError(f"in_flight: expected at least 1, got {in_flight}")
+    if stages == 1:
+        return in_flight
+    each = math.ceil((in_flight - 1) / (stages - 1))
+    return min(in_flight, 1 + each * (stages - 1 - stage))
+
+
 def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int | None = None) -> Order:
     """The order of a stage under a schedule.
 
@@ -129,7 +157,8 @@ def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int |
         schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
         stage: whose order.
         stages: D.
-        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; the first stage sees to it.
+        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; None = any number. See
+            `in_flight_of`.
 
     Returns:
         A new order.
@@ -140,5 +169,5 @@ def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int |
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if schedule == "lorapp":
-        return Alternating(in_flight if stage == 0 else None)
+        return Alternating(None if in_flight is None else in_flight_of(stage, stages, in_flight))
     return Listed(stage, stages, schedule)

@@ -1,0 +1,127 @@
+"""What a timeline amounts to: bubble ratio, throughput, micro-batches in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .actions import Kind
+from .timeline import Timeline
+
+
+class Window(NamedTuple):
+    """A stretch of time, in seconds."""
+
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What a timeline amounts to.
+
+    Attributes:
+        makespan: seconds from the first begin to the last end.
+        makespan_bubble_ratio: idle / (stages * makespan).
+        makespan_throughput: rows per second over the makespan.
+        window: the steady window, None where the run is too short for one.
+        rounds: how many rounds it holds.
+        bubble_ratio: idle / (stages * time) over the steady window.
+        throughput: rows per second over it.
+        in_flight: for each stage, the most micro-batches between begin of forward and end of backward.
+        rows_in_flight: the most rows of such micro-batches.
+    """
+
+    makespan: float
+    makespan_bubble_ratio: float
+    makespan_throughput: float
+    window: Window | None
+    rounds: int
+    bubble_ratio: float | None
+    throughput: float | None
+    in_flight: list[int]
+    rows_in_flight: list[int]
+
+
+def measure(timeline: Timeline) -> Measures:
+    """Measure a timeline.
+
+    Args:
+        timeline: simulated, or of a trace.
+
+    Returns:
+        Its numbers.
+    """
+    events = timeline.events
+    whole = Window(float(events["begin"].min()), float(events["end"].max()))
+    window, rounds = steady_window(timeline)
+    in_flight = [_most_in_flight(events[events["stage"] == stage]) for stage in range(timeline.stages)]
+    return Measures(
+        makespan=whole.end - whole.begin,
+        makespan_bubble_ratio=bubble_ratio(timeline, whole),
+        makespan_throughput=throughput(timeline, whole),
+        window=window,
+        rounds=rounds,
+        bubble_ratio=bubble_ratio(timeline, window) if window else None,
+        throughput=throughput(timeline, window) if window else None,
+        in_flight=[most for most, _ in in_flight],
+        rows_in_flight=[rows for _, rows in in_flight],
+    )
+
+
+def steady_window(timeline: Timeline) -> tuple[Window | None, int]:
+    """Whole rounds after every stage's first backward and before any stream ends.
+
+    A round is a step of the stream that ends first: from the end of its last backward on stage 0 to the end
+    of the next step's.
+
+    Args:
+        timeline: of a whole run.
+
+    Returns:
+        The window, None where there is no whole round, and how many rounds it holds.
+    """
+    backwards = timeline.events[timeline.events["kind"] == Kind.BACKWARD]
+    ends = np.full(timeline.stages, np.inf)
+    np.minimum.at(ends, backwards["stage"], backwards["end"])
+    at_first = backwards[backwards["stage"] == 0]
+    last = np.zeros(int(at_first["stream"].max()) + 1)
+    np.maximum.at(last, at_first["stream"], at_first["end"])
+    streams = np.unique(at_first["stream"])
+    own = at_first[at_first["stream"] == streams[np.argmin(last[streams])]]
+    rounds = np.zeros(int(own["step"].max()) + 1)
+    np.maximum.at(rounds, own["step"], own["end"])
+    rounds = rounds[rounds >= ends.max()]
+    if len(rounds) < 2:
+        return None, 0
+    return Window(float(rounds[0]), float(rounds[-1])), len(rounds) - 1
+
+
+def bubble_ratio(timeline: Timeline, window: Window) -> float:
+    """Idle / (stages * time) within a window."""
+    events = timeline.events
+    busy = np.minimum(events["end"], window.end) - np.maximum(events["begin"], window.begin)
+    whole = timeline.stages * (window.end - window.begin)
+    return 1.0 - float(busy.clip(min=0).sum()) / whole if whole else 0.0
+
+
+def throughput(timeline: Timeline, window: Window) -> float:
+    """Rows per second whose backward on stage 0 ended within a window, its begin excluded."""
+    events = timeline.events
+    chosen = (events["stage"] == 0) & (events["kind"] == Kind.BACKWARD)
+    chosen &= (events["end"] > window.begin) & (events["end"] <= window.end)
+    whole = window.end - window.begin
+    return float(events["rows"][chosen].sum()) / whole if whole else float("inf")
+
+
+def _most_in_flight(events: np.ndarray) -> tuple[int, int]:
+    """The most micro-batches, and the most rows, between forward and backward on one stage."""
+    forwards, backwards = events[events["kind"] == Kind.FORWARD], events[events["kind"] == Kind.BACKWARD]
+    ends = np.sort(backwards["end"])
+    left = np.concatenate([[0], np.cumsum(backwards["rows"][np.argsort(backwards["end"])])])
+    ended = np.searchsorted(ends, forwards["begin"], side="right")
+    most = np.arange(1, len(forwards) + 1) - ended
+    rows = np.cumsum(forwards["rows"]) - left[ended]
+    return int(most.max(initial=0)), int(rows.max(initial=0))

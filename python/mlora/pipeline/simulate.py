@@ -1,0 +1,266 @@
+"""A discrete-event simulation of a pipeline: the stages decide by the same `Order`s as in the runtime.
+
+Both directions are FIFOs and all stages take micro-batches in one order, so a queue is two counts: how many
+have come and how many were begun. Time is whole picoseconds: what happens at once, happens at equal numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .actions import Kind
+from .order import Order, Place, order_of
+from .timeline import OPTIMIZER, Timeline, stack
+from .workload import Link, Workload
+
+TICKS = 10**12
+_FINISH, _FORWARD, _BACKWARD, _JOIN = range(4)
+
+
+def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = None) -> Timeline:
+    """Run a workload without running it.
+
+    A stream's micro-batches are offered to stage 0 together, when it joins and when all backwards of its step
+    have ended there; streams queue in the order in which they become free. The last stage runs forward and
+    backward as one unit. Sends never block a stage.
+
+    Args:
+        workload: the pipeline and its streams.
+        orders: `(stage, D) -> Order`, instead of those of the workload's schedule.
+
+    Returns:
+        Every action of every micro-batch, and every message.
+
+    Raises:
+        ValueError: if the schedule does not fit the streams, or a stage waits for ever.
+
+    Example:
+        >>> stages = [StageTime(forward=1e-3, backward=1e-3)] * 4
+        >>> timeline = simulate(Workload(stages, [Stream(steps=10)] * 4))
+        >>> measure(timeline).bubble_ratio
+        0.0
+    """
+    return _Simulation(workload, orders).run()
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * TICKS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Ticks of a micro-batch of some number of rows, by stage and by link."""
+
+    index: int
+    forward: list[int]
+    backward: list[int]
+    sent: list[int]
+    returned: list[int]
+
+
+class _Channel:
+    """The links of one direction; `begins[s]` belongs to the link between stages s and s + 1."""
+
+    def __init__(self, links: list[Link]) -> None:
+        self.latencies = [_ticks(link.latency) for link in links]
+        self.free = [0] * len(links)
+        self.begins: list[list[int]] = [[] for _ in links]
+
+    def send(self, hop: int, now: int, ticks: int) -> int:
+        """Queue a message behind the earlier ones; returns when it arrives."""
+        begin = max(now, self.free[hop])
+        self.begins[hop].append(begin)
+        self.free[hop] = begin + ticks
+        return begin + ticks + self.latencies[hop]
+
+
+class _Simulation:
+    def __init__(self, workload: Workload, orders: Callable[[int, int], Order] | None) -> None:
+        self.workload = workload
+        self.stages = len(workload.stages)
+        self.last = self.stages - 1
+        if orders is None:
+            of = workload.schedule, workload.in_flight
+            self.orders = [order_of(of[0], s, self.stages, of[1]) for s in range(self.stages)]
+        else:
+            self.orders = [orders(stage, self.stages) for stage in range(self.stages)]
+        self.optimizer = [_ticks(stage.optimizer) for stage in workload.stages]
+        self.forward = _Channel(workload.links(workload.forward))
+        self.backward = _Channel(workload.links(workload.backward))
+
+        self.now = 0
+        self.times: list[int] = []
+        self.calendar: dict[int, list[int]] = {}
+        self.running: list[Kind | None] = [None] * self.stages
+        self.came_forward = [0] * self.stages
+        self.came_backward = [0] * self.stages
+        self.begun_forward: list[list[int]] = [[] for _ in range(self.stages)]
+        self.begun_backward: list[list[int]] = [[] for _ in range(self.stages)]
+
+        self.items: list[tuple[int, int, int, int]] = []  # stream, step, micro-batch, rows
+        self.places: list[Place] = []
+        self.costs: list[_Cost] = []
+        self.cost_of: dict[int, _Cost] = {}
+        self.step = [0] * len(workload.streams)
+        self.left = [0] * len(workload.streams)
+
+    def run(self) -> Timeline:
+        for index, stream in enumerate(self.workload.streams):
+            self.at(_ticks(stream.start), _JOIN, index)
+        while self.times:
+            self.now = heapq.heappop(self.times)
+            touched: list[int] = []
+            for code in self.calendar.pop(self.now):
+                self.happen(code & 3, code >> 2, touched)
+            for stage in touched:
+                if self.running[stage] is None:
+                    self.begin(stage)
+        self.check_ended()
+        return self.timeline()
+
+    def at(self, time: int, what: int, index: int) -> None:
+        """Let something happen later, to a stage or, for `_JOIN`, a stream."""
+        happens = self.calendar.get(time)
+        if happens is None:
+            self.calendar[time] = [index << 2 | what]
+            heapq.heappush(self.times, time)
+        else:
+            happens.append(index << 2 | what)
+
+    def happen(self, what: int, index: int, touched: list[int]) -> None:
+        """What happens now; stages that may have got something to do are added to `touched`."""
+        if what == _FINISH:
+            self.finish(index, touched)
+        elif what == _FORWARD:
+            self.came_forward[index] += 1
+        elif what == _BACKWARD:
+            self.came_backward[index] += 1
+        else:
+            self.offer(index)
+            index = 0
+        touched.append(index)
+
+    def offer(self, index: int) -> None:
+        """A stream's next step enters the queue of stage 0."""
+        stream = self.workload.streams[index]
+        step, size = self.step[index], stream.micro_batches
+        for micro_batch in range(size):
+            rows = stream.rows_of(step, micro_batch)
+            self.items.append((index, step, micro_batch, rows))
+            self.places.append(Place(micro_batch, size))
+            self.costs.append(self.cost_of.get(rows) or self.cost(rows))
+        self.left[index] = size
+        self.came_forward[0] += size
+
+    def cost(self, rows: int) -> _Cost:
+        stages, workload = self.workload.stages, self.workload
+        cost = self.cost_of[rows] = _Cost(
+            len(self.cost_of),
+            [_ticks(stage.forward + stage.forward_row * rows) for stage in stages],
+            [_ticks(stage.backward + stage.backward_row * rows) for stage in stages],
+            [_ticks(link.seconds(rows)) for link in workload.links(workload.forward)],
+            [_ticks(link.seconds(rows)) for link in workload.links(workload.backward)],
+        )
+        return cost
+
+    def begin(self, stage: int) -> None:
+        """Let an idle stage choose."""
+        forwards, backwards = self.begun_forward[stage], self.begun_backward[stage]
+        first, second = len(forwards), len(backwards)
+        forward = self.places[first] if first < self.came_forward[stage] else None
+        backward = self.places[second] if second < self.came_backward[stage] else None
+        if forward is None and backward is None:
+            return
+        kind = self.orders[stage].choose(forward, backward)
+        if kind is None:
+            return
+        if kind is Kind.BACKWARD:
+            backwards.append(self.now)
+            end = self.now + self.costs[second].backward[stage]
+        else:
+            begin = self.now + self.optimizer_ticks(stage, first)
+            forwards.append(begin)
+            end = begin + self.costs[first].forward[stage]
+            if stage == self.last:
+                kind = self.orders[stage].choose(None, forward)
+                assert kind is Kind.BACKWARD, "the last stage runs units"
+                backwards.append(end)
+                end += self.costs[first].backward[stage]
+        self.running[stage] = kind
+        self.at(end, _FINISH, stage)
+
+    def optimizer_ticks(self, stage: int, item: int) -> int:
+        """Before the first forward of a step stands the optimizer step of the one before."""
+        if not self.optimizer[stage]:
+            return 0
+        _, step, micro_batch, _ = self.items[item]
+        return self.optimizer[stage] if step and not micro_batch else 0
+
+    def finish(self, stage: int, touched: list[int]) -> None:
+        """A stage has done what it ran: on to the neighbour, or, at stage 0, the end of a micro-batch."""
+        kind, self.running[stage] = self.running[stage], None
+        if kind is Kind.FORWARD:
+            item = len(self.begun_forward[stage]) - 1
+            arrival = self.forward.send(stage, self.now, self.costs[item].sent[stage])
+            self.arrive(arrival, _FORWARD, stage + 1, touched)
+        elif stage:
+            item = len(self.begun_backward[stage]) - 1
+            arrival = self.backward.send(stage - 1, self.now, self.costs[item].returned[stage - 1])
+            self.arrive(arrival, _BACKWARD, stage - 1, touched)
+        else:
+            self.end(self.items[len(self.begun_backward[0]) - 1][0])
+
+    def arrive(self, time: int, what: int, stage: int, touched: list[int]) -> None:
+        if time == self.now:
+            self.happen(what, stage, touched)
+        else:
+            self.at(time, what, stage)
+
+    def end(self, index: int) -> None:
+        """A micro-batch of a stream is done; after the last one of a step, the next step is offered."""
+        self.left[index] -= 1
+        if not self.left[index]:
+            self.step[index] += 1
+            if self.step[index] < self.workload.streams[index].steps:
+                self.offer(index)
+
+    def check_ended(self) -> None:
+        for index, stream in enumerate(self.workload.streams):
+            if self.step[index] < stream.steps:
+                raise ValueError(
+                    f"schedule: stream {index} stands still in its step {self.step[index]}: the stages' "
+                    "orders wait for ever"
+                )
+
+    def timeline(self) -> Timeline:
+        stream, step, micro_batch, rows = np.array(self.items).T
+        which = np.array([cost.index for cost in self.costs])
+        common = {"stream": stream, "step": step, "micro_batch": micro_batch, "rows": rows}
+        stages, hops = np.arange(self.stages)[:, None], np.arange(self.last)[:, None]
+
+        def part(kind: str, stage: np.ndarray, begun: list[list[int]], ticks: str) -> dict[str, np.ndarray]:
+            begin = np.array(begun, dtype=np.int64).reshape(len(stage), len(which))
+            end = begin + np.array([getattr(cost, ticks) for cost in self.cost_of.values()])[which].T
+            return common | {"kind": kind, "stage": stage, "begin": begin / TICKS, "end": end / TICKS}
+
+        forward = part(Kind.FORWARD, stages, self.begun_forward, "forward")
+        parts = [forward, part(Kind.BACKWARD, stages, self.begun_backward, "backward")]
+        events = stack([*parts, self.optimizer_part(forward)])
+        sent = part(Kind.FORWARD, hops, self.forward.begins, "sent")
+        returned = part(Kind.BACKWARD, hops + 1, self.backward.begins, "returned")
+        return Timeline(self.stages, events, stack([sent, returned]))
+
+    def optimizer_part(self, forward: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The optimizer steps, each just before the forward that waited for it."""
+        first = (forward["step"] > 0) & (forward["micro_batch"] == 0)
+        spent = np.array(self.optimizer)[:, None] / TICKS
+        busy = spent[:, 0] > 0
+        end = forward["begin"][busy][:, first]
+        chosen = {name: forward[name][first] for name in ("stream", "step", "micro_batch", "rows")}
+        chosen["step"] = chosen["step"] - 1
+        stage = forward["stage"][busy]
+        return chosen | {"kind": OPTIMIZER, "stage": stage, "begin": end - spent[busy], "end": end}

@@ -1,0 +1,153 @@
+"""What the simulator runs: stages with their times, links between them, streams of micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from .actions import Schedule
+from .schedules import SCHEDULES
+
+
+def _check(thing: object, *, least: float = 0.0) -> None:
+    """Refuse a field that is no finite number of at least `least`."""
+    for field in fields(thing):  # type: ignore[arg-type]
+        value = getattr(thing, field.name)
+        if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{field.name}: expected a number of at least {least:g}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds that a stage needs: `forward + forward_row * rows` for the forward of a micro-batch.
+
+    Attributes:
+        forward, backward: of any micro-batch.
+        forward_row, backward_row: more, for each row of it.
+        optimizer: of a stream's optimizer step, which a stage runs just before the next step's first forward.
+
+    Raises:
+        ValueError: if one is negative or not finite.
+    """
+
+    forward: float
+    backward: float
+    forward_row: float = 0.0
+    backward_row: float = 0.0
+    optimizer: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def seconds(self, rows: float = 0) -> float:
+        """Forward and backward together of a micro-batch of so many rows."""
+        return self.forward + self.backward + (self.forward_row + self.backward_row) * rows
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two neighbours: a FIFO that is busy while a message is on its way into it.
+
+    A message occupies it for `overhead + row_bytes * rows / bandwidth` and arrives `latency` after that.
+
+    Attributes:
+        latency: seconds.
+        bandwidth: bytes per second; infinite by default.
+        row_bytes: bytes of a row of a micro-batch.
+        overhead: seconds of each message, whatever its size.
+
+    Raises:
+        ValueError: if one is negative or not finite, or the bandwidth is not above 0.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    row_bytes: float = 0.0
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth: expected a number above 0, got {self.bandwidth}")
+        for name in ("latency", "row_bytes", "overhead"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: expected a number of at least 0, got {value}")
+
+    def seconds(self, rows: float) -> float:
+        """How long a message of so many rows occupies the link."""
+        return self.overhead + self.row_bytes * rows / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An adapter, or a group of adapters that are batched together.
+
+    Attributes:
+        steps: optimizer steps until it ends.
+        micro_batches: N of each step.
+        rows: of its micro-batches, taken in turn over all its steps.
+        start: seconds; when it joins.
+
+    Raises:
+        ValueError: if a count is below 1 or a time negative.
+    """
+
+    steps: int
+    micro_batches: int = 1
+    rows: tuple[int, ...] = (1,)
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.rows or min(self.rows) < 1:
+            raise ValueError(f"rows: expected numbers of at least 1, got {list(self.rows)}")
+        _check(self)
+
+    def rows_of(self, step: int, micro_batch: int) -> int:
+        """Rows of one of its micro-batches."""
+        return self.rows[(step * self.micro_batches + micro_batch) % len(self.rows)]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A pipeline and what runs through it.
+
+    Attributes:
+        stages: times of the D stages.
+        streams: at most one of them for `gpipe` and `1f1b` runs rounds without a flush between adapters.
+        schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
+        forward: the links from each stage to the next: one for all, or D - 1.
+        backward: those from each stage to the one before, `backward[s]` from stage s + 1 to stage s.
+        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; None = any number.
+
+    Raises:
+        ValueError: if there are no stages or streams, or another number of links.
+    """
+
+    stages: Sequence[StageTime]
+    streams: Sequence[Stream]
+    schedule: str | Schedule = "lorapp"
+    forward: Link | Sequence[Link] = Link()
+    backward: Link | Sequence[Link] = Link()
+    in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "streams"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: expected at least one, got none")
+        if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        for name in ("forward", "backward"):
+            links = getattr(self, name)
+            if not isinstance(links, Link) and len(links) != len(self.stages) - 1:
+                raise ValueError(
+                    f"{name}: expected one link, or {len(self.stages) - 1} for {len(self.stages)} stages, "
+                    f"got {len(links)}"
+                )
+
+    def links(self, direction: Link | Sequence[Link]) -> list[Link]:
+        """One link for each pair of neighbours."""
+        return [direction] * (len(self.stages) - 1) if isinstance(direction, Link) else list(direction)

@@ -1,0 +1,342 @@
+"""The pipeline's simulator: closed forms, timelines by hand, an oracle in steps, and what always holds."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlora.pipeline.actions import Kind, check_schedule
+from mlora.pipeline.closed_form import flushed_bubble, lorapp_adapters, lorapp_bubble, slowest_stage_bubble
+from mlora.pipeline.measures import measure
+from mlora.pipeline.order import order_of
+from mlora.pipeline.simulate import simulate
+from mlora.pipeline.timeline import Event, Timeline, action_lists, as_events
+from mlora.pipeline.workload import Link, StageTime, Stream, Workload
+from small_pipeline import First, by_order, first_come, run_slowly
+
+HALF_A_POINT = 0.005
+
+
+def bubble(workload: Workload, kind: Kind | None = None) -> float:
+    """The steady bubble ratio under the workload's schedule, or under an order that prefers a kind."""
+    ratio = measure(simulate(workload, (lambda _s, _d: First(kind)) if kind else None)).bubble_ratio
+    assert ratio is not None
+    return ratio
+
+
+def equal(
+    stages: int, adapters: int, *, backward: float = 1.0, latency: float = 0.0, **stream: int
+) -> Workload:
+    """Equal stages of forward 1 s; the latency is a part of T; `backward` is that of a forward."""
+    link = Link(latency * (1 + backward))
+    return Workload(
+        [StageTime(1, backward)] * stages,
+        [Stream(**{"steps": 30, **stream})] * adapters,
+        forward=link,
+        backward=link,
+    )
+
+
+@pytest.mark.parametrize("backward", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_closed_forms(stages: int, micro_batches: int, backward: int) -> None:
+    for adapters in range(1, 9):
+        simulated = bubble(equal(stages, adapters, backward=backward, micro_batches=micro_batches))
+        assert simulated == pytest.approx(lorapp_bubble(stages, adapters, micro_batches), abs=HALF_A_POINT), (
+            adapters
+        )
+    for schedule in ("gpipe", "1f1b"):
+        streams = [Stream(steps=4, micro_batches=micro_batches)]
+        simulated = bubble(Workload([StageTime(1, backward)] * stages, streams, schedule))
+        assert simulated == pytest.approx(flushed_bubble(stages, micro_batches), abs=1e-9), schedule
+
+
+def test_closed_forms_agree_with_each_other() -> None:
+    assert lorapp_bubble(8, 3) == pytest.approx(5 / 8)
+    assert lorapp_bubble(8, 2, 4) == pytest.approx((8 - 1 + 4 - 2 * 4) / (8 + 4 - 1))
+    assert lorapp_bubble(4, 1, 8) == pytest.approx(flushed_bubble(4, 8))
+    assert lorapp_bubble(4, 4, latency=0.05) == pytest.approx(1 - 4 / (4 + 2 * 3 * 0.05))
+    assert [lorapp_adapters(8, c) for c in (0, 0.1, 0.5, 0.6)] == [8, 15, 15, 22]
+    assert slowest_stage_bubble([1, 1, 2]) == pytest.approx(1 / 3)
+
+
+def test_one_stage_is_never_idle() -> None:
+    for schedule in ("lorapp", "gpipe", "1f1b"):
+        numbers = measure(simulate(Workload([StageTime(1, 2)], [Stream(5, micro_batches=3)], schedule)))
+        assert (numbers.bubble_ratio, numbers.makespan, numbers.in_flight) == (0, 45, [1])
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 2, 1], [3, 1, 1, 1], [1, 2, 3, 4]])
+def test_the_slowest_stage_sets_the_pace(weights: list[int]) -> None:
+    workload = Workload([StageTime(w, w) for w in weights], [Stream(30)] * 9)
+    assert bubble(workload) == pytest.approx(slowest_stage_bubble(weights), abs=HALF_A_POINT)
+    assert measure(simulate(workload)).throughput == pytest.approx(1 / (2 * max(weights)), rel=0.01)
+
+
+def test_two_stages_by_hand() -> None:
+    """D = L = 2, F = B = 1: from 3 on stage 0 alternates, from 1 on the last stage runs units."""
+    timeline = simulate(Workload([StageTime(1, 1)] * 2, [Stream(2)] * 2))
+    assert [(e.kind, e.stream, e.step, e.begin, e.end) for e in timeline.of_stage(0)] == [
+        ("F", 0, 0, 0, 1),
+        ("F", 1, 0, 1, 2),
+        ("B", 0, 0, 3, 4),
+        ("F", 0, 1, 4, 5),
+        ("B", 1, 0, 5, 6),
+        ("F", 1, 1, 6, 7),
+        ("B", 0, 1, 7, 8),
+        ("B", 1, 1, 9, 10),
+    ]
+    assert [(e.kind, e.stream, e.begin) for e in timeline.of_stage(1)] == [
+        (kind, stream, float(2 * unit + offset))
+        for unit, stream in zip((0.5, 1.5, 2.5, 3.5), (0, 1, 0, 1), strict=True)
+        for offset, kind in enumerate("FB")
+    ]
+    numbers = measure(timeline)
+    assert (numbers.makespan, numbers.in_flight) == (10, [2, 1])
+    assert numbers.makespan_bubble_ratio == pytest.approx(1 - 16 / 20)
+    assert numbers.window == (4, 8)
+    assert numbers.bubble_ratio == 0
+    assert numbers.throughput == pytest.approx(0.5)
+
+
+def test_links_by_hand() -> None:
+    """Messages of 4 bytes at 2 bytes per second queue behind each other, and arrive 3 s after they left."""
+    link = Link(latency=3, bandwidth=2, row_bytes=2, overhead=0.5)
+    timeline = simulate(
+        Workload([StageTime(1, 1)] * 2, [Stream(1, rows=(2,))] * 2, forward=link, backward=link)
+    )
+    messages = as_events(timeline.messages)
+    sent = [(m.stage, m.kind, m.stream, m.begin, m.end) for m in messages]
+    assert sent == [(0, "F", 0, 1, 3.5), (0, "F", 1, 3.5, 6), (1, "B", 0, 8.5, 11), (1, "B", 1, 11, 13.5)]
+    assert [e.begin for e in timeline.of_stage(1) if e.kind == "F"] == [6.5, 9]
+    assert [e.begin for e in timeline.of_stage(0) if e.kind == "B"] == [14, 16.5]
+
+
+def test_rows_and_optimizer_by_hand() -> None:
+    stage = StageTime(forward=1, backward=2, forward_row=0.5, backward_row=1, optimizer=4)
+    timeline = simulate(Workload([stage], [Stream(2, rows=(2, 4))]))
+    events = [(e.kind, e.step, e.rows, e.begin, e.end) for e in timeline.of_stage(0)]
+    assert events == [
+        ("F", 0, 2, 0, 2),
+        ("B", 0, 2, 2, 6),
+        ("S", 0, 4, 6, 10),
+        ("F", 1, 4, 10, 13),
+        ("B", 1, 4, 13, 19),
+    ]
+    assert measure(timeline).makespan_throughput == pytest.approx(6 / 19)
+
+
+def test_streams_join_late_and_end_early() -> None:
+    streams = [Stream(10), Stream(2), Stream(3, start=7.0)]
+    timeline = simulate(Workload([StageTime(1, 1)] * 2, streams))
+    late = timeline.events[timeline.events["stream"] == 2]
+    assert late["begin"].min() >= 7
+    counts = Counter(e.stream for e in timeline.of_stage(0))
+    assert counts == {0: 20, 1: 4, 2: 6}
+
+
+def test_in_flight_is_limited_at_the_first_stage() -> None:
+    stages = [StageTime(1, 1)] * 4
+    for limit in (1, 2, 3, 5):
+        limited = Workload(stages, [Stream(10)] * 8, in_flight=limit)
+        assert max(measure(simulate(limited)).in_flight) == limit
+        assert bubble(limited) == pytest.approx(lorapp_bubble(4, limit), abs=HALF_A_POINT)
+    numbers = measure(simulate(Workload(stages, [Stream(10, rows=(3,))] * 8)))
+    assert numbers.rows_in_flight == [3 * most for most in numbers.in_flight]
+    assert numbers.in_flight[-1] == 1
+    for schedule, expected in (("gpipe", [6, 6, 6, 1]), ("1f1b", [4, 3, 2, 1])):
+        flushed = Workload(stages, [Stream(2, micro_batches=6)], schedule)
+        assert measure(simulate(flushed)).in_flight == expected
+
+
+def test_too_short_for_a_steady_window() -> None:
+    numbers = measure(simulate(Workload([StageTime(1, 1)] * 4, [Stream(1)])))
+    assert (numbers.window, numbers.bubble_ratio, numbers.throughput) == (None, None, None)
+    assert numbers.makespan == 8
+
+
+@pytest.mark.parametrize("backward", [1.0, 1.15, 2.0])
+@pytest.mark.parametrize("latency", [0.01, 0.05, 0.25, 0.5])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_latency(stages: int, latency: float, backward: float) -> None:
+    """The closed form to D adapters, and no bubble from `lorapp_adapters` on."""
+    for adapters in range(1, stages + 1):
+        workload = equal(stages, adapters, backward=backward, latency=latency)
+        simulated = bubble(replace(workload, in_flight=adapters))
+        assert simulated == pytest.approx(lorapp_bubble(stages, adapters, latency=latency), abs=1e-9)
+    enough = lorapp_adapters(stages, latency)
+    workload = equal(stages, enough, backward=backward, latency=latency)
+    for in_flight in (None, enough):
+        assert bubble(replace(workload, in_flight=in_flight)) == pytest.approx(0, abs=HALF_A_POINT)
+
+
+def test_the_bound_with_latency_is_one() -> None:
+    for adapters in range(1, 20, 3):
+        for micro_batches in (1, 2):
+            workload = equal(8, adapters, backward=1.15, latency=0.1, micro_batches=micro_batches)
+            assert bubble(workload) > lorapp_bubble(8, adapters, micro_batches, 0.1) - 1e-9
+
+
+def test_forwards_at_the_start_get_in_the_way_without_a_limit() -> None:
+    workload = equal(8, 8, backward=1.15, latency=0.05)
+    assert bubble(workload) - bubble(replace(workload, in_flight=8)) == pytest.approx(0.16, abs=0.01)
+
+
+def test_other_orders_are_worse() -> None:
+    """Backward first locks into a fifth of idle time where links have any latency."""
+    for stages in (4, 8):
+        late = equal(stages, stages, latency=0.01, steps=120)
+        least = lorapp_bubble(stages, stages, latency=0.01)
+        assert bubble(late) - least < HALF_A_POINT
+        assert bubble(late, Kind.BACKWARD) - least == pytest.approx(0.19, abs=0.01)
+        assert bubble(late, Kind.FORWARD) - least > 0.1
+    split = equal(8, 5, micro_batches=2)
+    assert bubble(split) < HALF_A_POINT
+    assert bubble(split, Kind.FORWARD) == pytest.approx(0.2, abs=0.01)
+    split = equal(8, 3, micro_batches=4, backward=2)
+    assert bubble(split) < HALF_A_POINT
+    first = measure(Timeline.of(run_slowly(split, lambda _stage: first_come))).bubble_ratio
+    assert first == pytest.approx(0.19, abs=0.01)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Small workloads of whole seconds under any schedule."""
+    depth = draw(st.integers(1, 4))
+    seconds = st.integers(1, 3)
+    stages = [StageTime(draw(seconds), draw(seconds)) for _ in range(depth)]
+    schedule = draw(st.sampled_from(["lorapp", "gpipe", "1f1b"]))
+    stream = st.builds(
+        Stream,
+        st.integers(1, 4),
+        st.integers(1, 3),
+        start=st.integers(0, 9) if schedule == "lorapp" else st.just(0),
+    )
+    streams = draw(st.lists(stream, min_size=1, max_size=4 if schedule == "lorapp" else 1))
+    links = st.lists(st.builds(Link, st.integers(0, 3)), min_size=depth - 1, max_size=depth - 1)
+    limit = draw(st.none() | st.integers(1, 4))
+    return Workload(stages, streams, schedule, draw(links), draw(links), limit)
+
+
+@settings(max_examples=150, deadline=None)
+@given(workloads())
+def test_equal_to_the_oracle(workload: Workload) -> None:
+    sizes = [stream.micro_batches for stream in workload.streams]
+    depth = len(workload.stages)
+
+    def rule(stage: int) -> object:
+        return by_order(order_of(workload.schedule, stage, depth, workload.in_flight), sizes)
+
+    expected = Timeline.of(run_slowly(workload, rule))
+    assert np.array_equal(simulate(workload).events, expected.events)
+
+
+@settings(max_examples=100, deadline=None)
+@given(workloads(), st.randoms(use_true_random=False))
+def test_what_always_holds(workload: Workload, random: object) -> None:
+    rows = tuple(random.randint(1, 5) for _ in range(3))
+    streams = [Stream(s.steps, s.micro_batches, rows, s.start) for s in workload.streams]
+    stages = [StageTime(t.forward, t.backward, 0.1, 0.2, 0.3) for t in workload.stages]
+    link = Link(0.25, 4.0, 2.0, 0.125)
+    timeline = simulate(Workload(stages, streams, workload.schedule, link, link, workload.in_flight))
+    depth, events, messages = len(stages), as_events(timeline.events), as_events(timeline.messages)
+    work = [e for e in events if e.kind != "S"]
+
+    every = {(i, s, m) for i, t in enumerate(streams) for s in range(t.steps) for m in range(t.micro_batches)}
+    assert Counter((e.stage, e.kind, *e[2:5]) for e in work) == Counter(
+        (stage, kind, *key) for stage in range(depth) for kind in "FB" for key in every
+    )
+    for lane in (events, [m for m in messages if m.kind == "F"], [m for m in messages if m.kind == "B"]):
+        for before, after in pairwise(lane):
+            assert before.stage != after.stage or after.begin >= before.end - 1e-9
+    at = {(e.stage, e.kind, e[2:5]): e for e in work}
+    sent = {(m.stage, m.kind, m[2:5]): m for m in messages}
+    assert len(sent) == 2 * (depth - 1) * len(every)
+    for (stage, kind, key), event in at.items():
+        source = stage - 1 if kind == "F" else stage + 1
+        if 0 <= source < depth:
+            message = sent[source, kind, key]
+            assert message.begin >= at[source, kind, key].end - 1e-9
+            assert event.begin >= message.end + link.latency - 1e-9
+        if kind == "B":
+            assert event.begin >= at[stage, "F", key].end - 1e-9
+    for stream, step, micro_batch in every:
+        if step:
+            ends = [at[0, "B", (stream, step - 1, m)].end for m in range(streams[stream].micro_batches)]
+            assert at[0, "F", (stream, step, micro_batch)].begin >= max(ends) - 1e-9
+    orders = [
+        [e[2:5] for e in work if (e.stage, e.kind) == (stage, kind)]
+        for stage in range(depth)
+        for kind in "FB"
+    ]
+    assert all(order == orders[0] for order in orders), "both directions are FIFOs"
+    check_schedule(action_lists(timeline))
+
+
+def test_a_simulated_run_is_a_static_schedule() -> None:
+    """Its lists, run again as one round, give the same timeline."""
+    link = Link(0.25)
+    workload = Workload([StageTime(1, 2)] * 4, [Stream(5, micro_batches=2)] * 3, forward=link, backward=link)
+    timeline = simulate(workload)
+    lists = action_lists(timeline)
+    assert check_schedule(lists) == 30
+    again = simulate(Workload(workload.stages, [Stream(1, 30)], lists, link, link))
+    for column in ("stage", "kind", "begin", "end"):
+        assert np.array_equal(again.events[column], timeline.events[column])
+    slower = simulate(Workload([StageTime(1, 2)] * 4, [Stream(1, 30)], lists, Link(1), Link(1)))
+    assert measure(slower).makespan > measure(timeline).makespan
+
+
+def test_measured_events_are_a_timeline() -> None:
+    events = [
+        Event(1, "F", 0, 0, 0, 2.0, 3.0),
+        Event(0, "F", 0, 0, 0, 1.0, 2.0),
+        Event(1, "B", 0, 0, 0, 3.0, 4.0),
+    ]
+    timeline = Timeline.of([*events, Event(0, "B", 0, 0, 0, 4.0, 5.0)])
+    assert timeline.stages == 2
+    assert timeline.of_stage(1) == [events[0], events[2]]
+    assert measure(timeline).makespan == 4
+    assert measure(timeline).makespan_bubble_ratio == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda: StageTime(-1, 1), "forward: expected a number of at least 0, got -1"),
+        (lambda: Link(bandwidth=0), "bandwidth: expected a number above 0, got 0"),
+        (lambda: Link(latency=float("inf")), "latency: expected a number of at least 0, got inf"),
+        (lambda: Stream(0), "steps: expected at least 1, got 0"),
+        (lambda: Stream(1, rows=()), "rows: expected numbers of at least 1"),
+        (lambda: Workload([], [Stream(1)]), "stages: expected at least one, got none"),
+        (lambda: Workload([StageTime(1, 1)], [Stream(1)], "pipedream"), "schedule: expected one of lorapp"),
+        (
+            lambda: Workload([StageTime(1, 1)] * 3, [Stream(1)], forward=[Link()]),
+            "forward: expected one link, or 2 for 3 stages, got 1",
+        ),
+    ],
+)
+def test_refusals(make: object, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        make()
+
+
+def test_an_order_that_waits_for_ever_is_named() -> None:
+    class Idle:
+        def choose(self, forward: object, backward: object) -> None:
+            return None
+
+    with pytest.raises(ValueError, match="stream 0 stands still in its step 0"):
+        simulate(Workload([StageTime(1, 1)] * 2, [Stream(1)]), lambda _s, _d: Idle())
+
+
+def test_many_stages_and_streams() -> None:
+    begin = time.perf_counter()
+    numbers = measure(simulate(Workload([StageTime(1, 1)] * 256, [Stream(2)] * 1000)))
+    assert time.perf_counter() - begin < 60
+    assert numbers.bubble_ratio == pytest.approx(0, abs=HALF_A_POINT)
