@@ -4,25 +4,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .across import FirstStage, Member
+    from .beats import Fault
     from .driver import Driver, Result
+    from .groups import Neighbours, neighbour_groups
     from .order import Place
     from .runner import PipelineError
     from .runtime import Pipeline
     from .stage import Hooks, LossFn, MicroBatch, Stage
-
-__all__ = ["Driver", "Hooks", "LossFn", "MicroBatch", "Pipeline", "PipelineError", "Place", "Result", "Stage"]
+    from .watch import Watch
+    from .world import PeerError, World
 
 _HOMES = {
     "Driver": "driver",
+    "Fault": "beats",
+    "FirstStage": "across",
     "Hooks": "stage",
     "LossFn": "stage",
     "MicroBatch": "stage",
+    "Neighbours": "groups",
+    "PeerError": "world",
     "Pipeline": "runtime",
     "PipelineError": "runner",
     "Place": "order",
     "Result": "driver",
     "Stage": "stage",
+    "Watch": "watch",
+    "World": "world",
+    "neighbour_groups": "groups",
+    "Member": "across",
 }
+
+__all__ = [
+    "Driver",
+    "Fault",
+    "FirstStage",
+    "Hooks",
+    "LossFn",
+    "Member",
+    "MicroBatch",
+    "Neighbours",
+    "PeerError",
+    "Pipeline",
+    "PipelineError",
+    "Place",
+    "Result",
+    "Stage",
+    "Watch",
+    "World",
+    "neighbour_groups",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,178 @@
+"""The sign of life that every process of a pipeline gives, and what it sees of the others'."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .processes import Process
+from .world import World
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a stage.
+
+    Attributes:
+        stage: its number.
+        host: its machine; empty where it never gave a sign of life.
+        pid: its process.
+        message: what it does not do any more, or, where ``own``, what it says itself.
+        own: it told of the fault itself.
+    """
+
+    stage: int
+    host: str
+    pid: int
+    message: str
+    own: bool = False
+
+    def __str__(self) -> str:
+        """Return the line for the user."""
+        who = f"stage {self.stage} ({self.host}, pid {self.pid})" if self.host else f"stage {self.stage}"
+        return f"{who}{':' if self.own else ''} {self.message}"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a process tells the others each time.
+
+    Attributes:
+        process: it.
+        number: counts the times.
+        patience: seconds of silence that it asks the others to bear.
+        in_flight: the adapters that it is working on.
+        goodbye: it has done its work; its silence from now on is no fault.
+        fault: what it found, in itself or in another stage, before it ends.
+    """
+
+    process: Process
+    number: int = 0
+    patience: float = 0.0
+    in_flight: str = ""
+    goodbye: bool = False
+    fault: Fault | None = None
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Sign:
+        """Return what another process wrote."""
+        values: dict[str, Any] = json.loads(text)
+        fault = Fault(**values.pop("fault")) if values["fault"] else values.pop("fault")
+        return cls(process=Process(**values.pop("process")), fault=fault, **values)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last sign of a process, and for how many seconds there was no later one."""
+
+    sign: Sign
+    silence: float = 0.0
+
+
+@dataclass
+class Beats:
+    """Gives and reads the signs, in a thread and on store connections of its own.
+
+    Args:
+        world: the pipeline's processes.
+        describe: returns the adapters in flight; called in the thread.
+        patience: what this process asks the others to bear, in seconds.
+        interval: seconds from one sign to the next.
+
+    Attributes:
+        seen: the other processes, by rank; without those that have not given a sign yet.
+        rounds: how often the thread has read all of them.
+        lost: the store has closed its connection.
+    """
+
+    world: World
+    describe: Callable[[], str]
+    patience: float
+    interval: float
+    seen: dict[int, Seen] = field(default_factory=dict, init=False)
+    rounds: int = field(default=0, init=False)
+    lost: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Give the first sign."""
+        self.sign = Sign(self.world.process, patience=self.patience)
+        self._lock = threading.Lock()
+        self._awake, self._stopped = threading.Event(), False
+        store: Any = self.world.store  # torch's stubs lack `clone`
+        self._store = store.clone()
+        self._reading = store.clone()  # may be blocked for ever by a store that is frozen
+        self._reading.set_timeout(timedelta(seconds=10 * self.patience))
+        self._read_at = time.monotonic()
+        self.give()
+        self.thread = threading.Thread(target=self._run, name="mlora-beats", daemon=True)
+        self.thread.start()
+
+    def give(self, **changes: Any) -> None:
+        """Give a sign now.
+
+        Args:
+            changes: of the fields of :class:`Sign`, from now on.
+        """
+        with self._lock:
+            self.sign = replace(self.sign, number=self.sign.number + 1, **changes)
+            self._store.set(_key(self.world.rank), self.sign.to_json())
+
+    def others(self) -> dict[int, Seen]:
+        """Return what is seen now, which does not change any more."""
+        return dict(self.seen)
+
+    def hurry(self) -> None:
+        """Give and read the next signs at once."""
+        self._awake.set()
+
+    def stop(self) -> None:
+        """Let the thread end when it can."""
+        self._stopped = True
+        self.hurry()
+
+    def claim(self) -> bool:
+        """Claim the right to tell the user of a fault; only the first process that does so gets it."""
+        return self._store.add("told", 1) == 1
+
+    def is_claimed(self) -> bool:
+        """Say whether a process has claimed that right."""
+        return self._store.check(["told"])
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self.give(in_flight=self.describe())
+                self._read()
+                self.rounds += 1
+                self._awake.wait(self.interval)
+                self._awake.clear()
+        except dist.DistError:
+            self.lost = True
+
+    def _read(self) -> None:
+        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        present = [rank for rank in others if rank in self.seen or self._reading.check([_key(rank)])]
+        texts = self._reading.multi_get([_key(rank) for rank in present]) if present else []
+        now = time.monotonic()
+        # a process that was itself held up has not looked all that time
+        since = min(now - self._read_at, 2 * self.interval)
+        self._read_at = now
+        for rank, text in zip(present, texts, strict=True):
+            sign, before = Sign.from_json(text), self.seen.get(rank)
+            silent = before is not None and before.sign.number == sign.number
+            self.seen[rank] = Seen(sign, before.silence + since if before and silent else 0.0)
+
+
+def _key(rank: int) -> str:
+    return f"beats/{rank}"

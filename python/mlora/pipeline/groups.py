@@ -1,0 +1,102 @@
+"""The process groups between neighbouring stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .world import World
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two neighbours: two groups of the same two processes.
+
+    Attributes:
+        peer: the neighbour's rank.
+        headers: a gloo group, for small messages of the CPU.
+        payload: the group for tensors; the same one where these lie on the CPU.
+    """
+
+    peer: int
+    headers: dist.ProcessGroup
+    payload: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """A stage's links; none where there is no neighbour.
+
+    Attributes:
+        from_previous: brings what is forwarded.
+        to_next: takes what is forwarded.
+        from_next: brings what comes back.
+        to_previous: takes what goes back.
+    """
+
+    from_previous: Link | None = None
+    to_next: Link | None = None
+    from_next: Link | None = None
+    to_previous: Link | None = None
+
+
+def neighbour_groups(
+    world: World, backend: str = "gloo", *, device: torch.device | None = None, timeout: float = 1800.0
+) -> Neighbours:
+    """Make the groups of a pipeline, in the order of the stages, and pass one small message through each.
+
+    Every process calls it once; `torch.distributed.destroy_process_group` undoes it.
+
+    Args:
+        world: the pipeline's processes.
+        backend: carries the payloads: ``gloo``, or ``nccl`` between GPUs.
+        device: where this stage's payloads lie; by default the CPU for gloo, and for NCCL the GPU of the
+            world's local rank.
+        timeout: seconds after which an operation on a group fails.
+
+    Returns:
+        This stage's links.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend: expected gloo or nccl, got {backend!r}")
+    if device is None:
+        device = torch.device("cuda", world.local_rank) if backend == "nccl" else torch.device("cpu")
+    limit = timedelta(seconds=timeout)
+    store = dist.PrefixStore("groups", world.store)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    links: dict[tuple[int, int], Link] = {}
+    for stage in range(world.size - 1):
+        for source, target in ((stage, stage + 1), (stage + 1, stage)):
+            # a process that is in neither still counts along
+            headers = dist.new_group([stage, stage + 1], timeout=limit, backend="gloo")
+            payload = headers
+            if backend != "gloo":
+                payload = dist.new_group([stage, stage + 1], timeout=limit, backend=backend)
+            if world.rank in (source, target):
+                link = Link(target if world.rank == source else source, headers, payload)
+                links[source, target] = link
+                _warm_up(link, sends=world.rank == source, device=device)
+    me = world.rank
+    return Neighbours(
+        from_previous=links.get((me - 1, me)),
+        to_next=links.get((me, me + 1)),
+        from_next=links.get((me + 1, me)),
+        to_previous=links.get((me, me - 1)),
+    )
+
+
+def _warm_up(link: Link, *, sends: bool, device: torch.device) -> None:
+    places = {id(link.headers): (link.headers, torch.device("cpu"))}
+    places[id(link.payload)] = (link.payload, device)
+    for group, place in places.values():
+        message = torch.zeros(1, device=place)
+        if sends:
+            dist.send(message, dst=link.peer, group=group)
+        else:
+            dist.recv(message, src=link.peer, group=group)

@@ -1,0 +1,261 @@
+"""Noticing within seconds that a process of the pipeline is dead or stuck, and ending all of them then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+import torch.distributed as dist
+
+from .beats import Beats, Fault, Sign
+from .processes import Process
+from .world import PeerError, World
+
+_TICK = 0.25  # seconds between two looks at the processes of this machine
+_ELECTION = 2.0  # seconds in which a lower stage may claim to tell the user
+_SETTLES = 0.75  # seconds in which a process that has closed its connections is seen to have ended
+_OWN_ERROR = 2.0  # seconds in which a peer that has just died explains an error of this process
+
+
+class Watch:
+    """Watches the other processes of a pipeline from threads of its own, as all of them do.
+
+    Each process gives a sign of life every second through the store. One that has been silent for
+    ``patience`` seconds, one on this machine that has ended without :meth:`goodbye`, and one that told of a
+    fault of its own are faults, and so is a store that does not answer. Then the lowest stage that lives
+    prints one line, a process on this machine that is stuck is killed, and every process ends with exit code
+    1, whatever its main thread is doing.
+
+    The threads need Python's lock: a call that holds it for ``patience`` seconds looks like a stuck process.
+    Use :meth:`patient` around such a call.
+
+    Args:
+        world: the pipeline's processes.
+        describe: returns the names of the adapters in flight, for the line. It is called every second in a
+            thread, and must return at once.
+        on_fault: called before this process ends, for a second at most, for example to put a terminal right.
+        patience: seconds of silence that are still no fault.
+        interval: seconds from one sign of life to the next.
+
+    Example:
+        >>> with Watch(world, lambda: ", ".join(running)) as watch:
+        ...     train()
+    """
+
+    def __init__(
+        self,
+        world: World,
+        describe: Callable[[], str],
+        on_fault: Callable[[Fault], None] | None = None,
+        *,
+        patience: float = 6.0,
+        interval: float = 1.0,
+    ) -> None:
+        self._world = world
+        self._on_fault = on_fault
+        self._patience = patience
+        self._beats = Beats(world, describe, patience, interval)
+        self._ends = threading.Lock()  # taken once: by what ends the watch
+        self._last_round, self._store_silence, self._lost_for = 0, 0.0, 0.0
+        self._has_store = True
+        self._gone: dict[int, int] = {}
+        self._near_at: dict[int, float] = {}
+        self._stopped = threading.Event()
+        threading.Thread(target=self._guard, name="mlora-watch", daemon=True).start()
+
+    def __enter__(self) -> Watch:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say goodbye, or report the error that ends the block."""
+        if error is None:
+            self.goodbye()
+            return
+        from_peer = isinstance(error, PeerError | dist.DistError)
+        lines = str(error).strip().splitlines() or [""]
+        message = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+        self.report(message, after=self._patience + _ELECTION if from_peer else _OWN_ERROR)
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Inside, the others bear a longer silence of this process.
+
+        Args:
+            seconds: how long.
+        """
+        self._beats.give(patience=max(seconds, self._patience))
+        try:
+            yield
+        finally:
+            self._beats.give(patience=self._patience)
+
+    def report(self, message: str, *, told: bool = False, after: float = 0.0) -> None:
+        """Tell the others of a fault of this process, which then has to end by itself.
+
+        Args:
+            message: what is wrong, in one line.
+            told: the user has been told already.
+            after: seconds in which a fault of another process, which may be the cause, goes first and ends
+                this process.
+        """
+        self._stopped.wait(after)
+        if self._ends.acquire(blocking=not self._stopped.is_set()):
+            me = self._world.process
+            self._stopped.set()
+            self._tell(Fault(self._world.rank, me.host, me.pid, message, own=True), told=told)
+            self._beats.stop()
+
+    def goodbye(self, timeout: float = 30.0) -> None:
+        """Tell the others that this process has done its work and may end.
+
+        Rank 0 waits for the others' goodbye: its process may hold the store.
+
+        Args:
+            timeout: seconds that rank 0 waits at most.
+        """
+        if self._stopped.is_set():
+            return
+        self._beats.give(goodbye=True)
+        deadline = time.monotonic() + timeout
+        while self._world.rank == 0 and not self._all_done() and time.monotonic() < deadline:
+            self._beats.hurry()
+            self._stopped.wait(0.05)
+        self.close()
+
+    def close(self) -> None:
+        """Watch no more. Without a goodbye, the others take the end of this process for a fault."""
+        if self._ends.acquire(blocking=not self._stopped.is_set()):
+            self._stopped.set()
+            self._beats.stop()
+
+    def _all_done(self) -> bool:
+        seen = self._beats.others()
+        return len(seen) == self._world.size - 1 and all(peer.sign.goodbye for peer in seen.values())
+
+    def _guard(self) -> None:
+        before = time.monotonic()
+        while not self._stopped.wait(_TICK):
+            now = time.monotonic()
+            fault = self._find(min(now - before, 2 * _TICK))
+            before = now
+            if fault and self._ends.acquire(blocking=False):
+                self._end(fault)
+
+    def _find(self, elapsed: float) -> Fault | None:
+        seen = sorted(self._beats.others().items())
+        for _, peer in seen:
+            if peer.sign.fault:
+                return peer.sign.fault
+        for rank, peer in seen:
+            if not peer.sign.goodbye and self._has_gone(rank, peer.sign.process):
+                return self._fault(rank, "was killed or ended")
+        for rank, peer in seen:
+            if not peer.sign.goodbye and peer.silence > peer.sign.patience:
+                return self._fault(rank, f"has not answered for {peer.silence:.0f} s")
+        return self._store_fault(elapsed)
+
+    def _has_gone(self, rank: int, process: Process) -> bool:
+        """A process has gone when it is no more and what it said at last has been read after that."""
+        if not process.is_near(self._world.process):
+            return False
+        if not process.is_gone():
+            if not process.is_stopped():
+                self._near_at[rank] = time.monotonic()
+            return False
+        since = self._gone.setdefault(rank, self._beats.rounds)
+        self._beats.hurry()
+        return self._beats.lost or self._beats.rounds >= since + 2
+
+    def _store_fault(self, elapsed: float) -> Fault | None:
+        """The store is in the process of rank 0 or in its launcher."""
+        before, self._last_round = self._last_round, self._beats.rounds
+        self._store_silence = 0.0 if self._beats.rounds != before else self._store_silence + elapsed
+        lost = not self._beats.thread.is_alive()
+        self._lost_for += elapsed if lost else 0.0
+        if self._store_silence <= self._patience and self._lost_for <= _SETTLES:
+            return None
+        self._has_store = False
+        if lost and not self._beats.lost:
+            return self._fault(self._world.rank, "gives no sign of life any more, after the error above")
+        silent = "was killed or ended" if lost else f"has not answered for {self._store_silence:.0f} s"
+        first = self._beats.others().get(0)
+        near = first is not None and first.sign.process.is_near(self._world.process)
+        if first and near and (first.sign.process.is_gone() or first.sign.process.is_stopped()):
+            return self._fault(0, silent)
+        who = "its launcher" if self._world.rank == 0 or near else "it or its launcher"
+        return self._fault(0, f"cannot be reached: {who} {silent}")
+
+    def _fault(self, rank: int, message: str) -> Fault:
+        mine, others = self._beats.sign, self._beats.others()
+        if rank == self._world.rank:
+            sign: Sign | None = mine
+        else:
+            sign = others[rank].sign if rank in others else None
+        texts = [sign.in_flight if sign else "", mine.in_flight]
+        texts += [peer.sign.in_flight for peer in others.values()]
+        text = next((f"{message}; adapters in flight: {text}" for text in texts if text), message)
+        return Fault(rank, sign.process.host, sign.process.pid, text) if sign else Fault(rank, "", 0, text)
+
+    def _end(self, fault: Fault) -> None:
+        try:
+            self._tell(fault)
+            stuck = self._beats.others().get(fault.stage)
+            if stuck and not fault.own and stuck.sign.process.is_near(self._world.process):
+                stuck.sign.process.kill()
+        finally:
+            os._exit(1)
+
+    def _tell(self, fault: Fault, *, told: bool = False) -> None:
+        """Let the others know, and print the line if no other process does."""
+        elected: list[bool] = []
+        if self._has_store:
+            _bounded(lambda: elected.append(self._is_elected(fault, told)), _ELECTION + 1)
+        mine = elected[0] if elected else self._is_lowest_here(fault)
+        if not mine and not self._has_store:
+            time.sleep(_ELECTION)  # what follows would look like another fault to the one that tells
+        _bounded(lambda: self._say(fault, aloud=mine and not told), 1.5)
+
+    def _is_elected(self, fault: Fault, told: bool) -> bool:
+        try:
+            self._beats.give(fault=fault)
+            others = self._beats.others()
+            lower = [rank for rank in others if rank < self._world.rank and rank != fault.stage]
+            deadline = time.monotonic() + (_ELECTION if lower and not told else 0.0)
+            while not self._beats.is_claimed():
+                if time.monotonic() >= deadline:
+                    return self._beats.claim()
+                time.sleep(_TICK / 4)
+            return False
+        except dist.DistError:
+            return self._is_lowest_here(fault)
+
+    def _is_lowest_here(self, fault: Fault) -> bool:
+        """Without a store, the lowest stage of each machine that has lived until now tells the user."""
+        now = time.monotonic()
+        alive = [rank for rank, at in self._near_at.items() if now - at < 2 * _ELECTION]
+        return not any(rank < self._world.rank and rank != fault.stage for rank in alive)
+
+    def _say(self, fault: Fault, *, aloud: bool) -> None:
+        try:
+            if self._on_fault and fault.stage != self._world.rank:
+                self._on_fault(fault)
+        finally:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+            if aloud:
+                os.write(2, f"error: {fault}\n".encode(errors="backslashreplace"))
+
+
+def _bounded(work: Callable[[], object], seconds: float) -> None:
+    """Do work that may be blocked for ever, and go on without it then."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)

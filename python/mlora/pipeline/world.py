@@ -1,0 +1,150 @@
+"""What a process of the pipeline knows of the others, and what all of them have to agree on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .processes import Process
+
+_LOOK_AGAIN = 0.1  # seconds
+
+
+class PeerError(RuntimeError):
+    """Another process of the pipeline is at fault. That process, or the lowest one alive, tells of it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a pipeline, one per stage, as one of them knows them.
+
+    Attributes:
+        rank: this process's number among all of them, which is its stage.
+        size: how many there are.
+        local_rank: its number among those that its launcher started on this machine, which is its GPU.
+        store: reaches all of them.
+        process: this one.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    store: dist.Store
+    process: Process
+
+    @classmethod
+    def from_launcher(cls, timeout: float = 60.0) -> World | None:
+        """Return what the launcher told this process.
+
+        The launcher's contract is that of ``torchrun``, which torch reads: ``TORCHELASTIC_RUN_ID`` says that
+        there is one; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` count; ``MASTER_ADDR`` and ``MASTER_PORT``
+        name the store, which the launcher holds itself where ``TORCHELASTIC_USE_AGENT_STORE`` is ``True``
+        and the process of rank 0 otherwise.
+
+        Args:
+            timeout: seconds in which the store has to answer.
+
+        Returns:
+            This process's world, or none where no launcher started it.
+
+        Raises:
+            ValueError: the store cannot be reached, or the contract is broken.
+        """
+        if not dist.is_torchelastic_launched():
+            return None
+        try:
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        except dist.DistError as error:
+            reason = str(error).splitlines()[0].removesuffix(".")
+            raise ValueError(f"the launcher's store cannot be reached: {reason}") from error
+        return cls(rank, size, dist.get_node_local_rank(), dist.PrefixStore("mlora", store), Process.this())
+
+    def agree(self, facts: Mapping[str, Any], timeout: float = 300.0, *, topic: str = "facts") -> None:
+        """Wait for every process, and check that all hold the same facts as the one of rank 0.
+
+        Args:
+            facts: plain values as JSON has them, nested as one likes.
+            timeout: seconds in which every process has to come here.
+            topic: what it is about; each may be agreed on once.
+
+        Raises:
+            ValueError: this process differs, or some have not come and this one is the first of those that
+                have. Its message is the one line that the user needs.
+            PeerError: the same, where another process raises ValueError.
+
+        Example:
+            >>> world.agree({"torch": torch.__version__, "config": config.model_dump()})
+        """
+        entry = {"process": asdict(self.process), "facts": facts}
+        self.store.set(f"{topic}/{self.rank}", json.dumps(entry))
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + timeout
+        missing = self._missing(keys, deadline)
+        if missing:
+            first = min(set(range(self.size)) - set(missing))
+            raise self._error(first, f"{_stages(missing)} not come up within {timeout:g} s")
+        entries = [json.loads(value) for value in self.store.multi_get(keys)]
+        self._all_have_read(topic, deadline)
+        for rank in range(1, self.size):
+            difference = _difference(entries, rank)
+            if difference:
+                raise self._error(rank, difference)
+
+    def _missing(self, keys: Sequence[str], deadline: float) -> list[int]:
+        missing = list(range(self.size))
+        while True:
+            missing = [rank for rank in missing if not self.store.check([keys[rank]])]
+            if not missing or time.monotonic() > deadline:
+                return missing
+            time.sleep(_LOOK_AGAIN)
+
+    def _all_have_read(self, topic: str, deadline: float) -> None:
+        """The store may be in the process of rank 0, which therefore leaves last."""
+        key = f"{topic}/read"
+        read = self.store.add(key, 1)
+        while self.rank == 0 and read < self.size and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN)
+            read = self.store.add(key, 0)
+
+    def _error(self, rank: int, line: str) -> Exception:
+        return ValueError(line) if rank == self.rank else PeerError(line)
+
+
+def _stages(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"stage {names} has" if len(ranks) == 1 else f"stages {names} have"
+
+
+def _difference(entries: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """Return the line that names the first fact in which a process differs from that of rank 0."""
+    mine, first = (dict(_flat("", entries[r]["facts"])) for r in (rank, 0))
+    for key in [*first, *(key for key in mine if key not in first)]:
+        if mine.get(key) != first.get(key):
+            held = [json.loads(facts[key]) if key in facts else "nothing" for facts in (mine, first)]
+            return (
+                f"{_who(entries, rank)} has {key} {held[0]}, {_who(entries, 0)} has {held[1]}; "
+                "all stages need the same"
+            )
+    return ""
+
+
+def _who(entries: Sequence[Mapping[str, Any]], rank: int) -> str:
+    process = entries[rank]["process"]
+    return f"stage {rank} (host {process['host']}, pid {process['pid']})"
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{path}.{key}" if path else key, inner)
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _flat(f"{path}[{index}]", inner)
+    else:
+        yield path, json.dumps(value)
