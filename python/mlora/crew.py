@@ -15,9 +15,10 @@ from mlora.cut import Span
 from mlora.hub import check_base
 from mlora.model import load_base
 from mlora.part import StagePart
-from mlora.pipeline import Driver, Pipeline
+from mlora.pipeline import Driver, Pipeline, StageProcess, World, neighbour_groups
 from mlora_ext.nn.routing import router_of
 
+IDLE = 7 * 86400.0  # seconds a link may be silent: `Watch` notices a dead neighbour, not a timeout
 Source = str | os.PathLike[str] | PreTrainedModel
 
 
@@ -71,6 +72,56 @@ def crew_of_threads(source: Source, stages: int | Sequence[int], options: PartOp
     parts = [make_part(copy.deepcopy(source) if copies else source, span, options) for span in spans]
     modules = [part.module for part in parts]
     return Crew(Pipeline(modules, schedule, parts[-1].losses, hooks=parts), parts[0], len(parts))
+
+
+def crew_of_processes(
+    source: Source,
+    blocks: Sequence[int],
+    options: PartOptions,
+    schedule: str,
+    world: World,
+    *,
+    in_flight: int | None = None,
+    trace: int = 0,
+) -> tuple[StagePart, StageProcess]:
+    """This process's stage of a pipeline over processes; all of them call it.
+
+    Args:
+        source: a folder or a hub id, of which only the stage's weights are loaded, or a model, which is cut
+            in place.
+        blocks: of each stage.
+        options: how each stage holds its piece.
+        schedule: `lorapp`, `1f1b` or `gpipe`.
+        world: the processes.
+        in_flight: the most micro-batches under way at once; see `Pipeline`.
+        trace: spans to keep.
+
+    Returns:
+        The stage, and its process's place in the pipeline: the first one feeds it by `FirstStage`, the others
+        `serve`. NCCL carries tensors where each process has a GPU of its own, gloo elsewhere.
+
+    Raises:
+        ValueError: if the model cannot be loaded, cut or trained on packed rows.
+    """
+    part = make_part(source, spans_of(blocks, count_blocks(source))[world.rank], options)
+    places = world.gather("devices", [world.process.host, str(options.device)])
+    of_their_own = len({tuple(place) for place in places}) == len(places)
+    nccl = of_their_own and all(device.startswith("cuda") for _, device in places)
+    device = options.device if nccl else None
+    neighbours = neighbour_groups(world, "nccl" if nccl else "gloo", device=device, timeout=IDLE)
+    process = StageProcess(
+        part.module,
+        world.rank,
+        world.size,
+        neighbours,
+        schedule,
+        part.losses,
+        device=options.device,
+        hooks=part,
+        in_flight=in_flight,
+        trace=trace,
+    )
+    return part, process
 
 
 def make_part(source: Source, span: Span | None, options: PartOptions) -> StagePart:

@@ -39,6 +39,12 @@ class StagePart(Hooks):
         self.base, self.device = base, device
         self.module = PackedStage(self)
         self._optimizers: dict[str, AdapterOptimizer] = {}
+        self._in_flight: dict[str, int] = {}
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Names of the adapters that have been forward on this stage and not yet backward."""
+        return [name for name, count in list(self._in_flight.items()) if count]
 
     @contextmanager
     def around(self, train: bool) -> Iterator[None]:
@@ -50,6 +56,8 @@ class StagePart(Hooks):
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Squares of the gradients that are complete, and memory; see `Hooks.after_backward`."""
+        for name in common["rows"]["names"]:
+            self._in_flight[name] -= 1
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         return {"squares": squares, "peak_memory": peak_memory(self.device)}
 
@@ -115,6 +123,19 @@ class StagePart(Hooks):
         """Forget an adapter."""
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
+        self._in_flight.pop(name, None)
+
+    def begin(self, names: Sequence[str], updates: Mapping[str, Mapping[str, Any]]) -> None:
+        """Before a micro-batch goes forward: make the updates that were decided since.
+
+        Args:
+            names: owners of its rows.
+            updates: by adapter.
+        """
+        self.update(updates)
+        if torch.is_grad_enabled():
+            for name in names:
+                self._in_flight[name] = self._in_flight.get(name, 0) + 1
 
     def update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
         """Make each adapter's update."""
@@ -229,7 +250,7 @@ class PackedStage(nn.Module):
             `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
         """
         part, base = self._part, self._part.base
-        part.update(updates)
+        part.begin(rows["names"], updates)
         packed = PackedRows.of(**rows, device=part.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)

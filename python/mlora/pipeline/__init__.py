@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .across import FirstStage, Member
+    from .across import FirstStage, StageProcess
     from .beats import Fault
     from .driver import Driver, Result
     from .groups import Neighbours, neighbour_groups
@@ -32,7 +32,7 @@ _HOMES = {
     "Watch": "watch",
     "World": "world",
     "neighbour_groups": "groups",
-    "Member": "across",
+    "StageProcess": "across",
 }
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "FirstStage",
     "Hooks",
     "LossFn",
-    "Member",
     "MicroBatch",
     "Neighbours",
     "PeerError",
@@ -50,6 +49,7 @@ __all__ = [
     "Place",
     "Result",
     "Stage",
+    "StageProcess",
     "Watch",
     "World",
     "neighbour_groups",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -17,7 +19,7 @@ from .stage import Hooks, LossFn, Stage
 from .trace import Trace
 
 
-class Member:
+class StageProcess:
     """One process's stage, with its links to the neighbours' processes.
 
     Args:
@@ -56,25 +58,14 @@ class Member:
         order = order_of(schedule, rank, size, in_flight)
         self.runner = Runner(Stage(module, rank, size, loss_fn, hooks), order, self.trace)
 
-        def link(out: Groups | None, into: Groups | None, before: bool) -> Link | None:
-            if out is None or into is None:
-                return None
-            deliver = self.runner.from_before if before else self.runner.from_after
-            ports = [
-                GroupPort(way.headers, way.peer, place, None if way.payload is way.headers else way.payload)
-                for way in (out, into)
-            ]
-            return Link(
-                *ports,
-                deliver,
-                f"stage {out.peer}",
-                credit_bytes=credit_bytes,
-                delay=delay,
-                trace=self.trace,
-            )
-
-        self.runner.before = link(neighbours.to_previous, neighbours.from_previous, True)
-        self.runner.after = link(neighbours.to_next, neighbours.from_next, False)
+        options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": self.trace}
+        before, after = neighbours.from_previous, neighbours.from_next
+        if before is not None and neighbours.to_previous is not None:
+            out, into = _port(neighbours.to_previous, place), _port(before, place)
+            self.runner.before = Link(out, into, self.runner.from_before, f"stage {before.peer}", **options)
+        if after is not None and neighbours.to_next is not None:
+            out, into = _port(neighbours.to_next, place), _port(after, place)
+            self.runner.after = Link(out, into, self.runner.from_after, f"stage {after.peer}", **options)
         self._links = [found for found in (self.runner.before, self.runner.after) if found is not None]
         for found in self._links:
             found.start()
@@ -95,18 +86,22 @@ class Member:
             link.join()
 
 
+def _port(way: Groups, device: torch.device) -> GroupPort:
+    return GroupPort(way.headers, way.peer, device, None if way.payload is way.headers else way.payload)
+
+
 class FirstStage(Driver):
     """Feeds a pipeline over processes from that of its first stage.
 
     Args:
-        member: this process's stage.
+        own: this process's stage.
     """
 
-    def __init__(self, member: Member) -> None:
-        super().__init__(member.runner)
-        self._member = member
+    def __init__(self, own: StageProcess) -> None:
+        super().__init__(own.runner)
+        self._own = own
 
     def close(self) -> None:
         """See `Driver.close`."""
         super().close()
-        self._member.join()
+        self._own.join()

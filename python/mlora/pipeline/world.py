@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -95,6 +96,21 @@ class World:
             difference = _difference(entries, rank)
             if difference:
                 raise self._error(rank, difference)
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """Wait for a value of every process, however long it takes: `Watch` ends it where one is dead.
+
+        Args:
+            topic: what it is about; each may be gathered once.
+            value: this process's, plain as JSON has it.
+
+        Returns:
+            All of them, by rank.
+        """
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        self._missing(keys, math.inf)
+        return [json.loads(found) for found in self.store.multi_get(keys)]
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[int]:
         missing = list(range(self.size))
