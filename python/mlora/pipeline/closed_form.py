@@ -57,3 +57,37 @@ def slowest_stage_bubble(seconds: Sequence[float]) -> float:
         seconds: T of each stage.
     """
     return 1.0 - sum(seconds) / len(seconds) / max(seconds) if max(seconds) else 0.0
+
+
+def least_bubble(
+    seconds: Sequence[float],
+    hops: Sequence[float],
+    adapters: int,
+    micro_batches: int = 1,
+    *,
+    optimizer: Sequence[float] | None = None,
+    in_flight: int | None = None,
+) -> float:
+    """A lower bound of the bubble ratio for any stages; for equal ones the closed forms above.
+
+    A round, in which each of L adapters makes a step of N micro-batches, takes at least as long as a stage
+    works in it; as long as a step: the way to a stage and back, and the stage's N micro-batches; and, with at
+    most W micro-batches in flight, `L N / W` times the way through all stages.
+
+    Args:
+        seconds: T of each stage.
+        hops: time on the way to the next stage and back, of each pair of neighbours.
+        adapters: L; 1 for `gpipe` and `1f1b`.
+        micro_batches: N.
+        optimizer: of each stage, the time of an adapter's optimizer step.
+        in_flight: W.
+    """
+    steps = optimizer or [0.0] * len(seconds)
+    works = [micro_batches * each + step for each, step in zip(seconds, steps, strict=True)]
+    way, least = 0.0, adapters * max(works)
+    for each, step, work, hop in zip(seconds, steps, works, [*hops, 0.0], strict=True):
+        least = max(least, way + work)
+        way += each + step + hop
+    if in_flight is not None:
+        least = max(least, adapters * micro_batches * (sum(seconds) + sum(hops)) / in_flight)
+    return max(0.0, 1.0 - adapters * sum(works) / len(seconds) / least) if least else 0.0

@@ -1,0 +1,109 @@
+"""Measured times of a pipeline's stages and links, as `mlora simulate --times` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mlora.errors import RunError, first_fault, first_line
+from mlora.pipeline.workload import Link, StageTime
+
+
+class MeasuredStage(BaseModel):
+    """Median seconds of a stage.
+
+    Attributes:
+        forward, backward: of a micro-batch.
+        optimizer: of an adapter's optimizer step.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    forward: float = Field(ge=0)
+    backward: float = Field(ge=0)
+    optimizer: float = Field(default=0.0, ge=0)
+
+
+class MeasuredLink(BaseModel):
+    """One direction between two neighbours.
+
+    Attributes:
+        latency: seconds.
+        bandwidth: bytes per second; none = any.
+        message_bytes: of a micro-batch.
+        overhead: seconds that each message occupies the link beyond its bytes.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    latency: float = Field(default=0.0, ge=0)
+    bandwidth: float | None = Field(default=None, gt=0)
+    message_bytes: float = Field(default=0.0, ge=0)
+    overhead: float = Field(default=0.0, ge=0)
+
+    def link(self, rows: int) -> Link:
+        """As the simulator takes it."""
+        bandwidth = float("inf") if self.bandwidth is None else self.bandwidth
+        return Link(self.latency, bandwidth, self.message_bytes / rows, self.overhead)
+
+
+class StageTimes(BaseModel):
+    """The file: one JSON object with these keys.
+
+    `{"rows": 512, "stages": [{"forward": 0.012, "backward": 0.014}, {"forward": 0.013, "backward": 0.015}],
+    "forward": [{"latency": 5e-5, "bandwidth": 1.2e9, "message_bytes": 4194304}], "backward": [{...}]}`
+
+    Attributes:
+        rows: of the micro-batches that were measured.
+        stages: D of them, from the first.
+        forward: D - 1 links, each from a stage to the next; none = no time on links.
+        backward: D - 1 links back, the first from stage 1 to stage 0.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rows: int = Field(default=1, ge=1)
+    stages: list[MeasuredStage] = Field(min_length=1)
+    forward: list[MeasuredLink] = []
+    backward: list[MeasuredLink] = []
+
+    def stage_times(self) -> list[StageTime]:
+        """The stages as the simulator takes them."""
+        return [StageTime(stage.forward, stage.backward, optimizer=stage.optimizer) for stage in self.stages]
+
+    def links(self) -> tuple[list[Link], list[Link]]:
+        """The links forward and backward as the simulator takes them."""
+        none = [MeasuredLink()] * (len(self.stages) - 1)
+        forward, backward = self.forward or none, self.backward or none
+        return [link.link(self.rows) for link in forward], [link.link(self.rows) for link in backward]
+
+
+def read_times(path: Path) -> StageTimes:
+    """Read a file of measured times.
+
+    Args:
+        path: a JSON file.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        RunError: it cannot be read or holds something else.
+    """
+    try:
+        times = StageTimes.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise RunError(f"{path}: {first_fault(error)}") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path}: is not JSON: {first_line(error)}") from error
+    for name, links in (("forward", times.forward), ("backward", times.backward)):
+        if links and len(links) != len(times.stages) - 1:
+            raise RunError(
+                f"{path}: {name}: expected {len(times.stages) - 1} links for {len(times.stages)} stages, "
+                f"got {len(links)}"
+            )
+    return times
