@@ -501,8 +501,15 @@ class Engine:
             "scales": [1.0 if n == BASE else self._adapters[n].scaler.scale for n in batch.names],
         }
         inputs = {"input_ids": batch.input_ids}
-        stream = "+".join(batch.names)
-        return self._pipeline.start(inputs, targets, common=common, train=train, stream=stream, place=place)
+        return self._pipeline.start(
+            inputs,
+            targets,
+            common=common,
+            train=train,
+            place=place,
+            stream="+".join(batch.names),
+            rows=sum(batch.lengths),
+        )
 
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
         """The stages' notes on a micro-batch, and the sums of its losses by name."""

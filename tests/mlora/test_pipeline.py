@@ -186,7 +186,8 @@ def test_spans_tell_what_each_role_did() -> None:
         assert ("receive", "backward", number) in first
         assert ("compute", "backward", number) in first
         assert ("receive", "forward", number) in last
-        assert ("compute", "unit", number) in last
+        assert ("compute", "forward", number) in last
+        assert ("compute", "backward", number) in last
         assert ("send", "backward", number) in last
     assert all(span.begin <= span.end for spans in pipeline.spans() for span in spans)
 

@@ -53,12 +53,11 @@ class StageProcess:
         delay: float = 0.0,
         trace: int = 0,
     ) -> None:
-        self.trace = Trace(trace)
         place = torch.device(device)
-        order = order_of(schedule, rank, size, in_flight)
-        self.runner = Runner(Stage(module, rank, size, loss_fn, hooks), order, self.trace)
+        stage = Stage(module, rank, size, loss_fn, hooks, Trace(trace))
+        self.runner = Runner(stage, order_of(schedule, rank, size, in_flight))
 
-        options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": self.trace}
+        options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": stage.trace}
         before, after = neighbours.from_previous, neighbours.from_next
         if before is not None and neighbours.to_previous is not None:
             out, into = _port(neighbours.to_previous, place), _port(before, place)

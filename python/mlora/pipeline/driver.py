@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from .message import Message, Sort
 from .order import ALONE, Place
 from .runner import PipelineError, Runner
 from .stage import MicroBatch
+from .trace import Entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,7 @@ class Driver:
         self._waiting: list[MicroBatch] = []
         self._results: dict[int, Message] = {}
         self._numbers = 0
+        self._entries: deque[Entry] = deque(maxlen=first.stage.trace.limit)
         self._closed = False
 
     def submit(
@@ -94,8 +97,9 @@ class Driver:
         *,
         common: Mapping[str, Any] | None = None,
         train: bool = True,
-        stream: str = "",
         place: Place = ALONE,
+        stream: str = "",
+        rows: int = 1,
     ) -> int:
         """Let a micro-batch enter; returns at once.
 
@@ -104,8 +108,9 @@ class Driver:
             targets: handed to the loss function.
             common: keyword arguments of every stage.
             train: whether to run backward.
-            stream: whose it is, for traces.
             place: where it stands in its round, for schedules that have rounds.
+            stream: whose it is, for traces.
+            rows: how many it has, for traces.
 
         Returns:
             Its number, for `finish`.
@@ -115,7 +120,8 @@ class Driver:
         """
         self._check_open()
         self._numbers += 1
-        batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, stream, place)
+        batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, place)
+        self._entries.append(Entry(batch.number, stream, place.index, rows, train))
         self._first.from_before(batch.message())
         return batch.number
 
@@ -156,12 +162,16 @@ class Driver:
         """
         self._check_open()
         arguments = arguments or {}
-        answer = None if first_done else self._first.stage.hooks.control(verb, arguments)
+        answer = None if first_done else self._first.control(verb, arguments)
         self._numbers += 1
         number = self._numbers
         content = {"number": number, "verb": verb, "arguments": arguments, "answers": []}
         self._first.answer(Message(Sort.CONTROL, content), answer)
         return list(self._await(number).content["answers"])
+
+    def entries(self) -> list[Entry]:
+        """The micro-batches that entered, the latest ones; empty without a trace."""
+        return list(self._entries)
 
     def close(self) -> None:
         """Drop what is queued, end the stages, and refuse further work.

@@ -102,7 +102,7 @@ class Link:
             return True
         if self._delay:
             time.sleep(max(0.0, due - time.monotonic()))
-        with self._trace.span("send", message.sort, message.number, message.stream):
+        with self._trace.span("send", message.sort, message.number):
             self._out.write(credit, message)
         return message.sort not in (Sort.END, Sort.FAULT)
 
@@ -126,8 +126,7 @@ class Link:
     def _receive_next(self) -> bool:
         credit, message = self._into.read()
         if message is not None:
-            begin = self._into.began
-            self._trace.add("receive", message.sort, message.number, message.stream, begin)
+            self._trace.add("receive", message.sort, message.number, self._into.began)
         with self._change:
             self._outstanding -= credit
             self._waiting += message is not None

@@ -43,11 +43,6 @@ class Message:
         """Of the micro-batch, or -1."""
         return int(self.content.get("number", -1))
 
-    @property
-    def stream(self) -> str:
-        """Whose micro-batch it is."""
-        return str(self.content.get("stream", ""))
-
     @cached_property
     def size(self) -> int:
         """Bytes of its tensors."""

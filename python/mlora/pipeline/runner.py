@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,7 +14,6 @@ from .link import Link
 from .message import Message, Sort, tensors_of
 from .order import Order, Place
 from .stage import Stage
-from .trace import Trace
 
 
 class PipelineError(RuntimeError):
@@ -28,7 +29,6 @@ class Runner:
     Args:
         stage: what is run.
         order: what is run next.
-        trace: told of what was run.
 
     Attributes:
         before: the link with the stage before, None at the first.
@@ -37,9 +37,8 @@ class Runner:
         failure: what ended its work before the pipeline's end.
     """
 
-    def __init__(self, stage: Stage, order: Order, trace: Trace | None = None) -> None:
+    def __init__(self, stage: Stage, order: Order) -> None:
         self.stage = stage
-        self.trace = trace or Trace()
         self.before: Link | None = None
         self.after: Link | None = None
         self.results: deque[Message] = deque()
@@ -124,13 +123,10 @@ class Runner:
 
     def _forward(self, message: Message) -> None:
         if message.sort is Sort.CONTROL:
-            answer = self.stage.hooks.control(message.content["verb"], message.content["arguments"])
-            self.answer(message, answer)
+            self.answer(message, self.control(message.content["verb"], message.content["arguments"]))
             return
         self._arrive(message)
-        name = "unit" if self.stage.is_last else "forward"
-        with self.trace.span("compute", name, message.number, message.stream):
-            done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
+        done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
         self._leave(done)
         if not self.stage.is_last:
             assert self.after is not None
@@ -139,6 +135,12 @@ class Runner:
         if done.sort is Sort.BACKWARD:
             self._order.choose(None, _place(message))
         self._hand_back(done)
+
+    def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+        """Do what the driver asks all stages for: `spans` of this runner, the rest of the stage."""
+        if verb == "spans":
+            return self.stage.trace.by_the_wall()
+        return self.stage.hooks.control(verb, arguments)
 
     def answer(self, message: Message, answer: object) -> None:
         """Pass a control on with this stage's answer, or turn it round at the last stage."""
@@ -152,8 +154,7 @@ class Runner:
     def _back(self, message: Message) -> None:
         if message.sort is Sort.BACKWARD:
             self._arrive(message)
-            with self.trace.span("compute", "backward", message.number, message.stream):
-                message = self.stage.backward(message)
+            message = self.stage.backward(message)
             self._leave(message)
         self._hand_back(message)
 

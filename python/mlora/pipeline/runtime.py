@@ -71,9 +71,8 @@ class Pipeline(Driver):
             raise ValueError(f"hooks: expected one per stage ({count}), got {len(hooks)}")
         self._runners = [
             Runner(
-                Stage(module, index, count, loss_fn, hooks[index] if hooks else None),
+                Stage(module, index, count, loss_fn, hooks[index] if hooks else None, Trace(trace)),
                 order_of(schedule, index, count, in_flight),
-                Trace(trace),
             )
             for index, module in enumerate(stages)
         ]
@@ -92,7 +91,7 @@ class Pipeline(Driver):
 
     def spans(self) -> list[list[Span]]:
         """What the roles of each stage did; empty without `trace`."""
-        return [runner.trace.spans() for runner in self._runners]
+        return [runner.stage.trace.spans() for runner in self._runners]
 
     def close(self) -> None:
         """See `Driver.close`; the threads have ended."""
@@ -116,7 +115,9 @@ class Pipeline(Driver):
             (left, down, up, left.from_after, f"stage {right.stage.index}"),
             (right, up, down, right.from_before, f"stage {left.stage.index}"),
         ):
-            link = Link(out, into, deliver, name, credit_bytes=credit_bytes, delay=delay, trace=runner.trace)
+            link = Link(
+                out, into, deliver, name, credit_bytes=credit_bytes, delay=delay, trace=runner.stage.trace
+            )
             self._links.append(link)
             if runner is left:
                 left.after = link

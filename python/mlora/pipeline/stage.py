@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .message import Message, Sort
 from .order import ALONE, Place
+from .trace import Trace
 
 LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
 """`(output of the last stage, targets) -> (scalar to differentiate, report)`."""
@@ -65,7 +66,6 @@ class MicroBatch:
         targets: travels to the last stage, for its loss.
         common: keyword arguments of every stage's module.
         train: whether a backward pass follows.
-        stream: whose it is, for traces.
         place: where it stands in its round.
     """
 
@@ -74,14 +74,12 @@ class MicroBatch:
     targets: Any
     common: Mapping[str, Any]
     train: bool = True
-    stream: str = ""
     place: Place = ALONE
 
     def message(self) -> Message:
         """What the first stage begins with."""
         content = {
             "number": self.number,
-            "stream": self.stream,
             "train": self.train,
             "place": [self.place.index, self.place.size],
             "common": dict(self.common),
@@ -111,13 +109,21 @@ class Stage:
         count: D.
         loss_fn: of the last stage; others need none.
         hooks: what it does beside.
+        trace: told of what was computed.
     """
 
     def __init__(
-        self, module: nn.Module, index: int, count: int, loss_fn: LossFn | None, hooks: Hooks | None = None
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        loss_fn: LossFn | None,
+        hooks: Hooks | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.module, self.index, self.count = module, index, count
         self.hooks = hooks or Hooks()
+        self.trace = trace or Trace()
         self._loss_fn = loss_fn
         self._flights: dict[int, _Flight] = {}
 
@@ -136,12 +142,12 @@ class Stage:
             `FORWARD` for the next stage.
         """
         content = message.content
-        with self.hooks.around(content["train"]):
+        with self.hooks.around(content["train"]), self._span(message):
             received, output = self._call(content)
         outputs = [output] if isinstance(output, Tensor) else list(output)
         if content["train"]:
             self._flights[message.number] = _Flight(received, outputs, content["common"])
-        passed = {key: content[key] for key in ("number", "stream", "train", "place", "common", "targets")}
+        passed = {key: content[key] for key in ("number", "train", "place", "common", "targets")}
         return Message(Sort.FORWARD, {**passed, "activations": [output.detach() for output in outputs]})
 
     def unit(self, message: Message) -> Message:
@@ -156,12 +162,14 @@ class Stage:
         content = message.content
         assert self._loss_fn is not None
         with self.hooks.around(content["train"]):
-            received, output = self._call(content)
-            with torch.set_grad_enabled(content["train"]):
-                loss, report = self._loss_fn(output, content["targets"])
+            with self._span(message):
+                received, output = self._call(content)
+                with torch.set_grad_enabled(content["train"]):
+                    loss, report = self._loss_fn(output, content["targets"])
             if content["train"]:
-                torch.autograd.backward(loss)
-        end = {key: content[key] for key in ("number", "stream", "place")} | {"report": report}
+                with self._span(message, "backward"):
+                    torch.autograd.backward(loss)
+        end = {key: content[key] for key in ("number", "place")} | {"report": report}
         if not content["train"]:
             return Message(Sort.REPLY, {**end, "notes": []})
         note = self.hooks.after_backward(content["common"])
@@ -184,11 +192,14 @@ class Stage:
             if gradient is not None and output.requires_grad
         ]
         if pairs:
-            with self.hooks.around(True):
+            with self.hooks.around(True), self._span(message):
                 torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         notes = [self.hooks.after_backward(flight.common), *message.content["notes"]]
         gradients = [tensor.grad for tensor in flight.received]
         return Message(Sort.BACKWARD, {**message.content, "gradients": gradients, "notes": notes})
+
+    def _span(self, message: Message, sort: str = "") -> AbstractContextManager[None]:
+        return self.trace.span("compute", sort or message.sort, message.number)
 
     def _call(self, content: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
         """The activations as leaves of this stage's graph, and the module's output."""

@@ -17,9 +17,8 @@ class Span(NamedTuple):
 
     Attributes:
         role: `receive`, `compute` or `send`.
-        sort: `forward`, `backward`, `unit` (the last stage's forward, loss and backward), or a message's.
+        sort: `forward` (with the loss, on the last stage), `backward`, or another message's.
         number: of the micro-batch, or -1.
-        stream: whose micro-batch, as its submitter calls it.
         begin: nanoseconds of the machine's monotonic clock.
         end: the same.
     """
@@ -27,37 +26,61 @@ class Span(NamedTuple):
     role: str
     sort: str
     number: int
-    stream: str
     begin: int
     end: int
 
 
+class Entry(NamedTuple):
+    """A micro-batch that entered a pipeline.
+
+    Attributes:
+        number: it counts all micro-batches of the pipeline.
+        stream: whose it is.
+        place: in its round.
+        rows: how many it has.
+        train: whether it has a backward.
+    """
+
+    number: int
+    stream: str
+    place: int
+    rows: int
+    train: bool
+
+
 class Trace:
     """Collects spans of one stage, the latest ones; its roles write from their own threads.
+
+    On a GPU the compute role's spans are those of launching, not of the kernels.
 
     Args:
         limit: how many are kept; 0 = none.
     """
 
     def __init__(self, limit: int = 0) -> None:
-        self._limit = limit
+        self.limit = limit
         self._spans: deque[Span] = deque(maxlen=limit)
         self._lock = threading.Lock()
 
-    def add(self, role: str, sort: str, number: int, stream: str, begin: int) -> None:
+    def add(self, role: str, sort: str, number: int, begin: int) -> None:
         """Note what ends now."""
-        if self._limit:
+        if self.limit:
             with self._lock:
-                self._spans.append(Span(role, sort, number, stream, begin, time.monotonic_ns()))
+                self._spans.append(Span(role, sort, number, begin, time.monotonic_ns()))
 
     @contextmanager
-    def span(self, role: str, sort: str, number: int, stream: str) -> Iterator[None]:
+    def span(self, role: str, sort: str, number: int) -> Iterator[None]:
         """Note what happens inside the context."""
         begin = time.monotonic_ns()
         yield
-        self.add(role, sort, number, stream, begin)
+        self.add(role, sort, number, begin)
 
     def spans(self) -> list[Span]:
         """What was noted, in the order of the ends."""
         with self._lock:
             return list(self._spans)
+
+    def by_the_wall(self) -> list[list[object]]:
+        """The spans as plain values; times since 1970, which the clocks of several machines share."""
+        shift = time.time_ns() - time.monotonic_ns()
+        return [[s.role, s.sort, s.number, s.begin + shift, s.end + shift] for s in self.spans()]
