@@ -1,0 +1,167 @@
+"""What a pipeline's trace is made into: a file for Perfetto, a picture, and times for `mlora simulate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from mlora.checkpoint import write_file
+from mlora.errors import RunError
+from mlora.pipeline.actions import Kind
+from mlora.pipeline.measures import Measures, measure
+from mlora.pipeline.timeline import Event, Timeline, as_events
+from mlora.pipeline.trace import ROLES, Entry
+from mlora.plot_timeline import plot_timeline
+from mlora.stage_times import MeasuredLink, MeasuredStage, StageTimes
+
+SPANS = 1 << 17  # of a stage: the latest ones are kept
+_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
+_SHOWN = 60  # micro-batches in the picture, from the begin of the steady window
+
+
+class _Span(NamedTuple):
+    role: str
+    sort: str
+    number: int
+    begin: int
+    end: int
+
+
+class TraceFiles:
+    """A trace, joined over the stages.
+
+    Args:
+        stages: each stage's spans as `Trace.by_the_wall` gives them.
+        entries: the micro-batches that entered.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[Sequence[Any]]], entries: Sequence[Entry]) -> None:
+        self._stages = [[_Span(*span) for span in spans] for spans in stages]
+        self._entries = {entry.number: entry for entry in entries}
+        self._zero = min((span.begin for spans in self._stages for span in spans), default=0)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `trace.json`, `timeline.png` and `times.json`.
+
+        Args:
+            folder: the run's.
+
+        Returns:
+            What was written; without the last two where no micro-batch was traced through all stages.
+
+        Raises:
+            RunError: a file cannot be written.
+        """
+        written = [_write_json(folder / "trace.json", {"traceEvents": self._perfetto()})]
+        timeline = self.timeline()
+        if timeline is None:
+            return written
+        measures = measure(timeline)
+        self._draw(folder / "timeline.png", timeline, measures)
+        times = _write_json(folder / "times.json", self.times(timeline).model_dump())
+        return [*written, folder / "timeline.png", times]
+
+    def timeline(self) -> Timeline | None:
+        """The trained micro-batches that every stage has run, or none."""
+        computed = [
+            {(s.number, _KINDS[s.sort]): s for s in spans if s.role == "compute" and s.sort in _KINDS}
+            for spans in self._stages
+        ]
+        whole = [
+            entry
+            for entry in self._entries.values()
+            if entry.train and all((entry.number, kind) in found for found in computed for kind in Kind)
+        ]
+        if not whole:
+            return None
+        streams = {name: index for index, name in enumerate(dict.fromkeys(e.stream for e in whole))}
+        steps = dict.fromkeys(streams, -1)
+        events = []
+        for entry in whole:
+            steps[entry.stream] += entry.place == 0 or steps[entry.stream] < 0
+            for stage, found in enumerate(computed):
+                for kind in Kind:
+                    begin, end = (self._seconds(t) for t in found[entry.number, kind][3:])
+                    place = (streams[entry.stream], steps[entry.stream], entry.place)
+                    events.append(Event(stage, kind, *place, begin, end, entry.rows))
+        return Timeline.of(events)
+
+    def times(self, timeline: Timeline) -> StageTimes:
+        """Medians over the trained micro-batches; a link's latency is from the end of computing on one side
+        to the message's arrival on the other."""
+        rows = max(round(median(timeline.events["rows"])), 1)
+        stages = []
+        for stage in range(timeline.stages):
+            spent: dict[str, list[float]] = {kind: [] for kind in Kind}
+            for event in timeline.of_stage(stage):
+                spent[event.kind].append(event.end - event.begin)
+            stages.append(
+                MeasuredStage(forward=median(spent[Kind.FORWARD]), backward=median(spent[Kind.BACKWARD]))
+            )
+        pairs = range(timeline.stages - 1)
+        forward = [self._link(stage, stage + 1, "forward") for stage in pairs]
+        backward = [self._link(stage + 1, stage, "backward") for stage in pairs]
+        return StageTimes(rows=rows, stages=stages, forward=forward, backward=backward)
+
+    def _link(self, source: int, target: int, sort: str) -> MeasuredLink:
+        left = {s.number: s.end for s in self._stages[source] if s.role == "compute" and s.sort == sort}
+        come = {s.number: s.end for s in self._stages[target] if s.role == "receive" and s.sort == sort}
+        waits = [(come[number] - left[number]) / 1e9 for number in come if number in left]
+        return MeasuredLink(latency=max(median(waits), 0.0) if waits else 0.0)
+
+    def _seconds(self, nanoseconds: int) -> float:
+        return (nanoseconds - self._zero) / 1e9
+
+    def _draw(self, path: Path, timeline: Timeline, measures: Measures) -> None:
+        window, bubble = measures.window, measures.bubble_ratio
+        title = f"{timeline.stages} stages, measured; bubble "
+        title += f"{bubble:.1%} in the steady window, " if bubble is not None else ""
+        title += f"{measures.makespan_bubble_ratio:.1%} of the whole trace"
+        events = as_events(timeline.events)
+        begin = window.begin if window else min(event.begin for event in events)
+        first = sorted(e.begin for e in events if e.stage == 0 and e.begin >= begin)
+        until = first[min(2 * _SHOWN, len(first) - 1)] if first else None
+        shown = [event for event in events if event.end > begin and (until is None or event.begin <= until)]
+        plot_timeline(path, shown or events, title)
+
+    def _perfetto(self) -> list[Mapping[str, Any]]:
+        """Chrome's trace format: a process per stage, a thread per role."""
+        events: list[Mapping[str, Any]] = []
+        for stage, spans in enumerate(self._stages):
+            events.append(_name("process_name", stage, 0, f"stage {stage}"))
+            events += [_name("thread_name", stage, place, role) for place, role in enumerate(ROLES)]
+            for span in spans:
+                entry = self._entries.get(span.number)
+                label = f"{span.sort} {entry.stream}" if entry else span.sort
+                events.append(
+                    {
+                        "name": label,
+                        "ph": "X",
+                        "pid": stage,
+                        "tid": ROLES.index(span.role),
+                        "ts": (span.begin - self._zero) / 1e3,
+                        "dur": (span.end - span.begin) / 1e3,
+                        "args": {"micro_batch": span.number, "rows": entry.rows if entry else 0},
+                    }
+                )
+        return events
+
+
+def _name(what: str, stage: int, role: int, name: str) -> Mapping[str, Any]:
+    return {"name": what, "ph": "M", "pid": stage, "tid": role, "args": {"name": name}}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> Path:
+    text = json.dumps(content)
+    try:
+        write_file(path, lambda file: _discard(file.write(text.encode())))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
+    return path
+
+
+def _discard(_: object) -> None:
+    return None
