@@ -15,6 +15,7 @@ ENGINE = [
     "model",
     "block_list",
     "cut",
+    "pretrained",
     "stage_weights",
     "profile_stage",
     "probe",

@@ -144,9 +144,9 @@ class StandIn:
 def rows(
     shape: Iterable[int], dtype: torch.dtype, device: torch.device, noise: torch.Generator | None
 ) -> Tensor:
-    """Zeros that take no memory, or noise."""
+    """Zeros, or noise; with memory of their own, because some models scale the embedding in place."""
     if noise is None:
-        return torch.zeros((), dtype=dtype, device=device).expand(*shape)
+        return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.randn(*shape, generator=noise).to(device, dtype)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mlora.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
 
-_FIRST, _LAST = "before", "behind"
+BEFORE, BEHIND = "before", "behind"
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,12 @@ class Span:
         stages: how many there are.
         first: its first block.
         last: one more than its last block.
-
-    Raises:
-        ValueError: if there is no such stage, or it has no blocks.
     """
 
     stage: int
     stages: int
     first: int
     last: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.stage < self.stages:
-            raise ValueError(f"span: expected a stage below {self.stages}, got {self.stage}")
-        if not 0 <= self.first < self.last:
-            raise ValueError(f"span: expected at least one block, got blocks {self.first} to {self.last - 1}")
-        if self.is_first is not (self.first == 0):
-            raise ValueError(f"span: stage {self.stage} cannot begin with block {self.first}")
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +78,7 @@ class Cut:
         if module not in self._outer:
             return True
         places = self._outer[module]
-        return (self.span.is_first and _FIRST in places) or (self.span.is_last and _LAST in places)
+        return (self.span.is_first and BEFORE in places) or (self.span.is_last and BEHIND in places)
 
     def call(
         self,
@@ -135,7 +124,7 @@ class Cut:
     def _absent(self) -> Iterator[str]:
         """Modules that are called before the blocks and are not here."""
         for name, places in self._outer.items():
-            if _FIRST in places and not (self.span.is_last and _LAST in places):
+            if BEFORE in places and not (self.span.is_last and BEHIND in places):
                 yield name
 
 
@@ -150,18 +139,16 @@ def cut_model(model: PreTrainedModel, span: Span) -> Cut:
         What runs it.
 
     Raises:
-        ValueError: if the model has no such blocks, or it is unknown which they are.
+        ValueError: if no stage of this model can have such blocks, or it is unknown which they are.
     """
     blocks, count = find_blocks(model)
-    if span.last > count or span.is_last is not (span.last == count):
+    fits = 0 <= span.stage < span.stages and 0 <= span.first < span.last <= count
+    if not fits or span.is_first is not (span.first == 0) or span.is_last is not (span.last == count):
         raise ValueError(
             f"span: {type(model).__name__} has {count} blocks, so that stage {span.stage} of {span.stages} "
             f"cannot have blocks {span.first} to {span.last - 1}"
         )
-    parent, _, child = blocks.rpartition(".")
-    found: Any = model.get_submodule(blocks)
-    setattr(model.get_submodule(parent), child, BlockList(found).train(found.training))
-    cut = Cut(model, span, blocks, _outer_modules(model, blocks))
+    cut = Cut(model, span, blocks, outer_modules(model, blocks))
     _drop_others(model, cut)
     return cut
 
@@ -194,8 +181,24 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, int]:
     return found[0], len(outermost[found[0]])
 
 
-def _outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[str]]:
-    """Run the body on two rows without any weight, to see what is called before and behind its blocks."""
+def outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[str]]:
+    """Where the modules around the blocks are called, which have parameters.
+
+    The body is run on two rows without any weight. Its list of blocks becomes one of which a part can run.
+
+    Args:
+        model: its tensors may be on the meta device, but for buffers that no checkpoint holds.
+        blocks: name of the list of decoder blocks.
+
+    Returns:
+        By name; `BEFORE` and `BEHIND` the blocks.
+
+    Raises:
+        ValueError: if the body does not run without its blocks.
+    """
+    parent, _, child = blocks.rpartition(".")
+    listed = BlockList(model.get_submodule(blocks).children())
+    setattr(model.get_submodule(parent), child, listed.train(model.get_submodule(blocks).training))
     own = {
         name: module
         for name, module in model.named_modules()
@@ -205,16 +208,15 @@ def _outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[s
     }
     body = {id(module) for module in model.base_model.modules()}
     places: dict[str, set[str]] = {
-        name: set() if id(module) in body else {_LAST} for name, module in own.items()
+        name: set() if id(module) in body else {BEHIND} for name, module in own.items()
     }
     this = Pass(0, 0)
 
     def called(name: str) -> None:
-        places[name].add(_LAST if this.begun else _FIRST)
+        places[name].add(BEHIND if this.begun else BEFORE)
 
     stand_ins = [StandIn(module, called=partial(called, name)) for name, module in own.items()]
     device = next((t.device for t in (*model.buffers(), *model.parameters()) if not t.is_meta), "cpu")
-    listed: Any = model.get_submodule(blocks)
     training = model.training
     model.eval()  # no block is left out at random
     try:

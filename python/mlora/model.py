@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
 from mlora.cut import Cut, Span, cut_model
-from mlora.hub import check_base
 from mlora.loss import Head, LogitRule
+from mlora.pretrained import load_whole, stop_noise
 from mlora.probe import check_packing
 from mlora.stage_weights import load_stage, stage_to
 from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
@@ -202,13 +201,7 @@ def load_base(
         model.to(device)  # type: ignore[arg-type]
     else:
         stage_to(model, device)
-    config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        # SDPA cannot soft-cap: generation and the check below need the model's own attention.
-        model.set_attn_implementation("eager")
-    _stop_noise(model)
-    base = _take_apart(model, config, cut)
-    register_packed_attention()
+    base = take_apart(model, cut)
     check_packing(base)
     mlora_ext.convert_model(model, {}, every_linear=True)
     return base
@@ -220,48 +213,35 @@ def _get(
     if isinstance(source, PreTrainedModel):
         return source, None if span is None else cut_model(source, span)
     if span is None:
-        return _from_pretrained(source, dtype), None
+        return load_whole(str(source), dtype), None
     cut = load_stage(str(source), span, device, dtype)
     return cut.model, cut
 
 
-def _from_pretrained(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    check_base(str(source))
-    try:
-        AutoConfig.from_pretrained(str(source))
-        found: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"base_model: cannot load {source}: {reason}") from error
-    model, loaded = found
-    # Transformers draws random values for what a checkpoint lacks.
-    missing = sorted(loaded["missing_keys"])
-    if missing:
-        raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
-    assert isinstance(model, PreTrainedModel)
-    return model
+def take_apart(model: PreTrainedModel, cut: Cut | None = None) -> BaseModel:
+    """Find a model's body and head, and make it ready for packed rows; it is neither checked nor converted.
 
+    Args:
+        model: not converted.
+        cut: what runs the part of it that is here; default: all of it is.
 
-def _stop_noise(model: PreTrainedModel) -> None:
-    """Set layerdrop and a router's jitter to 0: like a dropout, one draw for a batch ties its adapters."""
-    stopped = 0
-    for owner in (model.config.get_text_config(), *model.modules()):
-        fields = [key for key in vars(owner) if key == "layerdrop" or "jitter" in key]
-        for key in fields:
-            if isinstance(getattr(owner, key), float) and getattr(owner, key):
-                setattr(owner, key, 0.0)
-                stopped += 1
-    if stopped:
-        warnings.warn("layerdrop or router jitter of the base model was set to 0", stacklevel=3)
+    Returns:
+        The model.
 
-
-def _take_apart(model: PreTrainedModel, config: Any, cut: Cut | None) -> BaseModel:
-    name = type(model).__name__
+    Raises:
+        ValueError: if it has no body and head.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        # SDPA cannot soft-cap: generation and the check of packed rows need the model's own attention.
+        model.set_attn_implementation("eager")
+    stop_noise(model)
     body = model.base_model
     if body is model or model.get_output_embeddings() is None:
-        raise ValueError(f"base_model: {name} is no causal language model with a body and a head")
+        raise ValueError(
+            f"base_model: {type(model).__name__} is no causal language model with a body and a head"
+        )
+    register_packed_attention()
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     rule = LogitRule.of(config)
     return BaseModel(model, body, rule, config.vocab_size, list(configs.values()), cut=cut)

@@ -50,7 +50,7 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
     lengths = tuple(length + extra for length in _LENGTHS)
     ids, states = _inputs(base, lengths, device)
     if states is not None:
-        _check_cut(base, name, states[0])
+        _check_cut(base, states[0])
     try:
         own = _alone(base, name, ids, states)
     except (TypeError, RuntimeError, IndexError) as error:
@@ -98,7 +98,7 @@ def _alone(base: BaseModel, name: str, ids: list[Tensor], states: list[Tensor] |
     """What the model, or the stage, makes of one sequence after the other with its usual attention."""
     received: Sequence[Tensor | None] = states or [None] * len(ids)
     parts = list(zip(ids, received, strict=True))
-    bodies = torch.cat([base.run(base.body, *part, use_cache=False)[0].flatten(0, -2) for part in parts])
+    bodies = torch.cat([_hidden(base, base.run(base.body, *part, use_cache=False)[0]) for part in parts])
     if not base.is_last:
         if not torch.isfinite(bodies).all():
             raise ValueError(f"base_model: {name}: its hidden states are not all numbers; are its weights?")
@@ -111,22 +111,35 @@ def _alone(base: BaseModel, name: str, ids: list[Tensor], states: list[Tensor] |
     return own
 
 
-def _check_cut(base: BaseModel, name: str, state: Tensor) -> None:
+def _hidden(base: BaseModel, output: Tensor) -> Tensor:
+    """`[L, D]`, from what the body gives (`[1, L, D]`) or a stage hands on (`[L, D]`)."""
+    if not base.is_last and output.shape[1:] != (base.hidden_size,):
+        raise ValueError(
+            f"base_model: {type(base.model).__name__} cannot be cut into stages: expected its blocks to hand "
+            f"on {base.hidden_size} values per token, got hidden states of shape {list(output.shape)}"
+        )
+    return output.flatten(0, -2)
+
+
+def _check_cut(base: BaseModel, state: Tensor) -> None:
     """Blocks must not look at the embedding, which is not here, nor at anything else of the blocks before."""
     assert base.cut is not None
-    outputs = []
+    noise = torch.Generator().manual_seed(1)
     try:
-        for noise in (None, torch.Generator().manual_seed(1)):
-            output = base.cut.call(base.body, None, state, noise=noise, use_cache=False)
-            outputs.append(output[0])
+        zeros = base.cut.call(base.body, None, state, use_cache=False)[0]
+        other = base.cut.call(base.body, None, state, noise=noise, use_cache=False)[0]
     except (TypeError, AttributeError, LookupError, ValueError, RuntimeError, StopIteration) as error:
-        reason = f"its body does not run from block {base.cut.span.first}: {_line(error)}"
-        raise ValueError(f"base_model: {name} cannot be cut into stages: {reason}") from error
-    if not torch.equal(*outputs):
-        raise ValueError(
-            f"base_model: {name} cannot be cut into stages: its blocks use more than the hidden state of the "
-            "block before"
-        )
+        raise _not_sound(base, f" ({type(error).__name__}: {_line(error)})") from error
+    if not torch.allclose(zeros, other, rtol=0, atol=0, equal_nan=True):
+        raise _not_sound(base)
+
+
+def _not_sound(base: BaseModel, reason: str = "") -> ValueError:
+    assert base.cut is not None
+    return ValueError(
+        f"base_model: {type(base.model).__name__} cannot be cut into stages: from block "
+        f"{base.cut.span.first} on it uses more than the hidden state of the block before{reason}"
+    )
 
 
 def _line(error: Exception) -> str:

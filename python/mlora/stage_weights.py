@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,7 +24,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, cached_file
 
 from mlora.cut import Cut, Span, cut_model
-from mlora.hub import check_base
+from mlora.pretrained import refuse_missing, skeleton, told_in_one_line
 
 
 def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype) -> Cut:
@@ -44,26 +43,14 @@ def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype
     Raises:
         ValueError: if it cannot be loaded, is quantized, has no safetensors, or weights are missing.
     """
-    check_base(source)
-    try:
-        config = AutoConfig.from_pretrained(source)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("it is quantized, and a quantized model cannot be cut into stages")
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        cut = cut_model(model.eval(), span)
-        files = _files(source, getattr(config, "transformers_weights", None))
-        with ExitStack() as stack:
-            missing = _fill(cut, _open(source, _wanted(cut, files), files, stack), device, dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        reason = " ".join(str(error).split())
-        if reason.startswith(("base_model: ", "span: ")):
-            raise
-        raise ValueError(f"base_model: cannot load {source}: {reason}") from error
-    if missing:
-        raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
+    model = skeleton(source, dtype)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(f"base_model: {source} is quantized, and quantized models cannot be cut into stages")
+    cut = cut_model(model, span)
+    with told_in_one_line(source), ExitStack() as stack:
+        files = _files(source, getattr(model.config, "transformers_weights", None))
+        missing = _fill(cut, _open(source, _wanted(cut, files), files, stack), device, dtype)
+    refuse_missing(source, missing)
     return cut
 
 

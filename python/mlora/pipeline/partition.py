@@ -1,0 +1,175 @@
+"""Which decoder blocks each stage gets: the slowest stage as fast as possible, within every stage's memory.
+
+Pure data: what a block costs is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import fsum, inf
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one part of a model costs a stage.
+
+    Attributes:
+        seconds: forward and backward of one micro-batch.
+        weight_bytes: of its weights.
+        activation_bytes: kept from forward to backward, for one micro-batch.
+    """
+
+    seconds: float
+    weight_bytes: int
+    activation_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a model's parts cost on one stage's device.
+
+    Attributes:
+        embedding: all that comes before the blocks; the first stage's.
+        blocks: the decoder blocks, in order.
+        head: final norm, head and loss; the last stage's.
+    """
+
+    embedding: Cost
+    blocks: tuple[Cost, ...]
+    head: Cost
+
+    def parts(self, first: int, last: int, is_first: bool, is_last: bool) -> list[Cost]:
+        """What a stage with the blocks `first` to `last - 1` consists of."""
+        return [*[self.embedding] * is_first, *self.blocks[first:last], *[self.head] * is_last]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition of a model's blocks.
+
+    Attributes:
+        blocks: `(first, last)` of each stage: its blocks are `first` to `last - 1`.
+        seconds: of each stage for one micro-batch.
+        memory: bytes of each stage.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    seconds: tuple[float, ...]
+    memory: tuple[int, ...]
+
+
+def partition(
+    tables: Sequence[Table],
+    limits: Sequence[int | None] | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> Partition:
+    """Cut a model's blocks into contiguous, non-empty runs, one per stage.
+
+    Minimises the largest `seconds` of a stage; among equal ones the sum of squares, which spreads the rest
+    evenly; among those it takes the one with the earliest cuts, from the last stage on. Memory of a stage is
+    `Σ weight_bytes + in_flight · Σ activation_bytes`. Exact, by dynamic programming over the blocks.
+
+    Args:
+        tables: one per stage, as measured on its device; all of the same model.
+        limits: bytes that each stage may take; None = any.
+        in_flight: micro-batches whose activations each stage holds at once; default 1.
+
+    Returns:
+        The partition.
+
+    Raises:
+        ValueError: if the arguments do not fit together, there are fewer blocks than stages, or no partition
+            stays within the limits; says what the least of them would need.
+
+    Example:
+        >>> table = Table(Cost(0.1, 10), (Cost(1.0, 5),) * 5, Cost(1.2, 10))
+        >>> partition([table, table]).blocks
+        ((0, 3), (3, 5))
+    """
+    stages, count = len(tables), len(tables[0].blocks) if tables else 0
+    bounds = [None] * stages if limits is None else list(limits)
+    held = [1] * stages if in_flight is None else list(in_flight)
+    for name, given in (("limits", bounds), ("in_flight", held)):
+        if len(given) != stages:
+            raise ValueError(f"{name}: expected one per stage ({stages}), got {len(given)}")
+    if any(len(table.blocks) != count for table in tables):
+        raise ValueError(f"tables: expected {count} blocks in each, got {[len(t.blocks) for t in tables]}")
+    if not 1 <= stages <= count:
+        raise ValueError(f"stages: expected 1 to {count}, the number of blocks, got {stages}")
+
+    def parts(stage: int, first: int, last: int) -> list[Cost]:
+        return tables[stage].parts(first, last, stage == 0, stage == stages - 1)
+
+    def seconds(stage: int, first: int, last: int) -> float:
+        return fsum(part.seconds for part in parts(stage, first, last))
+
+    def memory(stage: int, first: int, last: int) -> int:
+        own = parts(stage, first, last)
+        return sum(part.weight_bytes + held[stage] * part.activation_bytes for part in own)
+
+    def excess(stage: int, first: int, last: int) -> float:
+        limit = bounds[stage]
+        return -inf if limit is None else memory(stage, first, last) - limit
+
+    def allowed(stage: int, first: int, last: int) -> float:
+        return seconds(stage, first, last) if excess(stage, first, last) <= 0 else inf
+
+    slowest, _ = _best(stages, count, allowed, max)
+    if slowest == inf:
+        _, tightest = _best(stages, count, excess, max)
+        raise ValueError(_does_not_fit(tightest, memory, bounds))
+
+    def square(stage: int, first: int, last: int) -> float:
+        time = allowed(stage, first, last)
+        return time * time if time <= slowest else inf
+
+    _, blocks = _best(stages, count, square, lambda a, b: a + b)
+    return Partition(
+        blocks,
+        tuple(seconds(stage, *run) for stage, run in enumerate(blocks)),
+        tuple(memory(stage, *run) for stage, run in enumerate(blocks)),
+    )
+
+
+def _best(
+    stages: int,
+    count: int,
+    cost: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, tuple[tuple[int, int], ...]]:
+    """The partition of least cost: `best[s][j]` is that of the first j blocks over the stages up to s."""
+    best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {
+        last: (cost(0, 0, last), ((0, last),)) for last in range(1, count - stages + 2)
+    }
+    for stage in range(1, stages):
+        following = {}
+        for last in range(stage + 1, count - stages + stage + 2):
+            options = [
+                (join(best[first][0], cost(stage, first, last)), (*best[first][1], (first, last)))
+                for first in range(stage, last)
+            ]
+            following[last] = min(options, key=lambda option: option[0])
+        best = following
+    return best[count]
+
+
+def _does_not_fit(
+    blocks: Sequence[tuple[int, int]],
+    memory: Callable[[int, int, int], int],
+    limits: Sequence[int | None],
+) -> str:
+    needs = [
+        (memory(stage, *run), limit) for stage, (run, limit) in enumerate(zip(blocks, limits, strict=True))
+    ]
+    stage = max(
+        (stage for stage, (_, limit) in enumerate(needs) if limit is not None),
+        key=lambda stage: needs[stage][0] - (needs[stage][1] or 0),
+    )
+    (first, last), (need, limit) = blocks[stage], needs[stage]
+    assert limit is not None
+    return (
+        f"memory: no partition of {blocks[-1][1]} blocks over {len(blocks)} stages fits; in the one that is "
+        f"the least beyond its limits, stage {stage} with blocks {first} to {last - 1} needs "
+        f"{need / 2**30:.3f} GiB and may take {limit / 2**30:.3f} GiB"
+    )

@@ -1,0 +1,93 @@
+"""Reading a model from a folder or from the hub: all of it, or its skeleton without weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mlora.hub import check_base
+
+
+def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a causal language model.
+
+    Args:
+        source: a folder or a hub id.
+        dtype: of its weights.
+
+    Returns:
+        The model, on the CPU.
+
+    Raises:
+        ValueError: if it cannot be loaded, or weights are missing; in one line.
+    """
+    check_base(source)
+    with told_in_one_line(source):
+        AutoConfig.from_pretrained(source)
+        found: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    model, loaded = found
+    refuse_missing(source, sorted(loaded["missing_keys"]))
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a causal language model from its config alone.
+
+    Args:
+        source: a folder or a hub id.
+        dtype: of its weights.
+
+    Returns:
+        The model in evaluation mode; parameters are on the meta device, buffers are real.
+
+    Raises:
+        ValueError: if its config cannot be read; in one line.
+    """
+    check_base(source)
+    with told_in_one_line(source), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+def refuse_missing(source: str, missing: list[str]) -> None:
+    """Refuse a checkpoint without some weights: Transformers draws random values for them.
+
+    Raises:
+        ValueError: if any are missing.
+    """
+    if missing:
+        raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
+
+
+@contextmanager
+def told_in_one_line(source: str) -> Iterator[None]:
+    """Inside, what Transformers and safetensors raise while they load becomes a ValueError of one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"base_model: cannot load {source}: {reason}") from error
+
+
+def stop_noise(model: PreTrainedModel) -> None:
+    """Set layerdrop and a router's jitter to 0: like a dropout, one draw for a batch ties its adapters."""
+    stopped = 0
+    for owner in (model.config.get_text_config(), *model.modules()):
+        fields = [key for key in vars(owner) if key == "layerdrop" or "jitter" in key]
+        for key in fields:
+            if isinstance(getattr(owner, key), float) and getattr(owner, key):
+                setattr(owner, key, 0.0)
+                stopped += 1
+    if stopped:
+        warnings.warn("layerdrop or router jitter of the base model was set to 0", stacklevel=4)

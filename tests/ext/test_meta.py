@@ -1,0 +1,135 @@
+"""Models of which some layers are on the meta device, because other processes hold them."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS, llama
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import mlora_ext as mx
+from mlora_ext import gemm
+from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.folder import adapter_state
+
+
+def parts(base: nn.Module) -> list[nn.Module]:
+    """Copies of a model of two layers, each with one of the layers."""
+    copies = [copy.deepcopy(base) for _ in range(2)]
+    for index, model in enumerate(copies):
+        model.model.layers[1 - index].to("meta")
+    return copies
+
+
+def merged(models: list[nn.Module], name: str) -> dict[str, torch.Tensor]:
+    states = [adapter_state(model, name) for model in models]
+    assert not set(states[0]) & set(states[1])
+    return states[1] | states[0]
+
+
+def test_adapters_are_those_of_the_whole_model() -> None:
+    """Layers have the same indices, adapters the same initial values; on meta nothing is drawn."""
+    base = llama()
+    whole = mx.convert_model(copy.deepcopy(base), CONFIGS, seed=5)
+    models = [mx.convert_model(model, CONFIGS, seed=5) for model in parts(base)]
+    for name in CONFIGS:
+        expected = mx.adapter_parameters(whole, name)
+        found = [mx.adapter_parameters(model, name) for model in models]
+        for key, parameter in expected.items():
+            here = [those[key] for those in found if not those[key].is_meta]
+            assert len(here) == 1
+            assert torch.equal(here[0], parameter)
+            assert all(those[key].shape == parameter.shape for those in found)
+    indices = [[m.index for m in x.modules() if isinstance(m, MultiLoRALinear)] for x in (whole, *models)]
+    assert indices[0] == indices[1] == indices[2]
+
+
+def test_the_layers_that_are_here_run_along_a_route() -> None:
+    base = llama()
+    whole = mx.convert_model(copy.deepcopy(base), CONFIGS, seed=5).train()
+    model = mx.convert_model(parts(base)[1], CONFIGS, seed=5).train()
+    layout, x = mx.SegmentLayout.from_lengths([5, 4]), torch.randn(9, 32)
+    results = []
+    for each in (whole, model):
+        layer = each.model.layers[1].self_attn.q_proj
+        with mx.route(each, layout, ["a", "b"], steps=[3, 1]):
+            y = layer(x)
+        y.sum().backward()
+        results.append([y.detach(), *(slot.weight.grad for slot in layer.lora_A.children())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(p.grad is None for p in model.parameters() if p.is_meta)
+
+
+def test_adapters_join_and_leave() -> None:
+    model = mx.convert_model(parts(llama())[0], {"a": CONFIGS["a"]}, seed=5)
+    mx.add_adapter(model, "late", LoraConfig(r=40, target_modules=["q_proj"]), seed=1)
+    assert {p.is_meta for p in mx.adapter_parameters(model, "late").values()} == {True, False}
+    mx.remove_adapter(model, "a")
+    mx.remove_adapter(model, "late")
+    assert not [key for key, _ in model.named_parameters() if "lora_" in key]
+
+
+def test_the_folder_of_all_parts_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    base = llama()
+    whole = mx.convert_model(copy.deepcopy(base), CONFIGS, seed=5)
+    models = [mx.convert_model(model, CONFIGS, seed=5) for model in parts(base)]
+    for name in CONFIGS:
+        mx.save_adapter(whole, name, tmp_path / "whole" / name)
+        mx.save_adapter(models[1], name, tmp_path / "parts" / name, merged(models, name))
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            one, other = tmp_path / "whole" / name / file, tmp_path / "parts" / name / file
+            assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_folder_is_loaded_by_every_part(tmp_path: Path) -> None:
+    base = llama()
+    whole = mx.convert_model(copy.deepcopy(base), {"a": CONFIGS["a"]}, seed=5)
+    mx.save_adapter(whole, "a", tmp_path / "a")
+    models = parts(base)
+    for model in models:
+        mx.load_adapter(model, "new", tmp_path / "a")
+        mx.load_adapter(model, "new", tmp_path / "a")
+    found, expected = merged(models, "new"), adapter_state(whole, "a")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_weights_of_the_base_in_a_folder_are_compared_where_they_are(tmp_path: Path) -> None:
+    base = llama()
+    whole = mx.convert_model(copy.deepcopy(base), {"a": CONFIGS["a"]}, seed=5)
+    mx.save_adapter(whole, "a", tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    key = "base_model.model.model.layers.1.input_layernorm.weight"
+    save_file(load_file(file) | {key: torch.full((32,), 3.0)}, file)
+    first, second = parts(base)
+    mx.load_adapter(first, "new", tmp_path / "a")
+    with pytest.raises(ValueError, match=f"has the tensor {key}"):
+        mx.load_adapter(second, "new", tmp_path / "a")
+
+
+def test_weights_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
+    models = [mx.convert_model(model, CONFIGS, seed=5) for model in parts(llama())]
+    weights = merged(models, "a")
+    key = next(iter(weights))
+    for given, message in [
+        (None, r"^adapter 'a': .*layers\.1.* is not in this process; give it in weights"),
+        (adapter_state(models[1], "a"), r"^adapter 'a': .*layers\.0.* is not in this process"),
+        (weights | {"other": torch.ones(1)}, "^weights: other is no tensor of adapter 'a'"),
+        (weights | {key: torch.ones(3)}, r"^weights: .*: expected shape \[.*\], got \[3\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            mx.save_adapter(models[0], "a", tmp_path / "a", given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not gemm.packs(torch.empty(1, 1)), reason="this torch has no oneDNN")
+def test_weights_that_are_here_are_packed() -> None:
+    whole = mx.convert_model(llama(), CONFIGS)
+    model = mx.convert_model(parts(llama())[0], CONFIGS)
+    assert 0 < mx.pack_base(model) < mx.pack_base(whole)
+    packed = {key for key, m in model.named_modules() if isinstance(m, MultiLoRALinear) and m.packed}
+    assert packed
+    assert all(key.startswith("model.layers.0.") for key in packed)
