@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +15,10 @@ from mlora.errors import RunError
 from mlora.output import guarded_output
 
 if TYPE_CHECKING:
+    from mlora.config import RunConfig
     from mlora.report import Reporter
     from mlora.result import RunResult
+    from mlora.stages import Member
 
 app = typer.Typer(
     help="Train many LoRA adapters together over one frozen base model.",
@@ -46,16 +48,29 @@ def train(
     run: RunFile,
     set_: Overrides = None,
     overwrite: Annotated[bool, typer.Option(help="replace an earlier run in output_dir")] = False,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="K", help="cut the model over K processes, as --set pipeline.stages=K does"
+        ),
+    ] = None,
 ) -> None:
     """Train every adapter of RUN.yaml together."""
     with command(goes_on=True):
         from mlora.config_file import load_config
 
-        config = load_config(run, set_ or [])
+        settings = [*(set_ or []), *([f"pipeline.stages={stages}"] if stages else [])]
+        config = load_config(run, settings)
         begin()
         from mlora.run import train
 
-        finish(train(config, overwrite=overwrite, reporter=reporter()))
+        overrides = [word for setting in settings for word in ("--set", setting)]
+        again = ["train", str(run), *overrides, *(["--overwrite"] if overwrite else [])]
+        in_pipeline(
+            config,
+            again,
+            lambda member: train(config, overwrite=overwrite, reporter=reporter(), member=member),
+        )
 
 
 @app.command()
@@ -64,11 +79,15 @@ def resume(run_dir: RunDir) -> None:
     with command(goes_on=True):
         from mlora.run_folder import RunFolder
 
-        RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
+        config = RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
         begin()
         from mlora.run import resume
 
-        finish(resume(run_dir, reporter=reporter()))
+        in_pipeline(
+            config,
+            ["resume", str(run_dir)],
+            lambda member: resume(run_dir, reporter=reporter(), member=member),
+        )
 
 
 @app.command()
@@ -290,6 +309,31 @@ def reporter() -> Reporter:
     from mlora.report import LiveTable, PlainLines
 
     return LiveTable() if sys.stdout.isatty() else PlainLines()
+
+
+def in_pipeline(config: RunConfig, arguments: list[str], lead: Callable[[Member | None], RunResult]) -> None:
+    """Run the stage that this process is there for; where it is the user's, start one process per stage.
+
+    Args:
+        config: the run's.
+        arguments: the command line that each of them is given.
+        lead: runs stage 0, or a run of one stage.
+
+    Raises:
+        typer.Exit: with the run's exit code, at stage 0, in a run of one stage and in the user's process.
+    """
+    from mlora.stages import is_launched, membership, run_stage
+
+    if config.pipeline.stages > 1 and not is_launched():
+        from mlora.launch import launch
+
+        raise typer.Exit(launch(config.pipeline.stages, ["-m", "mlora", *arguments]))
+    with membership(config) as member:
+        if member and member.world.rank:
+            run_stage(config, member)
+            return
+        result = lead(member)
+    finish(result)
 
 
 def finish(result: RunResult) -> None:

@@ -15,6 +15,7 @@ from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
+from mlora.stages import Member, check_member
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
 FREE = {
@@ -30,7 +31,11 @@ FREE = {
 
 
 def train(
-    config: RunConfig | Path | str, *, overwrite: bool = False, reporter: Reporter | None = None
+    config: RunConfig | Path | str,
+    *,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+    member: Member | None = None,
 ) -> RunResult:
     """Train every adapter of a config together.
 
@@ -41,6 +46,7 @@ def train(
         config: a resolved config, or the path of a run's YAML.
         overwrite: replace an earlier run in ``output_dir``.
         reporter: told of what happens; by default nobody is.
+        member: this process's part in a pipeline, of which it is stage 0.
 
     Returns:
         What came of each adapter.
@@ -56,6 +62,7 @@ def train(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)
+    check_member(member)
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
     inputs = [dataset.path for dataset in config.datasets] + [
@@ -79,12 +86,15 @@ def _measured(prepared: Prepared) -> Prepared:
     return prepared
 
 
-def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResult:
+def resume(
+    run_dir: Path | str, *, reporter: Reporter | None = None, member: Member | None = None
+) -> RunResult:
     """Continue a run from its last checkpoint; without one it starts anew, and a finished one is reported.
 
     Args:
         run_dir: the run's ``output_dir``.
         reporter: told of what happens; by default nobody is.
+        member: as for :func:`train`.
 
     Returns:
         What came of each adapter.
@@ -93,6 +103,7 @@ def resume(run_dir: Path | str, *, reporter: Reporter | None = None) -> RunResul
         RunError: the folder holds no run, another process is at work on it, its data changed, or as
             :func:`train`.
     """
+    check_member(member)
     reporter = reporter or Silent()
     folder = RunFolder(Path(run_dir).resolve())
     folder.read_config()  # before the lock, which would make the folder

@@ -1,12 +1,13 @@
-"""Real processes of a pipeline for tests, each running a snippet of Python as a launcher would start it."""
+"""Real processes of a pipeline for tests, each running a snippet of Python as if by a launcher."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKS = multiprocessing.get_context("forkserver")  # torch takes seconds to import, once
+FORKS.set_forkserver_preload(["mlora.pipeline"])
 
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -29,12 +32,6 @@ def watch(**options):
 """
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """The tests' environment, in which processes find this checkout and use one thread."""
-    paths = [str(ROOT / "python"), str(ROOT)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **changes}
-
-
 def contract(rank: int, size: int, port: int, *, launcher_holds_store: bool = True) -> dict[str, str]:
     """What torchrun tells a process."""
     return {
@@ -45,45 +42,54 @@ def contract(rank: int, size: int, port: int, *, launcher_holds_store: bool = Tr
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_USE_AGENT_STORE": str(launcher_holds_store),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+
+
+def run(body: str, told: dict[str, str], files: list[Path]) -> None:
+    """What a process does: its output goes to two files."""
+    for number, file in enumerate(files, start=1):
+        with file.open("w") as stream:
+            os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.update(told)
+    exec(PREAMBLE + body, {"__name__": "__main__"})
 
 
 class Stages:
     """The processes of a test."""
 
-    def __init__(self, bodies: Sequence[str], ranks: Sequence[int], port: int, holds_store: bool) -> None:
-        size = len(bodies)
+    def __init__(self, bodies: Sequence[str], ranks: Sequence[int], told: list[dict[str, str]], folder: Path):
+        self.files = {rank: [folder / f"{rank}.out", folder / f"{rank}.err"] for rank in ranks}
         self.processes = {
-            rank: subprocess.Popen(
-                [sys.executable, "-c", PREAMBLE + bodies[rank]],
-                env=environment(**contract(rank, size, port, launcher_holds_store=holds_store)),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            rank: FORKS.Process(target=run, args=(bodies[rank], told[rank], self.files[rank]))
             for rank in ranks
         }
+        for process in self.processes.values():
+            process.start()
 
     def until_ready(self) -> None:
         """Wait until every process has printed its first line."""
-        for process in self.processes.values():
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n", process.communicate(timeout=10)
+        deadline = time.monotonic() + 60
+        for out, err in self.files.values():
+            while not (out.exists() and out.read_text().startswith("ready\n")):
+                assert time.monotonic() < deadline, err.read_text()
+                time.sleep(0.05)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a process a signal."""
-        self.processes[rank].send_signal(number)
+        pid = self.processes[rank].pid
+        assert pid
+        os.kill(pid, number)
 
-    def end(self, timeout: float = 60.0) -> tuple[list[int], list[str], list[str]]:
+    def end(self, timeout: float = 60.0) -> tuple[list[int | None], list[str], list[str]]:
         """Wait for every process, and return exit codes, standard outputs and standard errors."""
         deadline = time.monotonic() + timeout
-        texts = [
-            process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-            for process in self.processes.values()
-        ]
-        codes = [process.returncode for process in self.processes.values()]
-        return codes, [out for out, _ in texts], [err for _, err in texts]
+        for process in self.processes.values():
+            process.join(max(deadline - time.monotonic(), 0.0))
+        codes = [process.exitcode for process in self.processes.values()]
+        outputs, errors = ([pair[i].read_text() for pair in self.files.values()] for i in (0, 1))
+        assert None not in codes, (codes, outputs, errors)
+        return codes, outputs, errors
 
 
 @contextmanager
@@ -95,17 +101,24 @@ def stages(*bodies: str, ranks: Sequence[int] | None = None, holds_store: bool =
         ranks: those that are started at all.
         holds_store: the test holds the store, as a launcher would, and not the process of rank 0.
     """
-    if holds_store:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = store.port
-    else:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-    running = Stages(bodies, ranks or range(len(bodies)), port, holds_store)
-    try:
-        yield running
-    finally:
-        for process in running.processes.values():
-            process.kill()
-            process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        if holds_store:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        else:
+            port = free_port()
+        told = [contract(r, len(bodies), port, launcher_holds_store=holds_store) for r in range(len(bodies))]
+        running = Stages(bodies, ranks or range(len(bodies)), told, Path(folder))
+        try:
+            yield running
+        finally:
+            for process in running.processes.values():
+                process.kill()
+                process.join()
+
+
+def free_port() -> int:
+    """Return a port that nobody listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from .processes import Process
 from .world import World
 
+_JOIN = 2.0  # seconds
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -137,9 +139,10 @@ class Beats:
         self._awake.set()
 
     def stop(self) -> None:
-        """Let the thread end when it can."""
+        """End the thread, which must not live on when Python ends; a store that is frozen may prevent it."""
         self._stopped = True
         self.hurry()
+        self.thread.join(_JOIN)
 
     def claim(self) -> bool:
         """Claim the right to tell the user of a fault; only the first process that does so gets it."""
@@ -155,7 +158,8 @@ class Beats:
                 self.give(in_flight=self.describe())
                 self._read()
                 self.rounds += 1
-                self._awake.wait(self.interval)
+                met = len(self.seen) == self.world.size - 1
+                self._awake.wait(self.interval if met else self.interval / 10)
                 self._awake.clear()
         except dist.DistError:
             self.lost = True

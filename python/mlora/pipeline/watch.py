@@ -66,7 +66,8 @@ class Watch:
         self._gone: dict[int, int] = {}
         self._near_at: dict[int, float] = {}
         self._stopped = threading.Event()
-        threading.Thread(target=self._guard, name="mlora-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._guard, name="mlora-watch", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Watch:
         """Return itself."""
@@ -109,9 +110,8 @@ class Watch:
         self._stopped.wait(after)
         if self._ends.acquire(blocking=not self._stopped.is_set()):
             me = self._world.process
-            self._stopped.set()
             self._tell(Fault(self._world.rank, me.host, me.pid, message, own=True), told=told)
-            self._beats.stop()
+            self._stop()
 
     def goodbye(self, timeout: float = 30.0) -> None:
         """Tell the others that this process has done its work and may end.
@@ -133,8 +133,12 @@ class Watch:
     def close(self) -> None:
         """Watch no more. Without a goodbye, the others take the end of this process for a fault."""
         if self._ends.acquire(blocking=not self._stopped.is_set()):
-            self._stopped.set()
-            self._beats.stop()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._beats.stop()
 
     def _all_done(self) -> bool:
         seen = self._beats.others()
@@ -222,6 +226,18 @@ class Watch:
         if not mine and not self._has_store:
             time.sleep(_ELECTION)  # what follows would look like another fault to the one that tells
         _bounded(lambda: self._say(fault, aloud=mine and not told), 1.5)
+        if self._world.rank == 0 and self._has_store:
+            self._wait_for_readers(fault)
+
+    def _wait_for_readers(self, fault: Fault) -> None:
+        """The store may end with this process: the others have to read of the fault before."""
+        deadline = time.monotonic() + _ELECTION
+        while time.monotonic() < deadline:
+            signs = [peer.sign for rank, peer in self._beats.others().items() if rank != fault.stage]
+            if all(sign.fault or sign.goodbye for sign in signs):
+                return
+            self._beats.hurry()
+            time.sleep(_TICK / 4)
 
     def _is_elected(self, fault: Fault, told: bool) -> bool:
         try:

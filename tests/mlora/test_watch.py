@@ -1,0 +1,134 @@
+"""A stage that dies, hangs or fails is named once, and every process ends."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.mlora.stages import Stages, stages
+
+NOTICED = 10.0  # seconds
+
+BLOCKED = """
+import torch, torch.distributed as dist
+with watch():
+    links = neighbour_groups(world)
+    ready()
+    link = links.from_previous or links.from_next
+    dist.recv(torch.zeros(1), src=link.peer, group=link.headers)
+"""
+WAITING = """
+w = watch()
+neighbour_groups(world)
+ready()
+time.sleep(60)
+"""
+RAISES = """
+with watch():
+    neighbour_groups(world)
+    ready()
+    raise KeyError("boom")
+"""
+EXITS = """
+w = watch()
+neighbour_groups(world)
+ready()
+os._exit(0)
+"""
+BODIES = {"SIGKILL": WAITING, "SIGSTOP": WAITING, "raises": RAISES, "exits": EXITS}
+LINES = {
+    "SIGKILL": "was killed or ended; adapters in flight: a{0}, b{0}",
+    "SIGSTOP": r"has not answered for [67] s; adapters in flight: a{0}, b{0}",
+    "raises": "KeyError: 'boom'",
+    "exits": "was killed or ended; adapters in flight: a{0}, b{0}",
+}
+
+
+def lines(errors: list[str]) -> list[str]:
+    return [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
+
+
+def end_noticed(running: Stages) -> tuple[list[int | None], list[str]]:
+    began = time.monotonic()
+    codes, _, errors = running.end(timeout=20)
+    assert time.monotonic() - began < NOTICED
+    return codes, errors
+
+
+@pytest.mark.parametrize("holds_store", [True, False], ids=["launcher-store", "stage-0-store"])
+@pytest.mark.parametrize("fault", BODIES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fault_ends_a_peer_that_is_blocked(stage: int, fault: str, holds_store: bool) -> None:
+    if stage == 1 and not holds_store:
+        pytest.skip("the store's place matters to faults of stage 0")
+    bodies = [BLOCKED, BLOCKED]
+    bodies[stage] = BODIES[fault]
+    with stages(*bodies, holds_store=holds_store) as running:
+        running.until_ready()
+        if fault.startswith("SIG"):
+            time.sleep(1.5)  # the others have seen it
+            running.signal(stage, signal.Signals[fault])
+        codes, errors = end_noticed(running)
+    assert codes[1 - stage] == 1
+    assert codes[stage] == (0 if fault == "exits" else 1 if fault == "raises" else -signal.SIGKILL)
+    (line,) = lines(errors)
+    pid = running.processes[stage].pid
+    colon = ":" if fault == "raises" else ""
+    pattern = rf"error: stage {stage} \(\S+, pid {pid}\){colon} " + LINES[fault].format(stage)
+    assert re.fullmatch(pattern, line), line
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_stuck_stage_of_three_is_told_by_the_lowest_that_lives(stuck: int) -> None:
+    with stages(*[WAITING] * 3) as running:
+        running.until_ready()
+        time.sleep(1.5)
+        running.signal(stuck, signal.SIGSTOP)
+        codes, errors = end_noticed(running)
+    teller = 1 if stuck == 0 else 0
+    assert codes == [-signal.SIGKILL if stage == stuck else 1 for stage in range(3)]
+    assert [len(lines([text])) for text in errors] == [int(stage == teller) for stage in range(3)]
+    assert f"error: stage {stuck} " in errors[teller]
+
+
+def test_error_that_the_user_was_told_of_is_not_told_again() -> None:
+    telling = """
+w = watch()
+ready()
+w.report("disk full", told=True)
+print("error: disk full", file=sys.stderr)
+sys.exit(3)
+"""
+    with stages("w = watch(); ready(); time.sleep(60)", telling) as running:
+        codes, errors = end_noticed(running)
+    assert codes == [1, 3]
+    assert lines(errors) == ["error: disk full"]
+
+
+def test_who_is_told_of_a_fault_can_put_things_right_first() -> None:
+    body = """
+w = watch(on_fault=lambda fault: print("told of", fault.stage))
+ready()
+time.sleep(60)
+"""
+    with stages(body, body) as running:
+        running.until_ready()
+        time.sleep(1.5)
+        running.signal(0, signal.SIGKILL)
+        codes, outputs, errors = running.end()
+    assert codes == [-signal.SIGKILL, 1]
+    assert outputs[1] == "ready\ntold of 0\n"
+    assert len(lines(errors)) == 1
+
+
+@pytest.mark.parametrize("holds_store", [True, False], ids=["launcher-store", "stage-0-store"])
+def test_goodbyes_and_long_calls_are_no_faults(holds_store: bool) -> None:
+    hold = "import ctypes; ctypes.PyDLL(None).sleep({0})  # keeps Python's lock\n"
+    first = "w = watch(); ready(); w.goodbye()"
+    second = "w = watch(); ready(); " + hold.format(4) + "w.goodbye()"
+    third = "w = watch(); ready()\nwith w.patient(20): " + hold.format(8) + "w.goodbye()"
+    with stages(first, second, third, holds_store=holds_store) as running:
+        codes, _, errors = running.end()
+    assert codes == [0, 0, 0], errors
+    assert not lines(errors)
