@@ -40,9 +40,9 @@ def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = No
 
     Example:
         >>> stages = [StageTime(forward=1e-3, backward=1e-3)] * 4
-        >>> timeline = simulate(Workload(stages, [Stream(steps=10)] * 4))
+        >>> timeline = simulate(Workload(stages, [Stream(steps=10)] * 2))
         >>> measure(timeline).bubble_ratio
-        0.0
+        0.5
     """
     return _Simulation(workload, orders).run()
 

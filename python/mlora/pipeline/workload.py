@@ -117,7 +117,7 @@ class Workload:
 
     Attributes:
         stages: times of the D stages.
-        streams: at most one of them for `gpipe` and `1f1b` runs rounds without a flush between adapters.
+        streams: what runs; `gpipe` and `1f1b` flush after each step of a stream, so that several take turns.
         schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
         forward: the links from each stage to the next: one for all, or D - 1.
         backward: those from each stage to the one before, `backward[s]` from stage s + 1 to stage s.
