@@ -56,6 +56,9 @@ def test_the_layers_that_are_here_run_along_a_route() -> None:
     for each in (whole, model):
         layer = each.model.layers[1].self_attn.q_proj
         with mx.route(each, layout, ["a", "b"], steps=[3, 1]):
+            assert all(
+                m.group.active is None for m in each.modules() if hasattr(m, "group") and m.layer.is_meta
+            )
             y = layer(x)
         y.sum().backward()
         results.append([y.detach(), *(slot.weight.grad for slot in layer.lora_A.children())])
