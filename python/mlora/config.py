@@ -205,17 +205,28 @@ class SchedulerConfig(_Strict):
 
 
 class PipelineConfig(_Strict):
-    """How the model lies on devices: one stage."""
+    """How the model lies on devices, and what fills them.
 
-    stages: int = Field(default=1, ge=1)
+    ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
+    it is measured so that the slowest stage is as fast as can be, and the resolved config of a run names it.
+    ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together
+    and cut each batch into ``micro_batches``.
+    """
+
+    stages: int = Field(default=1, ge=1, le=4096)
     schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
-    micro_batches: int = Field(default=1, ge=1)
+    micro_batches: int = Field(default=1, ge=1, le=MOST)
+    partition: list[int] | None = None
 
     @model_validator(mode="after")
-    def _one_stage(self) -> PipelineConfig:
-        for key, only in (("stages", 1), ("schedule", "lorapp"), ("micro_batches", 1)):
-            if getattr(self, key) != only:
-                raise ValueError(f"{key}: {getattr(self, key)} {NOT_IN_THIS_VERSION}; set it to {only}")
+    def _partition(self) -> PipelineConfig:
+        if self.partition is not None and len(self.partition) != self.stages:
+            raise ValueError(
+                f"partition: has the blocks of {len(self.partition)} stages, but stages is {self.stages}; "
+                "remove it to have it measured"
+            )
+        if self.partition is not None and min(self.partition) < 1:
+            raise ValueError(f"partition: each stage needs at least one block, got {self.partition}")
         return self
 
 

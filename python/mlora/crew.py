@@ -46,15 +46,28 @@ class Crew:
     Attributes:
         driver: feeds the first one.
         first: the first one, in this process.
-        stages: their number.
+        blocks: decoder blocks of each; of a single stage it need not be known.
     """
 
     driver: Driver
     first: StagePart
-    stages: int
+    blocks: Sequence[int]
+
+    @property
+    def stages(self) -> int:
+        """Their number."""
+        return len(self.blocks)
 
 
-def crew_of_threads(source: Source, stages: int | Sequence[int], options: PartOptions, schedule: str) -> Crew:
+def crew_of_threads(
+    source: Source,
+    stages: int | Sequence[int],
+    options: PartOptions,
+    schedule: str,
+    *,
+    in_flight: int | None = None,
+    trace: int = 0,
+) -> Crew:
     """Stages in this process; those after the first are threads.
 
     Args:
@@ -63,6 +76,8 @@ def crew_of_threads(source: Source, stages: int | Sequence[int], options: PartOp
         stages: blocks of each stage, or a number of stages that share them alike.
         options: how each stage holds its piece.
         schedule: `lorapp`, `1f1b` or `gpipe`.
+        in_flight: the most micro-batches under way at once; see `Pipeline`.
+        trace: spans to keep of each stage.
 
     Raises:
         ValueError: if the model cannot be loaded, cut or trained on packed rows.
@@ -71,7 +86,8 @@ def crew_of_threads(source: Source, stages: int | Sequence[int], options: PartOp
     copies = len(spans) > 1 and isinstance(source, PreTrainedModel)
     parts = [make_part(copy.deepcopy(source) if copies else source, span, options) for span in spans]
     modules = [part.module for part in parts]
-    return Crew(Pipeline(modules, schedule, parts[-1].losses, hooks=parts), parts[0], len(parts))
+    driver = Pipeline(modules, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
+    return Crew(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
 
 
 def crew_of_processes(

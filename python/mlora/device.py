@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mlora.config import RunConfig
 from mlora.errors import RunError, first_line
 
 
@@ -46,6 +47,26 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
     except RuntimeError as error:
         raise RunError(first_line(error)) from error
     return chosen
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Return the dtype of a run's base model."""
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+
+
+def own_device(device: str | None, dtype: torch.dtype, local_rank: int) -> str:
+    """Return the device of one of several processes of a machine, as :func:`choose_device`.
+
+    Args:
+        device: ``cuda`` gives each process a GPU in turn; the others are taken as they are.
+        dtype: of the base model.
+        local_rank: the process's number on its machine.
+
+    Raises:
+        RunError: as :func:`choose_device`.
+    """
+    chosen = choose_device(device, dtype)
+    return f"cuda:{local_rank % torch.cuda.device_count()}" if chosen == "cuda" else chosen
 
 
 def load_operators() -> None:

@@ -111,7 +111,8 @@ class Engine:
         stages: blocks of each stage of this process's pipeline, or a number of stages that share them alike.
         schedule: `lorapp`, `1f1b` or `gpipe`.
         micro_batches: into how many each batch is cut.
-        crew: the stages, where other processes are among them; `stages` is then theirs.
+        in_flight: for `lorapp`, the most micro-batches under way at once; see `Pipeline`.
+        crew: the stages, where other processes are among them; what concerns stages is then theirs.
 
     Raises:
         ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
@@ -136,6 +137,7 @@ class Engine:
         stages: int | Sequence[int] = 1,
         schedule: str = "lorapp",
         micro_batches: int = 1,
+        in_flight: int | None = None,
         crew: Crew | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
@@ -146,7 +148,7 @@ class Engine:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
         options = PartOptions(self.device, dtype, gradient_checkpointing, pack_base)
-        self._crew = crew or crew_of_threads(base_model, stages, options, schedule)
+        self._crew = crew or crew_of_threads(base_model, stages, options, schedule, in_flight=in_flight)
         self._pipeline = self._crew.driver
         self._part = self._crew.first
         self._base = self._part.base
@@ -164,6 +166,11 @@ class Engine:
     def stages(self) -> int:
         """The number of stages."""
         return self._crew.stages
+
+    @property
+    def blocks(self) -> list[int]:
+        """Decoder blocks of each stage, where there are several."""
+        return list(self._crew.blocks)
 
     @property
     def peak_memory(self) -> int:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mlora.config import RunConfig
 from mlora.tasks import Task
 
 
@@ -51,6 +52,31 @@ def assign(tasks: Sequence[Task], count: int) -> dict[str, int]:
         found[name] = lightest
     order = {group: place for place, group in enumerate(dict.fromkeys(found[task.name] for task in tasks))}
     return {task.name: order[found[task.name]] for task in tasks}
+
+
+def group_count(config: RunConfig) -> int:
+    """Return into how many groups a run's tasks are spread, at most.
+
+    With as many groups as stages there is no bubble where all take equally long; varying lengths and links
+    need up to twice as many. Schedules with rounds have one.
+
+    Args:
+        config: the run's.
+    """
+    pipeline = config.pipeline
+    return 1 if pipeline.stages == 1 or pipeline.schedule != "lorapp" else 2 * pipeline.stages
+
+
+def in_flight_of(config: RunConfig) -> int:
+    """Return how many micro-batches a run has under way at once: those of all groups.
+
+    Each stage bounds its share of them by it, see `mlora.pipeline.order.in_flight_of`.
+
+    Args:
+        config: the run's.
+    """
+    groups = min(group_count(config), len(config.adapters))
+    return groups * config.pipeline.micro_batches
 
 
 def _tokens(task: Task) -> float:

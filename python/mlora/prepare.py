@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
-from mlora.device import choose_device, is_out_of_memory
+from mlora.device import choose_device, dtype_of, is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
-from mlora.groups import assign
+from mlora.groups import assign, group_count, in_flight_of
 from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
+from mlora.stages import Member, crew_of
 from mlora.tasks import Progress, Task, TaskBuilder
 
 
@@ -59,13 +59,19 @@ class Prepared:
         self.seconds = seconds
 
 
-def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | None = None) -> Prepared:
+def prepare(
+    config: RunConfig,
+    reporter: Reporter,
+    checkpoint: dict[str, Any] | None = None,
+    member: Member | None = None,
+) -> Prepared:
     """Read the data, load the base model and create the adapters; write nothing.
 
     Args:
         config: a resolved config.
         reporter: told of warnings and of refused adapters.
         checkpoint: what the run continues from.
+        member: this process's part in a pipeline over processes.
 
     Returns:
         The run before its next iteration.
@@ -98,7 +104,7 @@ def prepare(config: RunConfig, reporter: Reporter, checkpoint: dict[str, Any] | 
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
     with warnings_to(reporter):
-        engine = make_engine(config)
+        engine = make_engine(config, tasks, member)
         if checkpoint:
             _restore(engine, tasks, checkpoint)
             groups, made = checkpoint["groups"], checkpoint["iteration"]
@@ -153,28 +159,15 @@ def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
         reporter.fault(f"{', '.join(refused)}: refused: {message}")
 
 
-def group_count(config: RunConfig) -> int:
-    """Return into how many groups a run's tasks are spread: what fills the pipeline with a reserve.
-
-    With as many groups as stages there is no bubble where all take equally long; varying lengths and links
-    need up to twice as many. Schedules with rounds have one.
-    """
-    pipeline = config.pipeline
-    if pipeline.stages == 1 or pipeline.schedule != "lorapp":
-        return 1
-    return 2 * pipeline.stages
-
-
-def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the dtype of a run's base model."""
-    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
-
-
-def make_engine(config: RunConfig) -> Engine:
+def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None) -> Engine:
     """Load a run's base model.
+
+    Without a member, several stages are threads of this process.
 
     Args:
         config: a resolved config.
+        tasks: of the run.
+        member: this process's part in a pipeline over processes.
 
     Returns:
         An engine without adapters.
@@ -187,6 +180,7 @@ def make_engine(config: RunConfig) -> Engine:
         device = choose_device(config.device, dtype)
         if device == "cpu":
             keep_freed_memory()
+        pipeline = config.pipeline
         engine = Engine(
             config.base_model,
             device=device,
@@ -195,6 +189,11 @@ def make_engine(config: RunConfig) -> Engine:
             gradient_checkpointing=config.gradient_checkpointing,
             pack_base=config.pack_base,
             seed=config.seed,
+            stages=pipeline.partition or pipeline.stages,
+            schedule=pipeline.schedule,
+            micro_batches=pipeline.micro_batches,
+            in_flight=in_flight_of(config),
+            crew=crew_of(config, member, usual_lengths(tasks, config))[0] if member else None,
         )
         if config.base_gemm:
             engine.base_gemm = config.base_gemm
@@ -203,6 +202,21 @@ def make_engine(config: RunConfig) -> Engine:
         line = first_line(error)
         named = line.startswith(("base_", "pack_base"))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
+
+
+def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
+    """Return the rows of the sequences of one of a run's usual micro-batches.
+
+    Args:
+        tasks: with their data, but for those that have ended.
+        config: the run's.
+    """
+    tasks = [task for task in tasks if task.data.samples]
+    groups = assign(tasks, group_count(config))
+    first = [task for task in tasks if groups[task.name] == 0]
+    batches = [[task.data.samples[row] for row in task.plan.batch(0)] for task in first]
+    lengths = [len(sample.input_ids) for batch in batches for sample in batch]
+    return lengths[:: config.pipeline.micro_batches] or [512]
 
 
 def create_adapter(engine: Engine, task: Task) -> None:

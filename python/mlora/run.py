@@ -15,7 +15,7 @@ from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
-from mlora.stages import Member, check_member
+from mlora.stages import Member
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
 FREE = {
@@ -27,6 +27,7 @@ FREE = {
     "save_total_limit",
     "logging_steps",
     "save_steps",
+    "pipeline",
 }
 
 
@@ -62,7 +63,6 @@ def train(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)
-    check_member(member)
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
     inputs = [dataset.path for dataset in config.datasets] + [
@@ -70,7 +70,7 @@ def train(
     ]
     inputs.append(config.base_model)
     folder.check_free(overwrite=overwrite, inputs=inputs)
-    prepared = _measured(prepare(config, reporter))
+    prepared = _measured(prepare(config, reporter, member=member))
     with folder.take() as metrics:
         # loading takes long enough for another run to begin and to end
         folder.check_contents(overwrite=overwrite, inputs=inputs)
@@ -81,8 +81,13 @@ def train(
 
 
 def _measured(prepared: Prepared) -> Prepared:
-    """The config names the base GEMM, so that a run that is resumed, or repeated from it, rounds alike."""
-    prepared.config = prepared.config.model_copy(update={"base_gemm": prepared.engine.base_gemm})
+    """The config names the base GEMM and the partition, so that a run that is resumed, or repeated from it,
+    rounds alike."""
+    config, engine = prepared.config, prepared.engine
+    update: dict[str, Any] = {"base_gemm": engine.base_gemm}
+    if engine.stages > 1:
+        update["pipeline"] = config.pipeline.model_copy(update={"partition": engine.blocks})
+    prepared.config = config.model_copy(update=update)
     return prepared
 
 
@@ -103,7 +108,6 @@ def resume(
         RunError: the folder holds no run, another process is at work on it, its data changed, or as
             :func:`train`.
     """
-    check_member(member)
     reporter = reporter or Silent()
     folder = RunFolder(Path(run_dir).resolve())
     folder.read_config()  # before the lock, which would make the folder
@@ -113,7 +117,7 @@ def resume(
             done = finished_result(folder)  # by another process, meanwhile
             if done is None:
                 checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
-                prepared = _continued(folder.read_config(), folder, checkpoint, reporter)
+                prepared = _continued(folder.read_config(), folder, checkpoint, reporter, member)
                 metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
                 return _run(prepared, folder, metrics, reporter)
     for name, adapter in done.adapters.items():
@@ -126,11 +130,15 @@ def resume(
 
 
 def _continued(
-    config: RunConfig, folder: RunFolder, checkpoint: dict[str, Any] | None, reporter: Reporter
+    config: RunConfig,
+    folder: RunFolder,
+    checkpoint: dict[str, Any] | None,
+    reporter: Reporter,
+    member: Member | None,
 ) -> Prepared:
     if checkpoint is None:
         reporter.note(f"{folder.path} has no checkpoint; training starts anew")
-        return prepare(config, reporter)
+        return prepare(config, reporter, member=member)
     changed = changed_key(checkpoint["config"], config.model_dump())
     if changed:
         raise RunError(
@@ -144,7 +152,7 @@ def _continued(
                 "training only; put it back, or train anew with --overwrite"
             )
     reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
-    return prepare(config, reporter, checkpoint)
+    return prepare(config, reporter, checkpoint, member)
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from mlora.config import NOT_IN_THIS_VERSION, RunConfig
+from mlora.base_info import BaseInfo
+from mlora.config import RunConfig
+from mlora.crew import Crew, PartOptions, crew_of_processes
+from mlora.device import dtype_of, own_device
 from mlora.errors import RunError, first_line
-from mlora.pipeline import PeerError, Watch, World
+from mlora.groups import in_flight_of
+from mlora.malloc import keep_freed_memory
+from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
+from mlora.pipeline.partition import partition, table_of
+from mlora.profile_stage import profile_base
 from mlora.worker import end_with_parent
 
+STAGE_0_FIRST = 2.0  # seconds in which stage 0 tells of a fault that all have
 PEERS_FIRST = 8.0  # seconds in which the watch finds the fault of another stage, which then ends this process
 # keys that may differ between the machines of a pipeline
-LOCAL = ("base_model", "output_dir", "device")
+LOCAL: Any = {
+    "base_model": True,
+    "output_dir": True,
+    "device": True,
+    "datasets": {"__all__": {"path"}},
+    "adapters": {"__all__": {"init_from"}},
+}
 
 
 @dataclass(frozen=True)
@@ -29,13 +45,14 @@ class Member:
     Attributes:
         world: the pipeline's processes.
         watch: watches the others.
-        in_flight: names of the adapters that this stage is working on; kept up by the engine, read by the
-            watch.
+        describe: once the stage is there, says which adapters it is working on.
+        trace: spans to keep; 0 = none.
     """
 
     world: World
     watch: Watch
-    in_flight: list[str] = field(default_factory=list)
+    describe: list[Callable[[], list[str]]]
+    trace: int = 0
 
 
 def is_launched() -> bool:
@@ -44,13 +61,14 @@ def is_launched() -> bool:
 
 
 @contextmanager
-def membership(config: RunConfig) -> Iterator[Member | None]:
+def membership(config: RunConfig, *, trace: int = 0) -> Iterator[Member | None]:
     """Join the pipeline that a launcher has started this process for, and leave it in order.
 
     An error inside ends every process; it is told once.
 
     Args:
         config: the run's.
+        trace: spans that each stage shall keep.
 
     Yields:
         This process's part; none where the run has one stage.
@@ -67,12 +85,12 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
     if world.rank:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    in_flight: list[str] = []
-    with Watch(world, lambda: ", ".join(in_flight)) as watch:
+    describe: list[Callable[[], list[str]]] = []
+    with Watch(world, lambda: ", ".join(name for names in describe for name in names())) as watch:
         try:
             world.agree(facts(config))
-            yield Member(world, watch, in_flight)
-        except PeerError as error:
+            yield Member(world, watch, describe, trace)
+        except (PeerError, PipelineError) as error:
             watch.report(first_line(error), after=PEERS_FIRST)
             raise SystemExit(1) from None
         except (ValueError, KeyboardInterrupt) as error:
@@ -100,21 +118,63 @@ def facts(config: RunConfig) -> dict[str, Any]:
         config: the run's.
     """
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    values = {key: value for key, value in config.model_dump(mode="json").items() if key not in LOCAL}
-    return {"mlora": version("mlora-ext"), **versions, "config": values}
+    values = config.model_dump(mode="json", exclude=LOCAL)
+    base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
+    return {"mlora": version("mlora-ext"), **versions, "config": values, "base_model": base}
 
 
-def check_member(member: Member | None) -> None:
-    """Check that a run can be led from a process's part in a pipeline.
+def crew_of(config: RunConfig, member: Member, lengths: Sequence[int] | None) -> tuple[Crew, StageProcess]:
+    """Make this process's stage; all processes of a pipeline call it.
 
     Args:
-        member: the part; none where the run has one stage.
+        config: the run's.
+        member: this process's part.
+        lengths: rows of the sequences of a usual micro-batch, which stage 0 knows; none elsewhere.
+
+    Returns:
+        The stages as stage 0 sees them, and this process's stage.
 
     Raises:
-        RunError: there is one, for which this version has no engine.
+        ValueError: the model cannot be loaded, cut or trained on packed rows.
     """
-    if member:
-        raise RunError(f"pipeline.stages: {member.world.size} {NOT_IN_THIS_VERSION}; set it to 1")
+    world, pipeline = member.world, config.pipeline
+    dtype = dtype_of(config)
+    options = PartOptions(
+        torch.device(own_device(config.device, dtype, world.local_rank)),
+        dtype,
+        config.gradient_checkpointing,
+        config.pack_base,
+    )
+    if options.device.type == "cpu":
+        keep_freed_memory()
+    begin = world.gather("lengths", lengths)[0]  # stage 0 has read its data
+    blocks = pipeline.partition or _measured_partition(config, world, options, begin)
+    part, process = crew_of_processes(
+        config.base_model,
+        blocks,
+        options,
+        pipeline.schedule,
+        world,
+        in_flight=in_flight_of(config),
+        trace=member.trace,
+    )
+    member.describe.append(lambda: part.in_flight)
+    return Crew(FirstStage(process), part, blocks), process
+
+
+def _measured_partition(
+    config: RunConfig, world: World, options: PartOptions, lengths: Sequence[int]
+) -> list[int]:
+    """The partition by what each process measures, which all compute from all tables."""
+    table = profile_base(
+        config.base_model,
+        tuple(lengths),
+        options.device,
+        options.dtype,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+    tables = [table_of(entry) for entry in world.gather("tables", asdict(table))]
+    return [last - first for first, last in partition(tables).blocks]
 
 
 def run_stage(config: RunConfig, member: Member) -> None:
@@ -125,6 +185,13 @@ def run_stage(config: RunConfig, member: Member) -> None:
         member: this process's part.
 
     Raises:
-        PeerError: always, in this version, which has no engine of several stages; stage 0 tells of it.
+        SystemExit: the stage cannot be made; one process has told why.
+        PipelineError: another stage failed.
     """
-    raise PeerError(f"stage {member.world.rank} of {config.pipeline.stages} has no engine")
+    try:
+        _, process = crew_of(config, member, None)
+    except (ValueError, OSError, SafetensorError) as error:
+        # stage 0 tells of the same fault, where it has it
+        member.watch.report(first_line(error), after=STAGE_0_FIRST)
+        raise SystemExit(1) from None
+    process.serve()

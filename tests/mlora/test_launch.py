@@ -180,8 +180,15 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     script.write_text(HEAD + PIPELINE.replace("caught or world", "not rank or world"))
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + [str(script), str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            script,
+            tmp_path,
+        ],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,9 +5,10 @@ Pure data: what a block costs is measured elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class Table:
     def parts(self, first: int, last: int, is_first: bool, is_last: bool) -> list[Cost]:
         """What a stage with the blocks `first` to `last - 1` consists of."""
         return [*[self.embedding] * is_first, *self.blocks[first:last], *[self.head] * is_last]
+
+
+def table_of(entry: Mapping[str, Any]) -> Table:
+    """A table again, of what `dataclasses.asdict` made of it."""
+    embedding, head = Cost(**entry["embedding"]), Cost(**entry["head"])
+    return Table(embedding, tuple(Cost(**block) for block in entry["blocks"]), head)
 
 
 @dataclass(frozen=True)
