@@ -70,14 +70,22 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
     in_flight: list[str] = []
     with Watch(world, lambda: ", ".join(in_flight)) as watch:
         try:
-            world.agree(facts(config))
+            _agree(world, config)
             yield Member(world, watch, in_flight)
         except PeerError as error:
             watch.report(first_line(error), after=PEERS_FIRST)
             raise SystemExit(1) from None
-        except (ValueError, KeyboardInterrupt) as error:
-            watch.report(first_line(error), told=True)
-            raise RunError(str(error)) if type(error) is ValueError else error from None
+        except (RunError, KeyboardInterrupt) as error:
+            if watch.report(first_line(error), told=True):
+                raise
+            raise SystemExit(1) from None
+
+
+def _agree(world: World, config: RunConfig) -> None:
+    try:
+        world.agree(facts(config))
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def _world(config: RunConfig) -> World | None:
