@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from mlora.pipeline import PeerError, Watch, World
 from mlora.worker import end_with_parent
 
 PEERS_FIRST = 8.0  # seconds in which the watch finds the fault of another stage, which then ends this process
+SIGNAL_WAITS = 2.0  # seconds; torchrun sends SIGTERM when a stage has died, which the watch is about to tell
 # keys that may differ between the machines of a pipeline
 LOCAL = ("base_model", "output_dir", "device")
 
@@ -64,9 +66,7 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
         yield None
         return
     end_with_parent(os.getppid())
-    if world.rank:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+    _set_signals(world)
     in_flight: list[str] = []
     with Watch(world, lambda: ", ".join(in_flight)) as watch:
         try:
@@ -79,6 +79,22 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
             if watch.report(first_line(error), told=True):
                 raise
             raise SystemExit(1) from None
+        except SystemExit:
+            watch.report("was told to end", told=True, after=SIGNAL_WAITS)
+            raise
+
+
+def _set_signals(world: World) -> None:
+    """Stage 0 alone ends a run that a signal interrupts; the others end when it does."""
+    if world.rank:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _agree(world: World, config: RunConfig) -> None:

@@ -1,5 +1,7 @@
 """What a pipeline's processes have in common: they join it, and leave it in order or with one line."""
 
+import signal
+
 import pytest
 
 from tests.mlora.stages import stages
@@ -23,6 +25,7 @@ def joined(work):
 def fail(member):
     raise RunError("disk full")
 def idle(member):
+    print("ready", flush=True)
     time.sleep(60)
 """
 
@@ -58,6 +61,25 @@ def test_processes_that_differ_are_one_line() -> None:
     assert codes == [1, 1]
     assert len(lines) == 1
     assert ") has config.seed 2, stage 0 (" in lines[0]
+
+
+def test_signal_that_follows_a_death_does_not_hide_it() -> None:
+    with stages(*[JOIN + "joined(idle)"] * 2) as running:
+        running.until_ready()
+        running.signal(1, signal.SIGKILL)
+        running.signal(0, signal.SIGTERM)  # as torchrun does
+        codes, _, errors = running.end()
+    assert codes == [1, -signal.SIGKILL]
+    assert [line.split(" (")[0] for line in errors[0].splitlines()] == ["error: stage 1"]
+
+
+def test_signal_before_the_loop_ends_all_quietly() -> None:
+    with stages(*[JOIN + "joined(idle)"] * 2) as running:
+        running.until_ready()
+        running.signal(0, signal.SIGTERM)
+        codes, _, errors = running.end()
+    assert codes == [128 + signal.SIGTERM, 1]
+    assert not [line for text in errors for line in text.splitlines() if line.startswith("error")]
 
 
 def test_number_of_processes_must_be_that_of_the_config() -> None:
