@@ -61,15 +61,13 @@ def train(
 
         settings = [*(set_ or []), *([f"pipeline.stages={stages}"] if stages else [])]
         config = load_config(run, settings)
+        overrides = [word for setting in settings for word in ("--set", setting)]
+        start_stages(config, ["train", str(run), *overrides, *(["--overwrite"] if overwrite else [])])
         begin()
         from mlora.run import train
 
-        overrides = [word for setting in settings for word in ("--set", setting)]
-        again = ["train", str(run), *overrides, *(["--overwrite"] if overwrite else [])]
-        in_pipeline(
-            config,
-            again,
-            lambda member: train(config, overwrite=overwrite, reporter=reporter(), member=member),
+        run_here(
+            config, lambda member: train(config, overwrite=overwrite, reporter=reporter(), member=member)
         )
 
 
@@ -80,14 +78,11 @@ def resume(run_dir: RunDir) -> None:
         from mlora.run_folder import RunFolder
 
         config = RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
+        start_stages(config, ["resume", str(run_dir)])
         begin()
         from mlora.run import resume
 
-        in_pipeline(
-            config,
-            ["resume", str(run_dir)],
-            lambda member: resume(run_dir, reporter=reporter(), member=member),
-        )
+        run_here(config, lambda member: resume(run_dir, reporter=reporter(), member=member))
 
 
 @app.command()
@@ -311,23 +306,37 @@ def reporter() -> Reporter:
     return LiveTable() if sys.stdout.isatty() else PlainLines()
 
 
-def in_pipeline(config: RunConfig, arguments: list[str], lead: Callable[[Member | None], RunResult]) -> None:
-    """Run the stage that this process is there for; where it is the user's, start one process per stage.
+def start_stages(config: RunConfig, arguments: list[str]) -> None:
+    """Where a run has several stages and this is the user's process, run it in one process per stage.
 
     Args:
         config: the run's.
         arguments: the command line that each of them is given.
+
+    Raises:
+        typer.Exit: with the run's exit code, when they have ended.
+    """
+    if config.pipeline.stages == 1:
+        return
+    from mlora.launch import launch
+    from mlora.stages import is_launched
+
+    if not is_launched():
+        raise typer.Exit(launch(config.pipeline.stages, ["-m", "mlora", *arguments]))
+
+
+def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult]) -> None:
+    """Run the stage that this process is there for.
+
+    Args:
+        config: the run's.
         lead: runs stage 0, or a run of one stage.
 
     Raises:
-        typer.Exit: with the run's exit code, at stage 0, in a run of one stage and in the user's process.
+        typer.Exit: with the run's exit code, unless this is a later stage.
     """
-    from mlora.stages import is_launched, membership, run_stage
+    from mlora.stages import membership, run_stage
 
-    if config.pipeline.stages > 1 and not is_launched():
-        from mlora.launch import launch
-
-        raise typer.Exit(launch(config.pipeline.stages, ["-m", "mlora", *arguments]))
     with membership(config) as member:
         if member and member.world.rank:
             run_stage(config, member)

@@ -77,7 +77,10 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
         processes = [context.subprocess_handlers[stage].proc for stage in range(stages)]
         for number in _TORCH_CATCHES:
             signal.signal(number, before[number])
-        return _attend(processes, _caught(processes))
+        try:
+            return _attend(processes, _caught(processes))
+        finally:
+            context.close(signal.SIGKILL)  # ends torch's threads too
 
 
 def _caught(processes: Sequence[Process]) -> list[int]:

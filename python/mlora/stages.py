@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mlora.worker import end_with_parent
 
 STAGE_0_FIRST = 2.0  # seconds in which stage 0 tells of a fault that all have
 PEERS_FIRST = 8.0  # seconds in which the watch finds the fault of another stage, which then ends this process
+SIGNAL_WAITS = 2.0  # seconds; torchrun sends SIGTERM when a stage has died, which the watch is about to tell
 # keys that may differ between the machines of a pipeline
 LOCAL: Any = {
     "base_model": True,
@@ -82,20 +84,42 @@ def membership(config: RunConfig, *, trace: int = 0) -> Iterator[Member | None]:
         yield None
         return
     end_with_parent(os.getppid())
-    if world.rank:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+    _set_signals(world)
     describe: list[Callable[[], list[str]]] = []
     with Watch(world, lambda: ", ".join(name for names in describe for name in names())) as watch:
         try:
-            world.agree(facts(config))
+            _agree(world, config)
             yield Member(world, watch, describe, trace)
         except (PeerError, PipelineError) as error:
             watch.report(first_line(error), after=PEERS_FIRST)
             raise SystemExit(1) from None
-        except (ValueError, KeyboardInterrupt) as error:
-            watch.report(first_line(error), told=True)
-            raise RunError(str(error)) if type(error) is ValueError else error from None
+        except (RunError, KeyboardInterrupt) as error:
+            if watch.report(first_line(error), told=True):
+                raise
+            raise SystemExit(1) from None
+        except SystemExit:
+            watch.report("was told to end", told=True, after=SIGNAL_WAITS)
+            raise
+
+
+def _set_signals(world: World) -> None:
+    """Stage 0 alone ends a run that a signal interrupts; the others end when it does."""
+    if world.rank:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _agree(world: World, config: RunConfig) -> None:
+    try:
+        world.agree(facts(config))
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def _world(config: RunConfig) -> World | None:

@@ -163,12 +163,13 @@ def test_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
 
 
 def test_suspended_run_goes_on(tmp_path: Path) -> None:
-    with launched(tmp_path, PIPELINE) as process:
+    impatient = PIPELINE.replace('lambda: "a"', 'lambda: "a", patience=2')
+    with launched(tmp_path, impatient) as process:
         assert are_ready(tmp_path)
         process.send_signal(signal.SIGTSTP)
-        time.sleep(9)
+        time.sleep(4)
         process.send_signal(signal.SIGCONT)
-        time.sleep(2)
+        time.sleep(1)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=30)
@@ -177,18 +178,13 @@ def test_suspended_run_goes_on(tmp_path: Path) -> None:
 
 def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(HEAD + PIPELINE.replace("caught or world", "not rank or world"))
+    script.write_text(
+        HEAD + PIPELINE.replace("caught or world", "not rank or world").replace("sleep(2)", "sleep(0)")
+    )
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            script,
-            tmp_path,
-        ],
+        [*torchrun, str(script), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

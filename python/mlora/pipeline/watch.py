@@ -98,20 +98,25 @@ class Watch:
         finally:
             self._beats.give(patience=self._patience)
 
-    def report(self, message: str, *, told: bool = False, after: float = 0.0) -> None:
+    def report(self, message: str, *, told: bool = False, after: float = 0.0) -> bool:
         """Tell the others of a fault of this process, which then has to end by itself.
 
         Args:
             message: what is wrong, in one line.
-            told: the user has been told already.
+            told: the caller tells the user, so that no line is printed here.
             after: seconds in which a fault of another process, which may be the cause, goes first and ends
                 this process.
+
+        Returns:
+            Whether the user has not been told of any fault by another process.
         """
         self._stopped.wait(after)
         if self._ends.acquire(blocking=not self._stopped.is_set()):
             me = self._world.process
-            self._tell(Fault(self._world.rank, me.host, me.pid, message, own=True), told=told)
+            mine = self._tell(Fault(self._world.rank, me.host, me.pid, message, own=True), told=told)
             self._stop()
+            return mine
+        return True
 
     def goodbye(self, timeout: float = 30.0) -> None:
         """Tell the others that this process has done its work and may end.
@@ -217,8 +222,8 @@ class Watch:
         finally:
             os._exit(1)
 
-    def _tell(self, fault: Fault, *, told: bool = False) -> None:
-        """Let the others know, and print the line if no other process does."""
+    def _tell(self, fault: Fault, *, told: bool = False) -> bool:
+        """Let the others know, and print the line if no other process does; return whether it is not told."""
         elected: list[bool] = []
         if self._has_store:
             _bounded(lambda: elected.append(self._is_elected(fault, told)), _ELECTION + 1)
@@ -228,6 +233,7 @@ class Watch:
         _bounded(lambda: self._say(fault, aloud=mine and not told), 1.5)
         if self._world.rank == 0 and self._has_store:
             self._wait_for_readers(fault)
+        return mine
 
     def _wait_for_readers(self, fault: Fault) -> None:
         """The store may end with this process: the others have to read of the fault before."""
