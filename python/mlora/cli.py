@@ -54,6 +54,9 @@ def train(
             min=1, metavar="K", help="cut the model over K processes, as --set pipeline.stages=K does"
         ),
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="write what the stages did when: trace.json, timeline.png")
+    ] = False,
 ) -> None:
     """Train every adapter of RUN.yaml together."""
     with command(goes_on=True):
@@ -62,12 +65,17 @@ def train(
         settings = [*(set_ or []), *([f"pipeline.stages={stages}"] if stages else [])]
         config = load_config(run, settings)
         overrides = [word for setting in settings for word in ("--set", setting)]
-        start_stages(config, ["train", str(run), *overrides, *(["--overwrite"] if overwrite else [])])
+        flags = [*(["--overwrite"] if overwrite else []), *(["--trace"] if trace else [])]
+        start_stages(config, ["train", str(run), *overrides, *flags])
         begin()
         from mlora.run import train
 
         run_here(
-            config, lambda member: train(config, overwrite=overwrite, reporter=reporter(), member=member)
+            config,
+            lambda member: train(
+                config, overwrite=overwrite, reporter=reporter(), member=member, trace=trace
+            ),
+            trace=trace,
         )
 
 
@@ -325,12 +333,13 @@ def start_stages(config: RunConfig, arguments: list[str]) -> None:
         raise typer.Exit(launch(config.pipeline.stages, ["-m", "mlora", *arguments]))
 
 
-def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult]) -> None:
+def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, trace: bool = False) -> None:
     """Run the stage that this process is there for.
 
     Args:
         config: the run's.
         lead: runs stage 0, or a run of one stage.
+        trace: whether the other stages note what they do when.
 
     Raises:
         typer.Exit: with the run's exit code, unless this is a later stage.
@@ -339,7 +348,7 @@ def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult]) -> N
 
     with membership(config) as member:
         if member and member.world.rank:
-            run_stage(config, member)
+            run_stage(config, member, trace=trace)
             return
         result = lead(member)
     finish(result)

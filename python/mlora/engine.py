@@ -18,6 +18,7 @@ from mlora.optimizer import StepRule, Update
 from mlora.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.part import plain_lora
 from mlora.pipeline import Place
+from mlora.pipeline.trace import Entry
 from mlora.scaler import LossScaler
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_weights
@@ -112,6 +113,7 @@ class Engine:
         schedule: `lorapp`, `1f1b` or `gpipe`.
         micro_batches: into how many each batch is cut.
         in_flight: for `lorapp`, the most micro-batches under way at once; see `Pipeline`.
+        trace: spans to keep of each stage, for `trace`.
         crew: the stages, where other processes are among them; what concerns stages is then theirs.
 
     Raises:
@@ -138,6 +140,7 @@ class Engine:
         schedule: str = "lorapp",
         micro_batches: int = 1,
         in_flight: int | None = None,
+        trace: int = 0,
         crew: Crew | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
@@ -148,7 +151,8 @@ class Engine:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
         options = PartOptions(self.device, dtype, gradient_checkpointing, pack_base)
-        self._crew = crew or crew_of_threads(base_model, stages, options, schedule, in_flight=in_flight)
+        more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
+        self._crew = crew or crew_of_threads(base_model, stages, options, schedule, **more)
         self._pipeline = self._crew.driver
         self._part = self._crew.first
         self._base = self._part.base
@@ -454,6 +458,15 @@ class Engine:
             ValueError: as `create_adapter`.
         """
         self.create_adapter(name, None, optim, init_from=folder)
+
+    def trace(self) -> tuple[list[Any], list[Entry]]:
+        """What the stages did when.
+
+        Returns:
+            Each stage's spans as `mlora.pipeline.trace.Trace.by_the_wall` gives them, and the micro-batches
+            that entered; the latest ones.
+        """
+        return self._pipeline.control("spans"), self._pipeline.entries()
 
     def close(self) -> None:
         """End the pipeline; with one stage the model stays usable."""

@@ -64,6 +64,8 @@ def prepare(
     reporter: Reporter,
     checkpoint: dict[str, Any] | None = None,
     member: Member | None = None,
+    *,
+    trace: int = 0,
 ) -> Prepared:
     """Read the data, load the base model and create the adapters; write nothing.
 
@@ -72,6 +74,7 @@ def prepare(
         reporter: told of warnings and of refused adapters.
         checkpoint: what the run continues from.
         member: this process's part in a pipeline over processes.
+        trace: spans that each stage shall keep.
 
     Returns:
         The run before its next iteration.
@@ -104,7 +107,7 @@ def prepare(
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
     with warnings_to(reporter):
-        engine = make_engine(config, tasks, member)
+        engine = make_engine(config, tasks, member, trace)
         if checkpoint:
             _restore(engine, tasks, checkpoint)
             groups, made = checkpoint["groups"], checkpoint["iteration"]
@@ -159,7 +162,7 @@ def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
         reporter.fault(f"{', '.join(refused)}: refused: {message}")
 
 
-def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None) -> Engine:
+def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None, trace: int) -> Engine:
     """Load a run's base model.
 
     Without a member, several stages are threads of this process.
@@ -168,6 +171,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None)
         config: a resolved config.
         tasks: of the run.
         member: this process's part in a pipeline over processes.
+        trace: spans that each stage shall keep.
 
     Returns:
         An engine without adapters.
@@ -193,7 +197,8 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None)
             schedule=pipeline.schedule,
             micro_batches=pipeline.micro_batches,
             in_flight=in_flight_of(config),
-            crew=crew_of(config, member, usual_lengths(tasks, config))[0] if member else None,
+            trace=trace,
+            crew=crew_of(config, member, usual_lengths(tasks, config), trace)[0] if member else None,
         )
         if config.base_gemm:
             engine.base_gemm = config.base_gemm

@@ -16,6 +16,7 @@ from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.stages import Member
+from mlora.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
 FREE = {
@@ -37,6 +38,7 @@ def train(
     overwrite: bool = False,
     reporter: Reporter | None = None,
     member: Member | None = None,
+    trace: bool = False,
 ) -> RunResult:
     """Train every adapter of a config together.
 
@@ -48,6 +50,8 @@ def train(
         overwrite: replace an earlier run in ``output_dir``.
         reporter: told of what happens; by default nobody is.
         member: this process's part in a pipeline, of which it is stage 0.
+        trace: write what the stages did when: ``trace.json`` for Perfetto, ``timeline.png`` and
+            ``times.json``, which ``mlora simulate --times`` reads.
 
     Returns:
         What came of each adapter.
@@ -70,14 +74,14 @@ def train(
     ]
     inputs.append(config.base_model)
     folder.check_free(overwrite=overwrite, inputs=inputs)
-    prepared = _measured(prepare(config, reporter, member=member))
+    prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
     with folder.take() as metrics:
         # loading takes long enough for another run to begin and to end
         folder.check_contents(overwrite=overwrite, inputs=inputs)
         folder.clear()
         metrics.cut(0)
         folder.write_config(prepared.config)
-        return _run(prepared, folder, metrics, reporter)
+        return _run(prepared, folder, metrics, reporter, trace=trace)
 
 
 def _measured(prepared: Prepared) -> Prepared:
@@ -191,12 +195,16 @@ def finished_result(folder: RunFolder) -> RunResult | None:
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
 
 
-def _run(prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter) -> RunResult:
+def _run(
+    prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter, *, trace: bool = False
+) -> RunResult:
     loop = TrainingLoop(prepared, folder, metrics, reporter)
     reporter.start(prepared.tasks)
     try:
         with catch_signals() as caught:
             loop.train(caught)
+            if trace:
+                TraceFiles(*prepared.engine.trace()).write(folder.path)
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()

@@ -22,7 +22,7 @@ from mlora.errors import RunError, first_fault, first_line
 from mlora.result import AdapterResult
 
 OWN_FILES = re.compile(
-    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json)(\.tmp)?"
+    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
 )
@@ -153,7 +153,8 @@ class RunFolder:
             RunError: the system refuses.
         """
         try:
-            for file in (self.plot, self.summary):
+            traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
+            for file in (self.plot, self.summary, *traces):
                 file.unlink(missing_ok=True)
             for folder in (self.checkpoints, self.adapters):
                 if folder.exists():

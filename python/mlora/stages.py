@@ -25,6 +25,7 @@ from mlora.malloc import keep_freed_memory
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
 from mlora.pipeline.partition import partition, table_of
 from mlora.profile_stage import profile_base
+from mlora.trace_file import SPANS
 from mlora.worker import end_with_parent
 
 STAGE_0_FIRST = 2.0  # seconds in which stage 0 tells of a fault that all have
@@ -48,13 +49,11 @@ class Member:
         world: the pipeline's processes.
         watch: watches the others.
         describe: once the stage is there, says which adapters it is working on.
-        trace: spans to keep; 0 = none.
     """
 
     world: World
     watch: Watch
     describe: list[Callable[[], list[str]]]
-    trace: int = 0
 
 
 def is_launched() -> bool:
@@ -63,14 +62,13 @@ def is_launched() -> bool:
 
 
 @contextmanager
-def membership(config: RunConfig, *, trace: int = 0) -> Iterator[Member | None]:
+def membership(config: RunConfig) -> Iterator[Member | None]:
     """Join the pipeline that a launcher has started this process for, and leave it in order.
 
     An error inside ends every process; it is told once.
 
     Args:
         config: the run's.
-        trace: spans that each stage shall keep.
 
     Yields:
         This process's part; none where the run has one stage.
@@ -89,7 +87,7 @@ def membership(config: RunConfig, *, trace: int = 0) -> Iterator[Member | None]:
     with Watch(world, lambda: ", ".join(name for names in describe for name in names())) as watch:
         try:
             _agree(world, config)
-            yield Member(world, watch, describe, trace)
+            yield Member(world, watch, describe)
         except (PeerError, PipelineError) as error:
             watch.report(first_line(error), after=PEERS_FIRST)
             raise SystemExit(1) from None
@@ -147,13 +145,16 @@ def facts(config: RunConfig) -> dict[str, Any]:
     return {"mlora": version("mlora-ext"), **versions, "config": values, "base_model": base}
 
 
-def crew_of(config: RunConfig, member: Member, lengths: Sequence[int] | None) -> tuple[Crew, StageProcess]:
+def crew_of(
+    config: RunConfig, member: Member, lengths: Sequence[int] | None, trace: int
+) -> tuple[Crew, StageProcess]:
     """Make this process's stage; all processes of a pipeline call it.
 
     Args:
         config: the run's.
         member: this process's part.
         lengths: rows of the sequences of a usual micro-batch, which stage 0 knows; none elsewhere.
+        trace: spans to keep.
 
     Returns:
         The stages as stage 0 sees them, and this process's stage.
@@ -180,7 +181,7 @@ def crew_of(config: RunConfig, member: Member, lengths: Sequence[int] | None) ->
         pipeline.schedule,
         world,
         in_flight=in_flight_of(config),
-        trace=member.trace,
+        trace=trace,
     )
     member.describe.append(lambda: part.in_flight)
     return Crew(FirstStage(process), part, blocks), process
@@ -201,19 +202,20 @@ def _measured_partition(
     return [last - first for first, last in partition(tables).blocks]
 
 
-def run_stage(config: RunConfig, member: Member) -> None:
+def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:
     """Serve one of the stages after the first, until stage 0 ends the run.
 
     Args:
         config: the run's.
         member: this process's part.
+        trace: whether stage 0 will ask what this one did when.
 
     Raises:
         SystemExit: the stage cannot be made; one process has told why.
         PipelineError: another stage failed.
     """
     try:
-        _, process = crew_of(config, member, None)
+        _, process = crew_of(config, member, None, SPANS if trace else 0)
     except (ValueError, OSError, SafetensorError) as error:
         # stage 0 tells of the same fault, where it has it
         member.watch.report(first_line(error), after=STAGE_0_FIRST)
