@@ -11,7 +11,13 @@ PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlor
 
 # A module may import its own layer and those before it. The longest matching prefix decides.
 ENGINE = [
+    "account",
+    "crew",
     "engine",
+    "part",
+    "memory",
+    "learning_rate",
+    "optim_config",
     "model",
     "block_list",
     "cut",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
+from mlora.account import Account, BatchResult, StepResult, Ticket
 from mlora.crew import Crew, PartOptions, crew_of_threads
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import StepRule, Update
@@ -28,67 +29,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from mlora.data import Sample
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """An adapter's share of a batch.
-
-    Attributes:
-        loss_sum: sum of its token losses.
-        tokens: number of its trained tokens.
-        finite: whether `loss_sum` is a number.
-    """
-
-    loss_sum: float
-    tokens: int
-    finite: bool
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """An adapter's optimizer step.
-
-    Attributes:
-        step: optimizer steps so far, this one included, skipped or not.
-        learning_rate: that of this step.
-        grad_norm: norm of the mean gradient before clipping.
-        skipped: whether the loss scaler skipped the step after an overflow, and lowered its scale.
-        finite: whether the gradient was finite; if not, the weights are as before.
-    """
-
-    step: int
-    learning_rate: float
-    grad_norm: float
-    skipped: bool
-    finite: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Ticket:
-    """A batch that is under way: its micro-batches, each with its number in the pipeline, or none if it has
-    nothing to train."""
-
-    parts: Sequence[tuple[PackedBatch, int | None]]
-    ends: Sequence[str]
-
-
-@dataclass(eq=False)
-class _Adapter:
-    """What the engine keeps for an adapter beside what the stages have.
-
-    `squares` is the sum of the squares of its gradients where that has come back with a micro-batch; `update`
-    was decided, and the stages make it just before the adapter's next forward.
-    """
-
-    optim: OptimConfig
-    rule: StepRule
-    scaler: LossScaler
-    steps: int = 0
-    tokens: int = 0
-    rows: int = 0
-    squares: float | None = None
-    update: Update | None = None
 
 
 class Engine:
@@ -158,7 +98,7 @@ class Engine:
         self._base = self._part.base
         self.model = self._base.model
         self._micro_batches = micro_batches
-        self._adapters: dict[str, _Adapter] = {}
+        self._adapters: dict[str, Account] = {}
         self._peak_memory = 0
 
     @property
@@ -237,7 +177,7 @@ class Engine:
                 "weights": None if folder is None else adapter_weights(folder),
             }
             self._pipeline.control("create", arguments, first_done=True)
-        self._adapters[name] = _Adapter(optim, rule, LossScaler.for_dtype(self.dtype))
+        self._adapters[name] = Account(rule, LossScaler.for_dtype(self.dtype))
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, its gradients and its optimizer.
@@ -292,12 +232,9 @@ class Engine:
             last = bool(trained) and batch is trained[-1]
             place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
             parts.append((batch, self._enter(batch, ends if last else (), place, train=True)))
-        for name in batches:
-            self._adapters[name].rows = rows[name]
-            self._adapters[name].squares = None
         for batch in packed:
-            for name, tokens in batch.tokens.items():
-                self._adapters[name].tokens += tokens
+            for name, length in zip(batch.names, batch.lengths, strict=True):
+                self._adapters[name].entered(length, batch.tokens[name])
         return Ticket(parts, ends if trained else ())
 
     def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
@@ -384,11 +321,10 @@ class Engine:
         squares = adapter.squares
         if squares is None:
             squares = sum(float(part) for part in self._pipeline.control("squares", {"name": name}))
-        done = adapter.rule.decide(squares, adapter.tokens * adapter.scaler.scale)
-        skipped = adapter.scaler.update(overflow=not done.update.taken)
-        adapter.steps += 1
-        self._decide(name, done.update)
-        return StepResult(adapter.steps, done.learning_rate, done.grad_norm, skipped, done.update.taken)
+        done = adapter.decide(squares)
+        if self.stages == 1:
+            self._flush(name)
+        return done
 
     def discard_gradients(self, name: str) -> None:
         """Forget what an adapter has accumulated since its last step.
@@ -396,9 +332,11 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        self._get(name)
+        adapter = self._get(name)
         self._flush(name)
-        self._decide(name, Update())
+        adapter.leave(Update())
+        if self.stages == 1:
+            self._flush(name)
 
     def state_dict(self, name: str) -> dict[str, Any]:
         """Everything that continues an adapter bit for bit, as copies; also in the middle of an accumulation.
@@ -410,15 +348,8 @@ class Engine:
         self._flush(name)
         parts = self._pipeline.control("state", {"name": name})
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
-        return {
-            **merged,
-            "tokens": adapter.tokens,
-            "rows": adapter.rows,
-            "updates": adapter.rule.steps,
-            "scaler": asdict(adapter.scaler),
-            "steps": adapter.steps,
-            "dropout_seed": router_of(self.model).adapters[name].seed,
-        }
+        seed = router_of(self.model).adapters[name].seed
+        return {**merged, **adapter.state_dict(), "dropout_seed": seed}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
         """Continue an adapter, created with the same configs, from `state_dict`, over any number of stages.
@@ -431,13 +362,10 @@ class Engine:
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
-        scaler = LossScaler(**state["scaler"])
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
         self._pipeline.control("load", {"name": name, **arguments})
-        adapter.scaler, adapter.update, adapter.squares = scaler, None, None
-        adapter.rule.steps, adapter.steps = state["updates"], state["steps"]
-        adapter.tokens, adapter.rows = state["tokens"], state["rows"]
+        adapter.load_state_dict(state)
 
     def save(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Write an adapter as a PEFT folder.
@@ -472,33 +400,22 @@ class Engine:
         """End the pipeline; with one stage the model stays usable."""
         self._pipeline.close()
 
-    def _get(self, name: str) -> _Adapter:
+    def _get(self, name: str) -> Account:
         if name not in self._adapters:
             known = ", ".join(self._adapters) or "none"
             raise ValueError(f"no adapter {name!r} in this engine; its adapters: {known}")
         return self._adapters[name]
 
-    def _decide(self, name: str, update: Update) -> None:
-        """Let the stages make an update: one stage now, several just before the adapter's next forward."""
-        adapter = self._adapters[name]
-        adapter.tokens = adapter.rows = 0
-        adapter.squares, adapter.update = None, update
-        if self.stages == 1:
-            self._flush(name)
-
     def _flush(self, name: str) -> None:
         """Let the stages make the update that was decided, if they have not."""
-        if self._adapters[name].update is not None:
-            self._pipeline.control("update", {"updates": self._taken_updates([name])})
+        updates = self._updates([name])
+        if updates:
+            self._pipeline.control("update", {"updates": updates})
 
-    def _taken_updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The updates that these adapters' stages have yet to make; from now on they have been told."""
-        updates = {}
-        for name in names:
-            update, self._adapters[name].update = self._adapters[name].update, None
-            if update is not None:
-                updates[name] = asdict(update)
-        return updates
+    def _updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The updates of these adapters that the stages have yet to make, and are told of now."""
+        told = {name: self._adapters[name].told() for name in names}
+        return {name: update for name, update in told.items() if update is not None}
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         return pack(batches, row0=row0, vocab_size=self._base.vocab_size, device=self.device)
@@ -511,7 +428,7 @@ class Engine:
         common = {
             "rows": batch.description(),
             "steps": [self._adapters[name].steps for name in adapters],
-            "updates": self._taken_updates(adapters),
+            "updates": self._updates(adapters),
             "ends": list(ends),
         }
         targets = {

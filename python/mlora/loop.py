@@ -14,9 +14,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from mlora.account import BatchResult, Ticket
 from mlora.checkpoint import save_checkpoint
 from mlora.device import is_out_of_memory
-from mlora.engine import BatchResult, Ticket
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
 from mlora.groups import Group, Rounds

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from mlora.account import Ticket
 from mlora.crew import spans_of
-from mlora.engine import Engine, Ticket
+from mlora.engine import Engine
 from mlora.optim_config import OptimConfig
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,6 +75,12 @@ class Runner:
         while self.work():
             pass
 
+    def serve(self) -> None:
+        """As `run`; an error is left in `failure` only, since the first stage has been told of it."""
+        with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: error is self.failure)
+            self.run()
+
     def work(self) -> bool:
         """Wait for something that may run, and run it.
 
@@ -84,11 +91,9 @@ class Runner:
             PipelineError: if another stage failed.
             Exception: whatever the stage's module raised; the other stages are told.
         """
-        try:
+        with ExitStack() as stack:
+            stack.push(self._tell)
             return self._run(*self._next())
-        except BaseException as error:
-            self._tell(error)
-            raise
 
     def _next(self) -> tuple[Kind, Message]:
         with self._change:
@@ -172,8 +177,10 @@ class Runner:
             self.before.send(message)
         return False
 
-    def _tell(self, error: BaseException) -> None:
-        """Remember an error, and tell the other stages of it."""
+    def _tell(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Remember an error that ends the work, and tell the other stages of it."""
+        if error is None:
+            return
         self.failure = error
         text = str(error) if isinstance(error, PipelineError) else f"stage {self.stage.index}: {_line(error)}"
         for link in (self.before, self.after):

@@ -129,12 +129,7 @@ def _serve(runner: Runner) -> None:
     device = _device(runner.stage.module)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    try:
-        runner.run()
-    except BaseException:
-        if runner.failure is None:
-            raise
-        # The driver raises it: the first stage was told.
+    runner.serve()
 
 
 def _device(module: nn.Module) -> torch.device:

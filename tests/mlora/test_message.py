@@ -1,0 +1,40 @@
+"""Messages survive the way to the neighbour."""
+
+import math
+
+import pytest
+import torch
+from mlora.pipeline.message import Message, Sort, decode, encode, shapes_of
+
+
+def test_content_comes_back() -> None:
+    tensors = [torch.randn(3, 2), torch.arange(4, dtype=torch.int32), torch.zeros(0, 5, dtype=torch.bfloat16)]
+    content = {
+        "number": 7,
+        "none": None,
+        "real": 0.1 + 0.2,
+        "endless": math.inf,
+        "text": "tensor:1",
+        "odd": "text:tensor:0",
+        "nested": {"a": [1, True, {"b": tensors[1]}], "x": tensors[0]},
+        "empty": tensors[2],
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    header, found = encode(Message(Sort.FORWARD, content))
+    assert [(tuple(t.shape), t.dtype) for t in found] == [(s.shape, s.dtype) for s in shapes_of(header)]
+    message = decode(header, found)
+    assert message.sort is Sort.FORWARD
+    assert message.number == 7
+    assert message.size == 3 * 2 * 4 + 4 * 4 + 8
+    for key in ("none", "real", "endless", "text", "odd"):
+        assert message.content[key] == content[key]
+    assert message.content["nested"]["a"][:2] == [1, True]
+    assert message.content["nested"]["a"][2]["b"] is tensors[1]
+    assert message.content["nested"]["x"] is tensors[0]
+    assert message.content["empty"].shape == (0, 5)
+
+
+@pytest.mark.parametrize("content", [{"a": object()}, {"a": {1, 2}}, {"a": {3: "x"}}])
+def test_what_is_not_plain_is_refused(content: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match="message: expected"):
+        encode(Message(Sort.CONTROL, content))
