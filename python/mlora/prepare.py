@@ -112,20 +112,23 @@ def prepare(
             _restore(engine, tasks, checkpoint)
             groups, made = checkpoint["groups"], checkpoint["iteration"]
             return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
-        late = _create(engine, tasks, reporter)
+        groups = assign(tasks, group_count(config))
+        late = _create(engine, tasks, groups, reporter)
     _tell(late, reporter)
     tasks = [task for task in tasks if task.name not in late]
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
-    return Prepared(config, base, engine, tasks, faults | late, assign(tasks, group_count(config)))
+    return Prepared(config, base, engine, tasks, faults | late, groups)
 
 
-def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[str, str]:
+def _create(
+    engine: Engine, tasks: Sequence[Task], groups: Mapping[str, int], reporter: Reporter
+) -> dict[str, str]:
     """Create the adapters of tasks, and return by name why some were refused."""
     faults = {}
     for task in tasks:
         try:
-            create_adapter(engine, task)
+            create_adapter(engine, task, groups)
         except ValueError as error:
             faults[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
         except (MemoryError, RuntimeError) as error:
@@ -133,7 +136,7 @@ def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[s
                 raise
             raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
         else:
-            for line in lora_doubts(engine.model, task.name, task.lora) if task.lora else ():
+            for line in lora_doubts(engine.registry, task.name, task.lora) if task.lora else ():
                 reporter.warn(line)
     return faults
 
@@ -224,17 +227,22 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
     return lengths[:: config.pipeline.micro_batches] or [512]
 
 
-def create_adapter(engine: Engine, task: Task) -> None:
-    """Create a task's adapter as it is before its first step.
+def create_adapter(engine: Engine, task: Task, groups: Mapping[str, int]) -> None:
+    """Create a task's adapter as it is before its first step; groups go to the replicas in turn.
 
     Args:
         engine: where.
         task: what.
+        groups: the group of each task by name.
 
     Raises:
         ValueError: the engine refuses the adapter.
     """
-    engine.create_adapter(task.name, task.lora, task.optim, init_from=task.config.init_from, seed=task.seed)
+    replica = groups[task.name] % engine.replicas
+    init_from = task.config.init_from
+    engine.create_adapter(
+        task.name, task.lora, task.optim, init_from=init_from, seed=task.seed, replica=replica
+    )
 
 
 def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
@@ -245,7 +253,7 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) 
         if fingerprints(task) != checkpoint["data"][task.name]:
             raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
         try:
-            create_adapter(engine, task)
+            create_adapter(engine, task, checkpoint["groups"])
             engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
         except ValueError as error:
             raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error

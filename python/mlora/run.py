@@ -204,7 +204,7 @@ def _run(
         with catch_signals() as caught:
             loop.train(caught)
             if trace:
-                TraceFiles(*prepared.engine.trace()).write(folder.path)
+                TraceFiles(*prepared.engine.trace(), prepared.engine.replicas).write(folder.path)
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()

@@ -23,7 +23,7 @@ from mlora.errors import RunError, first_line
 from mlora.groups import in_flight_of
 from mlora.malloc import keep_freed_memory
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
-from mlora.pipeline.partition import partition, table_of
+from mlora.pipeline.partition import Table, partition, table_of
 from mlora.profile_stage import profile_base
 from mlora.trace_file import SPANS
 from mlora.worker import end_with_parent
@@ -125,11 +125,14 @@ def _world(config: RunConfig) -> World | None:
         world = World.from_launcher()
     except ValueError as error:
         raise RunError(str(error)) from error
-    size, stages = world.size if world else 1, config.pipeline.stages
-    if size != stages:
+    size, pipeline = world.size if world else 1, config.pipeline
+    if size != pipeline.processes:
         if world and world.rank:
             raise SystemExit(1)
-        raise RunError(f"pipeline.stages: is {stages}, but the launcher has started {size} processes")
+        times = f" times pipeline.replicas {pipeline.replicas}" if pipeline.replicas > 1 else ""
+        raise RunError(
+            f"pipeline.stages: is {pipeline.stages}{times}, but the launcher has started {size} processes"
+        )
     return world if size > 1 else None
 
 
@@ -180,11 +183,12 @@ def crew_of(
         options,
         pipeline.schedule,
         world,
+        replicas=pipeline.replicas,
         in_flight=in_flight_of(config),
         trace=trace,
     )
     member.describe.append(lambda: part.in_flight)
-    return Crew(FirstStage(process), part, blocks), process
+    return Crew(FirstStage(process), part, blocks, pipeline.replicas, config.base_model), process
 
 
 def _measured_partition(
@@ -199,7 +203,14 @@ def _measured_partition(
         gradient_checkpointing=options.gradient_checkpointing,
     )
     tables = [table_of(entry) for entry in world.gather("tables", asdict(table))]
-    return [last - first for first, last in partition(tables).blocks]
+    # of the same stages of all replicas, the slowest
+    stages = config.pipeline.stages
+    slowest = [max(tables[stage::stages], key=_seconds) for stage in range(stages)]
+    return [last - first for first, last in partition(slowest).blocks]
+
+
+def _seconds(table: Table) -> float:
+    return sum(block.seconds for block in table.blocks)
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:
