@@ -208,7 +208,9 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)
-        named = line.startswith(("base_", "pack_base"))
+        if line.startswith("stages:"):
+            line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
+        named = line.startswith(("base_", "pack_base", "pipeline."))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
 
 

@@ -15,7 +15,7 @@ from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
-from mlora.stages import Member
+from mlora.stages import Member, check_replicas
 from mlora.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
@@ -67,6 +67,7 @@ def train(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)
+    check_replicas(config, member)
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
     inputs = [dataset.path for dataset in config.datasets] + [
@@ -121,7 +122,9 @@ def resume(
             done = finished_result(folder)  # by another process, meanwhile
             if done is None:
                 checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
-                prepared = _continued(folder.read_config(), folder, checkpoint, reporter, member)
+                config = folder.read_config()
+                check_replicas(config, member)
+                prepared = _continued(config, folder, checkpoint, reporter, member)
                 metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
                 return _run(prepared, folder, metrics, reporter)
     for name, adapter in done.adapters.items():

@@ -61,6 +61,23 @@ def is_launched() -> bool:
     return dist.is_torchelastic_launched()
 
 
+def check_replicas(config: RunConfig, member: Member | None) -> None:
+    """Refuse replicas without processes for them.
+
+    Args:
+        config: the run's.
+        member: this process's part in a pipeline over processes, if it has one.
+
+    Raises:
+        RunError: there are none.
+    """
+    if config.pipeline.replicas > 1 and member is None:
+        raise RunError(
+            f"pipeline.replicas: {config.pipeline.replicas} need processes of their own: start the run with "
+            "`mlora train`, or under torchrun"
+        )
+
+
 @contextmanager
 def membership(config: RunConfig) -> Iterator[Member | None]:
     """Join the pipeline that a launcher has started this process for, and leave it in order.
