@@ -203,8 +203,10 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             trace=trace,
             crew=crew_of(config, member, usual_lengths(tasks, config), trace)[0] if member else None,
         )
-        if config.base_gemm:
-            engine.base_gemm = config.base_gemm
+        # stages that measure for themselves could choose differently
+        library = config.base_gemm or (None if engine.alone else engine.base_gemm)
+        if library:
+            engine.base_gemm = library
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)
