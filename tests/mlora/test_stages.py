@@ -14,8 +14,9 @@ from mlora.cli import errors_as_lines
 from mlora.errors import RunError
 from mlora.stages import membership
 import typer
-values = {"base_model": f"folder-{rank}", "seed": 1}
-config = SimpleNamespace(pipeline=SimpleNamespace(stages=2), model_dump=lambda mode: values)
+values = {"seed": 1}
+config = SimpleNamespace(pipeline=SimpleNamespace(stages=2))
+mlora.stages.facts = lambda config: {"config": values}
 def joined(work):
     try:
         with errors_as_lines(), membership(config) as member:
