@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
+from mlora.crew import Crew
 from mlora.device import choose_device, dtype_of, is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
@@ -20,7 +21,7 @@ from mlora.groups import assign, group_count, in_flight_of
 from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
-from mlora.stages import Member, crew_of
+from mlora.stages import Member, crew_of, usual_lengths_of
 from mlora.tasks import Progress, Task, TaskBuilder
 
 
@@ -85,6 +86,7 @@ def prepare(
     """
     choose_device(config.device, dtype_of(config))  # at the start: reading the data may take long
     base = BaseInfo(config.base_model, config.base_folder)
+    _check_blocks(config, base)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     faults: dict[str, str] = {}
@@ -110,7 +112,7 @@ def prepare(
         engine = make_engine(config, tasks, member, trace)
         if checkpoint:
             _restore(engine, tasks, checkpoint)
-            groups, made = checkpoint["groups"], checkpoint["iteration"]
+            groups, made = _groups(config, tasks, checkpoint), checkpoint["iteration"]
             return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
         late = _create(engine, tasks, reporter)
     _tell(late, reporter)
@@ -118,6 +120,17 @@ def prepare(
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
     return Prepared(config, base, engine, tasks, faults | late, assign(tasks, group_count(config)))
+
+
+def _check_blocks(config: RunConfig, base: BaseInfo) -> None:
+    pipeline, blocks = config.pipeline, base.blocks
+    if pipeline.stages > 1 and pipeline.stages > blocks:
+        raise RunError(f"pipeline.stages: is {pipeline.stages}, but {base.name} has {blocks} decoder blocks")
+    if pipeline.partition and sum(pipeline.partition) != blocks:
+        raise RunError(
+            f"pipeline.partition: {pipeline.partition} adds up to {sum(pipeline.partition)}, but {base.name} "
+            f"has {blocks} decoder blocks"
+        )
 
 
 def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[str, str]:
@@ -198,7 +211,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             micro_batches=pipeline.micro_batches,
             in_flight=in_flight_of(config),
             trace=trace,
-            crew=crew_of(config, member, usual_lengths(tasks, config), trace)[0] if member else None,
+            crew=_crew(config, tasks, member, trace) if member else None,
         )
         if config.base_gemm:
             engine.base_gemm = config.base_gemm
@@ -207,6 +220,12 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         line = first_line(error)
         named = line.startswith(("base_", "pack_base"))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
+
+
+def _crew(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> Crew:
+    lengths = usual_lengths(tasks, config)
+    usual_lengths_of(member, lengths)
+    return crew_of(config, member, lengths, trace)[0]
 
 
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
@@ -254,6 +273,15 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) 
                 f"{task.name}: cannot be restored: its checkpoint does not hold an adapter's state "
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
+
+
+def _groups(config: RunConfig, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> dict[str, int]:
+    """Those of the checkpoint, so that batches are composed alike, unless the pipeline is another one now."""
+    before = RunConfig.model_validate(checkpoint["config"])
+    if group_count(before) == group_count(config):
+        groups: dict[str, int] = checkpoint["groups"]
+        return groups
+    return assign(tasks, group_count(config))
 
 
 def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:

@@ -41,6 +41,7 @@ class Driver:
     def __init__(self, first: Runner) -> None:
         self._first = first
         self._waiting: list[MicroBatch] = []
+        self._under_way: set[int] = set()
         self._results: dict[int, Message] = {}
         self._numbers = 0
         self._entries: deque[Entry] = deque(maxlen=first.stage.trace.limit)
@@ -122,6 +123,7 @@ class Driver:
         self._numbers += 1
         batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, place)
         self._entries.append(Entry(batch.number, stream, place.index, rows, train))
+        self._under_way.add(batch.number)
         self._first.from_before(batch.message())
         return batch.number
 
@@ -135,6 +137,8 @@ class Driver:
             What came back of it.
 
         Raises:
+            ValueError: if no such micro-batch is under way.
+            RuntimeError: after `close`.
             PipelineError: if another stage failed.
         """
         content = self._await(number).content
@@ -165,6 +169,7 @@ class Driver:
         answer = None if first_done else self._first.control(verb, arguments)
         self._numbers += 1
         number = self._numbers
+        self._under_way.add(number)
         content = {"number": number, "verb": verb, "arguments": arguments, "answers": []}
         self._first.answer(Message(Sort.CONTROL, content), answer)
         return list(self._await(number).content["answers"])
@@ -194,10 +199,14 @@ class Driver:
             raise PipelineError(f"the pipeline has failed: {self._first.failure}") from self._first.failure
 
     def _await(self, number: int) -> Message:
+        if number not in self._under_way:
+            raise ValueError(f"number: no micro-batch {number} is under way")
         while number not in self._results:
             if not self._first.results:
+                self._check_open()
                 self._first.work()
             while self._first.results:
                 message = self._first.results.popleft()
                 self._results[message.number] = message
+        self._under_way.remove(number)
         return self._results.pop(number)
