@@ -63,6 +63,7 @@ class Account:
     """The counts of one adapter, and what was decided and not yet told to the stages.
 
     Attributes:
+        replica: which pipeline it is in.
         rule: its learning rate and clipping.
         scaler: of its loss.
         steps: optimizer steps, taken or skipped.
@@ -72,6 +73,7 @@ class Account:
         update: what the stages have to make just before the adapter's next forward.
     """
 
+    replica: int
     rule: StepRule
     scaler: LossScaler
     steps: int = 0

@@ -324,13 +324,13 @@ def start_stages(config: RunConfig, arguments: list[str]) -> None:
     Raises:
         typer.Exit: with the run's exit code, when they have ended.
     """
-    if config.pipeline.stages == 1:
+    if config.pipeline.processes == 1:
         return
     from mlora.launch import launch
     from mlora.stages import is_launched
 
     if not is_launched():
-        raise typer.Exit(launch(config.pipeline.stages, ["-m", "mlora", *arguments]))
+        raise typer.Exit(launch(config.pipeline.processes, ["-m", "mlora", *arguments]))
 
 
 def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, trace: bool = False) -> None:

@@ -210,13 +210,19 @@ class PipelineConfig(_Strict):
     ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
     it is measured so that the slowest stage is as fast as can be, and the resolved config of a run names it.
     ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together
-    and cut each batch into ``micro_batches``.
+    and cut each batch into ``micro_batches``. ``replicas`` pipelines train adapters of their own.
     """
 
     stages: int = Field(default=1, ge=1, le=4096)
     schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
     micro_batches: int = Field(default=1, ge=1, le=MOST)
     partition: list[int] | None = None
+    replicas: int = Field(default=1, ge=1, le=4096)
+
+    @property
+    def processes(self) -> int:
+        """How many processes there are."""
+        return self.stages * self.replicas
 
     @model_validator(mode="after")
     def _partition(self) -> PipelineConfig:

@@ -11,11 +11,13 @@ from itertools import accumulate, pairwise
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+import mlora_ext
 from mlora.cut import Span
 from mlora.hub import check_base
 from mlora.model import load_base
 from mlora.part import StagePart
 from mlora.pipeline import Driver, Pipeline, StageProcess, World, neighbour_groups
+from mlora.pretrained import skeleton
 from mlora_ext.nn.routing import router_of
 
 IDLE = 7 * 86400.0  # seconds a link may be silent: `Watch` notices a dead neighbour, not a timeout
@@ -47,16 +49,26 @@ class Crew:
         driver: feeds the first one.
         first: the first one, in this process.
         blocks: decoder blocks of each; of a single stage it need not be known.
+        replicas: how many pipelines there are, of as many stages each.
+        source: folder or hub id of the base, where there are several.
     """
 
     driver: Driver
     first: StagePart
     blocks: Sequence[int]
+    replicas: int = 1
+    source: str = ""
 
     @property
     def stages(self) -> int:
-        """Their number."""
+        """Their number in each pipeline."""
         return len(self.blocks)
+
+    def skeleton(self) -> PreTrainedModel:
+        """The base without any weight, converted: adapters on it take no memory."""
+        model = skeleton(self.source, torch.float32)
+        mlora_ext.convert_model(model, {}, every_linear=True)
+        return model
 
 
 def crew_of_threads(
@@ -97,6 +109,7 @@ def crew_of_processes(
     schedule: str,
     world: World,
     *,
+    replicas: int = 1,
     in_flight: int | None = None,
     trace: int = 0,
 ) -> tuple[StagePart, StageProcess]:
@@ -109,6 +122,7 @@ def crew_of_processes(
         options: how each stage holds its piece.
         schedule: `lorapp`, `1f1b` or `gpipe`.
         world: the processes.
+        replicas: pipelines that they form.
         in_flight: the most micro-batches under way at once; see `Pipeline`.
         trace: spans to keep.
 
@@ -119,16 +133,20 @@ def crew_of_processes(
     Raises:
         ValueError: if the model cannot be loaded, cut or trained on packed rows.
     """
-    part = make_part(source, spans_of(blocks, count_blocks(source))[world.rank], options)
+    count = len(blocks)
+    stage = world.rank % count
+    part = make_part(source, spans_of(blocks, count_blocks(source))[stage], options)
     places = world.gather("devices", [world.process.host, str(options.device)])
     of_their_own = len({tuple(place) for place in places}) == len(places)
     nccl = of_their_own and all(device.startswith("cuda") for _, device in places)
     device = options.device if nccl else None
-    neighbours = neighbour_groups(world, "nccl" if nccl else "gloo", device=device, timeout=IDLE)
+    neighbours = neighbour_groups(
+        world, "nccl" if nccl else "gloo", replicas=replicas, device=device, timeout=IDLE
+    )
     process = StageProcess(
         part.module,
-        world.rank,
-        world.size,
+        stage,
+        count,
         neighbours,
         schedule,
         part.losses,

@@ -17,7 +17,7 @@ from mlora.crew import Crew, PartOptions, crew_of_threads
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import StepRule, Update
 from mlora.packing import BASE, PackedBatch, pack, pack_prompts
-from mlora.part import plain_lora
+from mlora.part import plain_lora, put_adapter
 from mlora.pipeline import Place
 from mlora.pipeline.trace import Entry
 from mlora.scaler import LossScaler
@@ -59,6 +59,12 @@ class Engine:
     Raises:
         ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
 
+    Attributes:
+        model: the base model with the adapters, or the first stage's piece of it.
+        alone: whether there is one stage only, which is here, so that `model` is whole.
+        registry: a model that knows the config, layers and shapes of all adapters, also of those of other
+            replicas.
+
     Example:
         >>> engine = Engine("path/to/base")
         >>> engine.create_adapter("a", LoraConfig(r=8), OptimConfig(learning_rate=1e-4, total_steps=100))
@@ -97,6 +103,8 @@ class Engine:
         self._part = self._crew.first
         self._base = self._part.base
         self.model = self._base.model
+        self.alone = self._crew.stages * self._crew.replicas == 1
+        self.registry: PreTrainedModel = self.model if self._crew.replicas == 1 else self._crew.skeleton()
         self._micro_batches = micro_batches
         self._adapters: dict[str, Account] = {}
         self._peak_memory = 0
@@ -110,6 +118,11 @@ class Engine:
     def stages(self) -> int:
         """The number of stages."""
         return self._crew.stages
+
+    @property
+    def replicas(self) -> int:
+        """The number of pipelines."""
+        return self._crew.replicas
 
     @property
     def blocks(self) -> list[int]:
@@ -136,7 +149,9 @@ class Engine:
     def base_gemm(self, library: str) -> None:
         if self.device.type != "cpu":
             raise ValueError(f"base_gemm: there is no choice on {self.device}, got {library!r}; leave it out")
-        self._pipeline.control("base_gemm", {"dtype": _name(self.dtype), "library": library})
+        for replica in range(self.replicas):
+            arguments = {"dtype": _name(self.dtype), "library": library}
+            self._pipeline.control("base_gemm", arguments, replica=replica)
 
     def create_adapter(
         self,
@@ -146,6 +161,7 @@ class Engine:
         *,
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
+        replica: int = 0,
     ) -> None:
         """Put a new adapter on the base; others may be under way.
 
@@ -155,6 +171,7 @@ class Engine:
             optim: its optimizer and schedule.
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
+            replica: which pipeline shall train it.
 
         Raises:
             ValueError: if the name is taken, a config is not supported, targets match nothing, or the folder
@@ -164,20 +181,24 @@ class Engine:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
+        if not 0 <= replica < self.replicas:
+            raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
         rule = StepRule(optim)
         folder = None if init_from is None else os.fspath(init_from)
-        self._part.create(name, lora, optim, folder, seed)
-        if self.stages > 1:
+        if self.registry is not self.model:
+            put_adapter(self.registry, name, lora, folder, seed)
+        else:
+            self._part.create(name, lora, optim, folder, seed)
+        self._adapters[name] = Account(replica, rule, LossScaler.for_dtype(self.dtype))
+        if not self.alone:
             arguments = {
-                "name": name,
-                "lora": plain_lora(router_of(self.model).adapters[name].config),
+                "lora": plain_lora(router_of(self.registry).adapters[name].config),
                 "optim": asdict(optim),
                 "seed": seed,
                 "weights": None if folder is None else adapter_weights(folder),
             }
-            self._pipeline.control("create", arguments, first_done=True)
-        self._adapters[name] = Account(rule, LossScaler.for_dtype(self.dtype))
+            self._control("create", name, arguments, first_done=self.registry is self.model)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, its gradients and its optimizer.
@@ -186,7 +207,9 @@ class Engine:
             ValueError: if there is no adapter of this name.
         """
         self._get(name)
-        self._pipeline.control("remove", {"name": name})
+        self._control("remove", name)
+        if self.registry is not self.model:
+            mlora_ext.remove_adapter(self.registry, name)
         del self._adapters[name]
 
     def forward_backward(
@@ -212,14 +235,16 @@ class Engine:
         """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
 
         Args:
-            batches: samples by adapter name, of adapters that are not under way.
+            batches: samples by adapter name, of adapters of one replica that are not under way.
             ends: adapters whose accumulation this completes.
 
         Raises:
-            ValueError: if a name is unknown, or a sample is malformed; nothing has entered then.
+            ValueError: if a name is unknown, adapters are in several replicas, or a sample is malformed;
+                nothing has entered then.
         """
-        for name in batches:
-            self._get(name)
+        replicas = {self._get(name).replica for name in batches}
+        if len(replicas) > 1:
+            raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         rows = {name: self._adapters[name].rows for name in batches}
         packed = []
         for pieces in _cut(batches, self._micro_batches):
@@ -236,6 +261,18 @@ class Engine:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._adapters[name].entered(length, batch.tokens[name])
         return Ticket(parts, ends if trained else ())
+
+    def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
+        """Work until one of some batches has passed its pipeline.
+
+        Args:
+            tickets: of `start`, in the order in which they started; at least one.
+
+        Returns:
+            The first of those that have.
+        """
+        last = {max((n for _, n in ticket.parts if n is not None), default=0): ticket for ticket in tickets}
+        return last[0] if 0 in last else last[self._pipeline.first_done(list(last))]
 
     def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
         """Wait until a batch has passed the pipeline.
@@ -275,9 +312,12 @@ class Engine:
         for name in batches:
             if name not in (None, BASE):
                 self._get(str(name))
-        batch = self._pack(batches, None)
-        _, losses = self._leave(batch, self._enter(batch, (), Place(), train=False))
-        return {n: BatchResult(x, batch.tokens[n], math.isfinite(x)) for n, x in losses.items()}
+        found: dict[str, BatchResult] = {}
+        packed = [self._pack(part, None) for part in self._by_replica(batches)]
+        for batch, number in [(b, self._enter(b, (), Place(), train=False)) for b in packed]:
+            for name, loss in self._leave(batch, number)[1].items():
+                found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
+        return found
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """The most likely next token of sequences, without dropout.
@@ -294,12 +334,13 @@ class Engine:
         for name in batches:
             if name not in (None, BASE):
                 self._get(str(name))
-        batch = pack_prompts(batches, device=self.device)
-        number = self._enter(batch, (), Place(), train=False)
-        assert number is not None
-        tokens = iter(self._pipeline.finish(number).report.tolist())
-        counts = {name or BASE: len(rows) for name, rows in batches.items()}
-        return {name: [next(tokens) for _ in range(count)] for name, count in counts.items()}
+        found: dict[str, list[int]] = {}
+        for part in self._by_replica(batches):
+            number = self._enter(pack_prompts(part, device=self.device), (), Place(), train=False)
+            assert number is not None
+            tokens = iter(self._pipeline.finish(number).report.tolist())
+            found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
+        return found
 
     def optim_step(self, name: str) -> StepResult:
         """Step an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
@@ -320,9 +361,9 @@ class Engine:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
         if squares is None:
-            squares = sum(float(part) for part in self._pipeline.control("squares", {"name": name}))
+            squares = sum(float(part) for part in self._control("squares", name))
         done = adapter.decide(squares)
-        if self.stages == 1:
+        if self.alone:
             self._flush(name)
         return done
 
@@ -335,7 +376,7 @@ class Engine:
         adapter = self._get(name)
         self._flush(name)
         adapter.leave(Update())
-        if self.stages == 1:
+        if self.alone:
             self._flush(name)
 
     def state_dict(self, name: str) -> dict[str, Any]:
@@ -346,9 +387,9 @@ class Engine:
         """
         adapter = self._get(name)
         self._flush(name)
-        parts = self._pipeline.control("state", {"name": name})
+        parts = self._control("state", name)
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
-        seed = router_of(self.model).adapters[name].seed
+        seed = router_of(self.registry).adapters[name].seed
         return {**merged, **adapter.state_dict(), "dropout_seed": seed}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
@@ -358,13 +399,14 @@ class Engine:
             ValueError: if there is no such adapter, or the state is that of another one.
         """
         adapter = self._get(name)
-        weights = mlora_ext.adapter_parameters(self.model, name)
+        weights = mlora_ext.adapter_parameters(self.registry, name)
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
-        self._pipeline.control("load", {"name": name, **arguments})
+        self._control("load", name, arguments)
+        router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
 
     def save(self, name: str, folder: str | os.PathLike[str]) -> None:
@@ -376,8 +418,8 @@ class Engine:
         """
         self._get(name)
         self._flush(name)
-        weights = _merged(self._pipeline.control("weights", {"name": name}))
-        mlora_ext.save_adapter(self.model, name, folder, weights)
+        weights = _merged(self._control("weights", name))
+        mlora_ext.save_adapter(self.registry, name, folder, weights)
 
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:
         """Create an adapter from a PEFT folder: its config and weights, with a fresh optimizer.
@@ -391,10 +433,11 @@ class Engine:
         """What the stages did when.
 
         Returns:
-            Each stage's spans as `mlora.pipeline.trace.Trace.by_the_wall` gives them, and the micro-batches
-            that entered; the latest ones.
+            The spans of each stage of each replica, as `mlora.pipeline.trace.Trace.by_the_wall` gives them,
+            and the micro-batches that entered; the latest ones.
         """
-        return self._pipeline.control("spans"), self._pipeline.entries()
+        parts = [self._pipeline.control("spans", replica=replica) for replica in range(self.replicas)]
+        return [spans for part in parts for spans in part], self._pipeline.entries()
 
     def close(self) -> None:
         """End the pipeline; with one stage the model stays usable."""
@@ -406,16 +449,32 @@ class Engine:
             raise ValueError(f"no adapter {name!r} in this engine; its adapters: {known}")
         return self._adapters[name]
 
+    def _control(
+        self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False
+    ) -> list[Any]:
+        """Ask the stages that have an adapter."""
+        arguments = {"name": name, **(arguments or {})}
+        replica = self._adapters[name].replica
+        return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
+
     def _flush(self, name: str) -> None:
         """Let the stages make the update that was decided, if they have not."""
         updates = self._updates([name])
         if updates:
-            self._pipeline.control("update", {"updates": updates})
+            self._pipeline.control("update", {"updates": updates}, replica=self._get(name).replica)
 
     def _updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The updates of these adapters that the stages have yet to make, and are told of now."""
         told = {name: self._adapters[name].told() for name in names}
         return {name: update for name, update in told.items() if update is not None}
+
+    def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+        """Batches by adapter name, apart for each replica; the base model's go to the first."""
+        found: dict[int, dict[Any, Any]] = {}
+        for name, rows in batches.items():
+            replica = 0 if name in (None, BASE) else self._adapters[name].replica
+            found.setdefault(replica, {})[name] = rows
+        return list(found.values())
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         return pack(batches, row0=row0, vocab_size=self._base.vocab_size, device=self.device)
@@ -446,6 +505,7 @@ class Engine:
             place=place,
             stream="+".join(batch.names),
             rows=sum(batch.lengths),
+            replica=self._adapters[adapters[0]].replica if adapters else 0,
         )
 
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:

@@ -118,7 +118,7 @@ def exact_matches(
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [Request(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted]
     end = end_token(tokenizer)
-    if engine.stages == 1:
+    if engine.alone:
         answers = complete(engine.model, requests, end_token=end, rows=GENERATION_ROWS)
     else:
         answers = complete_over_stages(engine, requests, end_token=end)

@@ -19,10 +19,12 @@ class Group:
     """Tasks that are batched together.
 
     Attributes:
+        place: counts the groups of the run.
         tasks: all of them, also those that have ended.
         iteration: batches that have passed.
     """
 
+    place: int
     tasks: Sequence[Task]
     iteration: int
 
@@ -58,13 +60,15 @@ def group_count(config: RunConfig) -> int:
     """Return into how many groups a run's tasks are spread, at most.
 
     With as many groups as stages there is no bubble where all take equally long; varying lengths and links
-    need up to twice as many. Schedules with rounds have one.
+    need up to twice as many. Schedules with rounds have one. Groups go to the replicas in turn.
 
     Args:
         config: the run's.
     """
     pipeline = config.pipeline
-    return 1 if pipeline.stages == 1 or pipeline.schedule != "lorapp" else 2 * pipeline.stages
+    if pipeline.processes == 1 or pipeline.schedule != "lorapp":
+        return pipeline.replicas
+    return 2 * pipeline.processes
 
 
 def in_flight_of(config: RunConfig) -> int:
@@ -75,8 +79,9 @@ def in_flight_of(config: RunConfig) -> int:
     Args:
         config: the run's.
     """
+    pipeline = config.pipeline
     groups = min(group_count(config), len(config.adapters))
-    return groups * config.pipeline.micro_batches
+    return max(groups // pipeline.replicas, 1) * pipeline.micro_batches
 
 
 def _tokens(task: Task) -> float:
@@ -102,7 +107,7 @@ class Rounds:
         members: dict[int, list[Task]] = {}
         for task in tasks:
             members.setdefault(places[task.name], []).append(task)
-        self.groups = [Group(members[place], iteration) for place in sorted(members)]
+        self.groups = [Group(place, members[place], iteration) for place in sorted(members)]
         self._waiting = deque(group for group in self.groups if group.running())
         self._under_way = 0
         self._most = iteration

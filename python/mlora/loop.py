@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -140,12 +139,13 @@ class TrainingLoop:
 
     def _iterate(self, caught: Sequence[int]) -> None:
         """Keep the pipeline full of batches, one of each group, until nothing runs or a signal came."""
-        rounds, under_way = self._rounds, deque[tuple[Group, Ticket]]()
+        rounds, under_way = self._rounds, dict[Ticket, Group]()
         while True:
             while (group := rounds.next(stopping=bool(caught))) is not None:
-                under_way.append((group, self._start(group)))
+                under_way[self._start(group)] = group
             if under_way:
-                self._finish(*under_way.popleft())
+                ticket = self._engine.first_done(list(under_way))
+                self._finish(under_way.pop(ticket), ticket)
             elif (iteration := rounds.checkpoint_due()) is not None:
                 self._checkpoint()
                 rounds.saved(iteration)

@@ -92,16 +92,7 @@ class StagePart(Hooks):
         Raises:
             ValueError: if the config is not supported, targets match nothing, or the folder does not fit.
         """
-        model = self.base.model
-        if lora is not None:
-            mlora_ext.add_adapter(model, name, lora, seed=seed)
-        if init_from is not None:
-            try:
-                mlora_ext.load_adapter(model, name, init_from, seed=seed)
-            except ValueError:
-                if lora is not None:
-                    mlora_ext.remove_adapter(model, name)
-                raise
+        put_adapter(self.base.model, name, lora, init_from, seed)
         self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
 
     def _create_again(
@@ -257,6 +248,32 @@ class PackedStage(nn.Module):
             if not base.is_last or base.frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
+
+
+def put_adapter(
+    model: nn.Module, name: str, lora: LoraConfig | None, init_from: str | None, seed: int
+) -> None:
+    """Put an adapter on a converted model, or leave it as it was.
+
+    Args:
+        model: or a stage's piece of it.
+        name: of the adapter.
+        lora: PEFT's config; None = that of `init_from`.
+        init_from: a PEFT folder with initial weights.
+        seed: of initial weights and dropout.
+
+    Raises:
+        ValueError: as `StagePart.create`.
+    """
+    if lora is not None:
+        mlora_ext.add_adapter(model, name, lora, seed=seed)
+    if init_from is not None:
+        try:
+            mlora_ext.load_adapter(model, name, init_from, seed=seed)
+        except ValueError:
+            if lora is not None:
+                mlora_ext.remove_adapter(model, name)
+            raise
 
 
 def plain_lora(config: LoraConfig) -> dict[str, Any]:

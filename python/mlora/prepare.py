@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
-from mlora.config import RunConfig
+from mlora.config import PipelineConfig, RunConfig
 from mlora.crew import Crew
 from mlora.device import choose_device, dtype_of, is_out_of_memory
 from mlora.doubts import lora_doubts
@@ -111,15 +111,16 @@ def prepare(
     with warnings_to(reporter):
         engine = make_engine(config, tasks, member, trace)
         if checkpoint:
-            _restore(engine, tasks, checkpoint)
             groups, made = _groups(config, tasks, checkpoint), checkpoint["iteration"]
+            _restore(engine, tasks, groups, checkpoint)
             return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
-        late = _create(engine, tasks, reporter)
+        groups = assign(tasks, group_count(config))
+        late = _create(engine, tasks, groups, reporter)
     _tell(late, reporter)
     tasks = [task for task in tasks if task.name not in late]
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
-    return Prepared(config, base, engine, tasks, faults | late, assign(tasks, group_count(config)))
+    return Prepared(config, base, engine, tasks, faults | late, groups)
 
 
 def _check_blocks(config: RunConfig, base: BaseInfo) -> None:
@@ -133,12 +134,14 @@ def _check_blocks(config: RunConfig, base: BaseInfo) -> None:
         )
 
 
-def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[str, str]:
+def _create(
+    engine: Engine, tasks: Sequence[Task], groups: Mapping[str, int], reporter: Reporter
+) -> dict[str, str]:
     """Create the adapters of tasks, and return by name why some were refused."""
     faults = {}
     for task in tasks:
         try:
-            create_adapter(engine, task)
+            create_adapter(engine, task, groups)
         except ValueError as error:
             faults[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
         except (MemoryError, RuntimeError) as error:
@@ -146,7 +149,7 @@ def _create(engine: Engine, tasks: Sequence[Task], reporter: Reporter) -> dict[s
                 raise
             raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
         else:
-            for line in lora_doubts(engine.model, task.name, task.lora) if task.lora else ():
+            for line in lora_doubts(engine.registry, task.name, task.lora) if task.lora else ():
                 reporter.warn(line)
     return faults
 
@@ -218,7 +221,9 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)
-        named = line.startswith(("base_", "pack_base"))
+        if line.startswith("stages:"):
+            line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
+        named = line.startswith(("base_", "pack_base", "pipeline."))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
 
 
@@ -243,20 +248,27 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
     return lengths[:: config.pipeline.micro_batches] or [512]
 
 
-def create_adapter(engine: Engine, task: Task) -> None:
-    """Create a task's adapter as it is before its first step.
+def create_adapter(engine: Engine, task: Task, groups: Mapping[str, int]) -> None:
+    """Create a task's adapter as it is before its first step; groups go to the replicas in turn.
 
     Args:
         engine: where.
         task: what.
+        groups: the group of each task by name.
 
     Raises:
         ValueError: the engine refuses the adapter.
     """
-    engine.create_adapter(task.name, task.lora, task.optim, init_from=task.config.init_from, seed=task.seed)
+    replica = groups[task.name] % engine.replicas
+    init_from = task.config.init_from
+    engine.create_adapter(
+        task.name, task.lora, task.optim, init_from=init_from, seed=task.seed, replica=replica
+    )
 
 
-def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
+def _restore(
+    engine: Engine, tasks: Sequence[Task], groups: Mapping[str, int], checkpoint: dict[str, Any]
+) -> None:
     for task in tasks:
         task.progress = _progress(task.name, checkpoint)
         if task.progress.state != "running":
@@ -264,7 +276,7 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) 
         if fingerprints(task) != checkpoint["data"][task.name]:
             raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
         try:
-            create_adapter(engine, task)
+            create_adapter(engine, task, groups)
             engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
         except ValueError as error:
             raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
@@ -277,8 +289,8 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) 
 
 def _groups(config: RunConfig, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> dict[str, int]:
     """Those of the checkpoint, so that batches are composed alike, unless the pipeline is another one now."""
-    before = RunConfig.model_validate(checkpoint["config"])
-    if group_count(before) == group_count(config):
+    before = PipelineConfig.model_validate(checkpoint["config"]["pipeline"])
+    if group_count(config.model_copy(update={"pipeline": before})) == group_count(config):
         groups: dict[str, int] = checkpoint["groups"]
         return groups
     return assign(tasks, group_count(config))

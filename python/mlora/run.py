@@ -15,7 +15,7 @@ from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
-from mlora.stages import Member
+from mlora.stages import Member, check_replicas
 from mlora.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
@@ -67,6 +67,7 @@ def train(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)
+    check_replicas(config, member)
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
     inputs = [dataset.path for dataset in config.datasets] + [
@@ -124,6 +125,7 @@ def resume(
             if done is None:
                 checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
                 config = folder.read_config()
+                check_replicas(config, member)
                 prepared = _measured(_continued(config, folder, checkpoint, reporter, member))
                 if prepared.config.pipeline != config.pipeline:
                     folder.write_config(prepared.config)
@@ -209,7 +211,7 @@ def _run(
         with catch_signals() as caught:
             loop.train(caught)
             if trace:
-                TraceFiles(*prepared.engine.trace()).write(folder.path)
+                TraceFiles(*prepared.engine.trace(), prepared.engine.replicas).write(folder.path)
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()

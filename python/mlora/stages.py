@@ -24,7 +24,7 @@ from mlora.errors import RunError, first_line
 from mlora.groups import in_flight_of
 from mlora.malloc import keep_freed_memory
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
-from mlora.pipeline.partition import partition, table_of
+from mlora.pipeline.partition import Table, partition, table_of
 from mlora.profile_stage import profile_base
 from mlora.trace_file import SPANS
 from mlora.worker import end_with_parent
@@ -60,6 +60,23 @@ class Member:
 def is_launched() -> bool:
     """Say whether a launcher has started this process as one of several, or of one."""
     return dist.is_torchelastic_launched()
+
+
+def check_replicas(config: RunConfig, member: Member | None) -> None:
+    """Refuse replicas without processes for them.
+
+    Args:
+        config: the run's.
+        member: this process's part in a pipeline over processes, if it has one.
+
+    Raises:
+        RunError: there are none.
+    """
+    if config.pipeline.replicas > 1 and member is None:
+        raise RunError(
+            f"pipeline.replicas: {config.pipeline.replicas} need processes of their own: start the run with "
+            "`mlora train`, or under torchrun"
+        )
 
 
 @contextmanager
@@ -126,9 +143,12 @@ def _agree(world: World, config: RunConfig) -> None:
 
 
 def _check_size(size: int, config: RunConfig) -> None:
-    stages = config.pipeline.stages
-    if size != stages:
-        raise RunError(f"pipeline.stages: is {stages}, but the launcher has started {size} processes")
+    pipeline = config.pipeline
+    if size != pipeline.processes:
+        times = f" times pipeline.replicas {pipeline.replicas}" if pipeline.replicas > 1 else ""
+        raise RunError(
+            f"pipeline.stages: is {pipeline.stages}{times}, but the launcher has started {size} processes"
+        )
 
 
 def _world(config: RunConfig) -> World | None:
@@ -202,11 +222,12 @@ def crew_of(
         options,
         pipeline.schedule,
         world,
+        replicas=pipeline.replicas,
         in_flight=in_flight_of(config),
         trace=trace,
     )
     member.describe.append(lambda: part.in_flight)
-    return Crew(FirstStage(process), part, blocks), process
+    return Crew(FirstStage(process), part, blocks, pipeline.replicas, config.base_model), process
 
 
 def _measured_partition(
@@ -221,7 +242,14 @@ def _measured_partition(
         gradient_checkpointing=options.gradient_checkpointing,
     )
     tables = [table_of(entry) for entry in world.gather("tables", asdict(table))]
-    return [last - first for first, last in partition(tables).blocks]
+    # of the same stages of all replicas, the slowest
+    stages = config.pipeline.stages
+    slowest = [max(tables[stage::stages], key=_seconds) for stage in range(stages)]
+    return [last - first for first, last in partition(slowest).blocks]
+
+
+def _seconds(table: Table) -> float:
+    return sum(block.seconds for block in table.blocks)
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:

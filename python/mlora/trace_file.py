@@ -33,12 +33,18 @@ class _Span(NamedTuple):
 class TraceFiles:
     """A trace, joined over the stages.
 
+    Timeline and times are those of the first replica.
+
     Args:
-        stages: each stage's spans as `Trace.by_the_wall` gives them.
+        stages: the spans of each stage of each replica, as `Trace.by_the_wall` gives them.
         entries: the micro-batches that entered.
+        replicas: how many pipelines there are.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Sequence[Any]]], entries: Sequence[Entry]) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[Sequence[Any]]], entries: Sequence[Entry], replicas: int = 1
+    ) -> None:
+        self._count = len(stages) // replicas
         self._stages = [[_Span(*span) for span in spans] for spans in stages]
         self._entries = {entry.number: entry for entry in entries}
         self._zero = min((span.begin for spans in self._stages for span in spans), default=0)
@@ -68,12 +74,14 @@ class TraceFiles:
         """The trained micro-batches that every stage has run, or none."""
         computed = [
             {(s.number, _KINDS[s.sort]): s for s in spans if s.role == "compute" and s.sort in _KINDS}
-            for spans in self._stages
+            for spans in self._stages[: self._count]
         ]
         whole = [
             entry
             for entry in self._entries.values()
-            if entry.train and all((entry.number, kind) in found for found in computed for kind in Kind)
+            if entry.train
+            and not entry.replica
+            and all((entry.number, kind) in found for found in computed for kind in Kind)
         ]
         if not whole:
             return None

@@ -24,8 +24,8 @@ class StageProcess:
 
     Args:
         module: the stage; any `nn.Module`. See `Pipeline`.
-        rank: its index.
-        size: D.
+        index: of the stage.
+        count: D.
         neighbours: of `neighbour_groups`.
         schedule: as for `Pipeline`; the same on all stages.
         loss_fn: of the last stage.
@@ -40,8 +40,8 @@ class StageProcess:
     def __init__(
         self,
         module: nn.Module,
-        rank: int,
-        size: int,
+        index: int,
+        count: int,
         neighbours: Neighbours,
         schedule: str | Schedule,
         loss_fn: LossFn | None,
@@ -54,8 +54,8 @@ class StageProcess:
         trace: int = 0,
     ) -> None:
         place = torch.device(device)
-        stage = Stage(module, rank, size, loss_fn, hooks, Trace(trace))
-        self.runner = Runner(stage, order_of(schedule, rank, size, in_flight))
+        stage = Stage(module, index, count, loss_fn, hooks, Trace(trace))
+        self.runner = Runner(stage, order_of(schedule, index, count, in_flight))
 
         options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": stage.trace}
         before, after = neighbours.from_previous, neighbours.from_next
@@ -65,7 +65,14 @@ class StageProcess:
         if after is not None and neighbours.to_next is not None:
             out, into = _port(neighbours.to_next, place), _port(after, place)
             self.runner.after = Link(out, into, self.runner.from_after, f"stage {after.peer}", **options)
-        self._links = [found for found in (self.runner.before, self.runner.after) if found is not None]
+        self.replicas = [
+            Link(
+                _port(to, place), _port(back, place), self.runner.from_replica, f"stage {to.peer}", **options
+            )
+            for to, back in neighbours.replicas
+        ]
+        chain = [found for found in (self.runner.before, self.runner.after) if found is not None]
+        self._links = [*chain, *self.replicas]
         for found in self._links:
             found.start()
 
@@ -97,7 +104,7 @@ class FirstStage(Driver):
     """
 
     def __init__(self, own: StageProcess) -> None:
-        super().__init__(own.runner)
+        super().__init__(own.runner, own.replicas)
         self._own = own
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .link import Link
 from .message import Message, Sort
 from .order import ALONE, Place
 from .runner import PipelineError, Runner
@@ -36,10 +37,12 @@ class Driver:
 
     Args:
         first: the first stage's runner.
+        replicas: links with the first stages of further pipelines, which take micro-batches of their own.
     """
 
-    def __init__(self, first: Runner) -> None:
-        self._first = first
+    def __init__(self, first: Runner, replicas: Sequence[Link] = ()) -> None:
+        self._first, self._replicas = first, replicas
+        first.others = replicas
         self._waiting: list[MicroBatch] = []
         self._under_way: set[int] = set()
         self._results: dict[int, Message] = {}
@@ -101,6 +104,7 @@ class Driver:
         place: Place = ALONE,
         stream: str = "",
         rows: int = 1,
+        replica: int = 0,
     ) -> int:
         """Let a micro-batch enter; returns at once.
 
@@ -112,6 +116,7 @@ class Driver:
             place: where it stands in its round, for schedules that have rounds.
             stream: whose it is, for traces.
             rows: how many it has, for traces.
+            replica: which pipeline it enters.
 
         Returns:
             Its number, for `finish`.
@@ -122,10 +127,31 @@ class Driver:
         self._check_open()
         self._numbers += 1
         batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, place)
-        self._entries.append(Entry(batch.number, stream, place.index, rows, train))
         self._under_way.add(batch.number)
-        self._first.from_before(batch.message())
+        self._entries.append(Entry(batch.number, stream, place.index, rows, train, replica))
+        if replica:
+            self._replicas[replica - 1].send(batch.message())
+        else:
+            self._first.from_before(batch.message())
         return batch.number
+
+    def first_done(self, numbers: Sequence[int]) -> int:
+        """Work on the first stage until one of some micro-batches has ended.
+
+        Args:
+            numbers: what `start` gave; at least one.
+
+        Returns:
+            Its number; the first of them where several have ended.
+
+        Raises:
+            PipelineError: if another stage failed.
+        """
+        while True:
+            found = next((number for number in numbers if number in self._results), None)
+            if found is not None:
+                return found
+            self._take_results()
 
     def finish(self, number: int) -> Result:
         """Work on the first stage until a micro-batch has ended.
@@ -145,7 +171,12 @@ class Driver:
         return Result(content["report"], content["notes"])
 
     def control(
-        self, verb: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        first_done: bool = False,
+        replica: int = 0,
     ) -> list[Any]:
         """Let every stage do something, in order with the micro-batches, and wait for their answers.
 
@@ -155,6 +186,7 @@ class Driver:
             verb: what `Hooks.control` is asked for.
             arguments: plain values and tensors.
             first_done: whether the first stage has done it in another way; its answer is None then.
+            replica: which pipeline is asked.
 
         Returns:
             The stages' answers, in their order.
@@ -166,12 +198,16 @@ class Driver:
         """
         self._check_open()
         arguments = arguments or {}
-        answer = None if first_done else self._first.control(verb, arguments)
+        content = {"number": self._numbers + 1, "verb": verb, "arguments": arguments, "answers": []}
+        message = Message(Sort.CONTROL, content)
+        if replica:
+            self._replicas[replica - 1].send(message)
+        else:
+            answer = None if first_done else self._first.control(verb, arguments)
+            self._first.answer(message, answer)
         self._numbers += 1
         number = self._numbers
         self._under_way.add(number)
-        content = {"number": number, "verb": verb, "arguments": arguments, "answers": []}
-        self._first.answer(Message(Sort.CONTROL, content), answer)
         return list(self._await(number).content["answers"])
 
     def entries(self) -> list[Entry]:
@@ -189,8 +225,10 @@ class Driver:
             return
         self._closed = True
         self._first.from_before(Message(Sort.END))
-        if self._first.failure is None:
-            self._first.run()
+        for link in self._replicas:
+            link.send(Message(Sort.END))
+        while self._first.failure is None and self._first.work():
+            self._first.results.clear()  # nobody will ask for them; of other pipelines they come first
 
     def _check_open(self) -> None:
         if self._closed:
@@ -202,11 +240,15 @@ class Driver:
         if number not in self._under_way:
             raise ValueError(f"number: no micro-batch {number} is under way")
         while number not in self._results:
-            if not self._first.results:
-                self._check_open()
-                self._first.work()
-            while self._first.results:
-                message = self._first.results.popleft()
-                self._results[message.number] = message
+            self._take_results()
         self._under_way.remove(number)
         return self._results.pop(number)
+
+    def _take_results(self) -> None:
+        """Work until something has come back, and keep it."""
+        while not self._first.results:
+            self._check_open()
+            self._first.work()
+        while self._first.results:
+            message = self._first.results.popleft()
+            self._results[message.number] = message

@@ -35,16 +35,24 @@ class Neighbours:
         to_next: takes what is forwarded.
         from_next: brings what comes back.
         to_previous: takes what goes back.
+        replicas: to and from the first stages of the other pipelines, at the first process of all. Each of
+            those has that process as its previous one.
     """
 
     from_previous: Link | None = None
     to_next: Link | None = None
     from_next: Link | None = None
     to_previous: Link | None = None
+    replicas: tuple[tuple[Link, Link], ...] = ()
 
 
 def neighbour_groups(
-    world: World, backend: str = "gloo", *, device: torch.device | None = None, timeout: float = 1800.0
+    world: World,
+    backend: str = "gloo",
+    *,
+    replicas: int = 1,
+    device: torch.device | None = None,
+    timeout: float = 1800.0,
 ) -> Neighbours:
     """Make the groups of a pipeline, in the order of the stages, and pass one small message through each.
 
@@ -53,6 +61,7 @@ def neighbour_groups(
     Args:
         world: the pipeline's processes.
         backend: carries the payloads: ``gloo``, or ``nccl`` between GPUs.
+        replicas: pipelines that the processes form, each a run of ranks.
         device: where this stage's payloads lie; by default the CPU for gloo, and for NCCL the GPU of the
             world's local rank.
         timeout: seconds after which an operation on a group fails.
@@ -61,33 +70,40 @@ def neighbour_groups(
         This stage's links.
 
     Raises:
-        ValueError: no such backend.
+        ValueError: no such backend, or the processes do not come out even.
     """
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend: expected gloo or nccl, got {backend!r}")
+    if world.size % replicas:
+        raise ValueError(f"replicas: {world.size} processes do not form {replicas} pipelines of one length")
     if device is None:
         device = torch.device("cuda", world.local_rank) if backend == "nccl" else torch.device("cpu")
     limit = timedelta(seconds=timeout)
     store = dist.PrefixStore("groups", world.store)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
     links: dict[tuple[int, int], Link] = {}
-    for stage in range(world.size - 1):
-        for source, target in ((stage, stage + 1), (stage + 1, stage)):
+    stages = world.size // replicas
+    heads = range(stages, world.size, stages)
+    chain = [(rank, rank + 1) for rank in range(world.size - 1) if (rank + 1) % stages]
+    for left, right in [*chain, *((0, head) for head in heads)]:
+        for source, target in ((left, right), (right, left)):
             # a process that is in neither still counts along
-            headers = dist.new_group([stage, stage + 1], timeout=limit, backend="gloo")
+            headers = dist.new_group([left, right], timeout=limit, backend="gloo")
             payload = headers
-            if backend != "gloo":
-                payload = dist.new_group([stage, stage + 1], timeout=limit, backend=backend)
+            if backend != "gloo" and right not in heads:
+                payload = dist.new_group([left, right], timeout=limit, backend=backend)
             if world.rank in (source, target):
                 link = Link(target if world.rank == source else source, headers, payload)
                 links[source, target] = link
                 _warm_up(link, sends=world.rank == source, device=device)
     me = world.rank
+    before = 0 if me in heads else me - 1
     return Neighbours(
-        from_previous=links.get((me - 1, me)),
+        from_previous=links.get((before, me)),
         to_next=links.get((me, me + 1)),
         from_next=links.get((me + 1, me)),
-        to_previous=links.get((me, me - 1)),
+        to_previous=links.get((me, before)),
+        replicas=tuple((links[0, head], links[head, 0]) for head in heads if me == 0),
     )
 
 

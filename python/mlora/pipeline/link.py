@@ -10,6 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
 
 from .message import Message, Sort
 from .port import Port
@@ -133,14 +135,18 @@ class Link:
         return message.sort not in (Sort.END, Sort.FAULT)
 
     def _until_end(self, step: Callable[[], bool]) -> None:
-        try:
+        with ExitStack() as stack:
+            stack.push(self._has_broken)
             while step():
                 pass
-        except (RuntimeError, OSError, MemoryError) as error:
+
+    def _has_broken(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Tell of any error; one that is no broken connection or full memory is raised, too."""
+        if error is not None:
             self._broken(error)
-        except BaseException as error:
-            self._broken(error)
-            raise
+        return isinstance(error, RuntimeError | OSError | MemoryError)
 
     def _broken(self, error: BaseException) -> None:
         text = " ".join(str(error).split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,7 +34,8 @@ class Runner:
     Attributes:
         before: the link with the stage before, None at the first.
         after: the link with the stage after, None at the last.
-        results: what has come back to the first stage.
+        others: links of the driver with further pipelines.
+        results: what has come back to the first stage, or from further pipelines.
         failure: what ended its work before the pipeline's end.
     """
 
@@ -42,6 +43,7 @@ class Runner:
         self.stage = stage
         self.before: Link | None = None
         self.after: Link | None = None
+        self.others: Sequence[Link] = ()
         self.results: deque[Message] = deque()
         self.failure: BaseException | None = None
         self._order = order
@@ -65,6 +67,18 @@ class Runner:
             self._backwards.append(message)
             self._change.notify()
 
+    def from_replica(self, message: Message) -> None:
+        """Take a result of a further pipeline, at the driver's stage; from any thread."""
+        if message.sort is Sort.END:
+            return
+        with self._change:
+            if message.sort is Sort.FAULT:
+                self._backwards.clear()
+                self._backwards.append(message)
+            else:
+                self.results.append(message)
+            self._change.notify()
+
     def run(self) -> None:
         """Work until the pipeline is closed.
 
@@ -82,7 +96,7 @@ class Runner:
             self.run()
 
     def work(self) -> bool:
-        """Wait for something that may run, and run it.
+        """Wait for something that may run, and run it, or for a result of a further pipeline.
 
         Returns:
             Whether there will be more: False after the pipeline's end.
@@ -93,11 +107,14 @@ class Runner:
         """
         with ExitStack() as stack:
             stack.push(self._tell)
-            return self._run(*self._next())
+            found = self._next()
+            return found is None or self._run(*found)
 
-    def _next(self) -> tuple[Kind, Message]:
+    def _next(self) -> tuple[Kind, Message] | None:
         with self._change:
             while True:
+                if self.others and self.results:
+                    return None
                 kind = self._choice()
                 if kind is not None:
                     return kind, (self._forwards if kind is Kind.FORWARD else self._backwards).popleft()
@@ -183,7 +200,7 @@ class Runner:
             return
         self.failure = error
         text = str(error) if isinstance(error, PipelineError) else f"stage {self.stage.index}: {_line(error)}"
-        for link in (self.before, self.after):
+        for link in (self.before, self.after, *self.others):
             if link is not None:
                 link.send(Message(Sort.FAULT, {"message": text}))
 

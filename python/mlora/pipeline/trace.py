@@ -39,6 +39,7 @@ class Entry(NamedTuple):
         place: in its round.
         rows: how many it has.
         train: whether it has a backward.
+        replica: which pipeline it entered.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Entry(NamedTuple):
     place: int
     rows: int
     train: bool
+    replica: int = 0
 
 
 class Trace:
