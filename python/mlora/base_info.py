@@ -50,6 +50,11 @@ class BaseInfo:
         return int(self.config.get_text_config().vocab_size)
 
     @property
+    def blocks(self) -> int:
+        """The number of decoder blocks."""
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
     def max_positions(self) -> int | None:
         """The longest sequence that it was made for, where its config says so.
 

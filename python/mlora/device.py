@@ -84,7 +84,7 @@ def load_operators() -> None:
         ) from error
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Say whether memory ran out, for which torch's allocator on the CPU has no type of its own.
 
     Args:

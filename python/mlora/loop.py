@@ -19,11 +19,13 @@ from mlora.device import is_out_of_memory
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
 from mlora.groups import Group, Rounds
+from mlora.pipeline import PipelineError
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, fingerprints
 from mlora.report import Reporter
 from mlora.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.run_folder import Metrics, RunFolder, read_metrics
+from mlora.stages import less_memory
 from mlora.tasks import Task
 
 
@@ -97,12 +99,12 @@ class TrainingLoop:
             self._last_step = dict.fromkeys((task.name for task in self._running()), time.monotonic())
             self._iterate(caught)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            # of a stage that is a thread of this process; another process tells of its own
+            cause = error.__cause__ if isinstance(error, PipelineError) else error
+            if cause is None or not is_out_of_memory(cause):
                 raise
             raise RunError(
-                f"out of memory at iteration {self._run.iteration + 1}; lower per_device_train_batch_size or "
-                f"max_length and train anew, or set gradient_checkpointing in {self._folder.config} and "
-                f"`mlora resume {self._folder.path}`"
+                f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
         if self._running():
             self._checkpoint()

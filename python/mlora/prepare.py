@@ -11,7 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
-from mlora.config import RunConfig
+from mlora.config import PipelineConfig, RunConfig
+from mlora.crew import Crew
 from mlora.device import choose_device, dtype_of, is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
@@ -20,7 +21,7 @@ from mlora.groups import assign, group_count, in_flight_of
 from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
-from mlora.stages import Member, crew_of
+from mlora.stages import Member, crew_of, usual_lengths_of
 from mlora.tasks import Progress, Task, TaskBuilder
 
 
@@ -85,6 +86,7 @@ def prepare(
     """
     choose_device(config.device, dtype_of(config))  # at the start: reading the data may take long
     base = BaseInfo(config.base_model, config.base_folder)
+    _check_blocks(config, base)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     faults: dict[str, str] = {}
@@ -109,8 +111,8 @@ def prepare(
     with warnings_to(reporter):
         engine = make_engine(config, tasks, member, trace)
         if checkpoint:
-            _restore(engine, tasks, checkpoint)
-            groups, made = checkpoint["groups"], checkpoint["iteration"]
+            groups, made = _groups(config, tasks, checkpoint), checkpoint["iteration"]
+            _restore(engine, tasks, groups, checkpoint)
             return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
         groups = assign(tasks, group_count(config))
         late = _create(engine, tasks, groups, reporter)
@@ -119,6 +121,17 @@ def prepare(
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
     return Prepared(config, base, engine, tasks, faults | late, groups)
+
+
+def _check_blocks(config: RunConfig, base: BaseInfo) -> None:
+    pipeline, blocks = config.pipeline, base.blocks
+    if pipeline.stages > 1 and pipeline.stages > blocks:
+        raise RunError(f"pipeline.stages: is {pipeline.stages}, but {base.name} has {blocks} decoder blocks")
+    if pipeline.partition and sum(pipeline.partition) != blocks:
+        raise RunError(
+            f"pipeline.partition: {pipeline.partition} adds up to {sum(pipeline.partition)}, but {base.name} "
+            f"has {blocks} decoder blocks"
+        )
 
 
 def _create(
@@ -201,7 +214,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             micro_batches=pipeline.micro_batches,
             in_flight=in_flight_of(config),
             trace=trace,
-            crew=crew_of(config, member, usual_lengths(tasks, config), trace)[0] if member else None,
+            crew=_crew(config, tasks, member, trace) if member else None,
         )
         # stages that measure for themselves could choose differently
         library = config.base_gemm or (None if engine.alone else engine.base_gemm)
@@ -214,6 +227,12 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
         named = line.startswith(("base_", "pack_base", "pipeline."))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
+
+
+def _crew(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> Crew:
+    lengths = usual_lengths(tasks, config)
+    usual_lengths_of(member, lengths)
+    return crew_of(config, member, lengths, trace)[0]
 
 
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
@@ -249,7 +268,9 @@ def create_adapter(engine: Engine, task: Task, groups: Mapping[str, int]) -> Non
     )
 
 
-def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> None:
+def _restore(
+    engine: Engine, tasks: Sequence[Task], groups: Mapping[str, int], checkpoint: dict[str, Any]
+) -> None:
     for task in tasks:
         task.progress = _progress(task.name, checkpoint)
         if task.progress.state != "running":
@@ -257,7 +278,7 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) 
         if fingerprints(task) != checkpoint["data"][task.name]:
             raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
         try:
-            create_adapter(engine, task, checkpoint["groups"])
+            create_adapter(engine, task, groups)
             engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
         except ValueError as error:
             raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
@@ -266,6 +287,15 @@ def _restore(engine: Engine, tasks: Sequence[Task], checkpoint: dict[str, Any]) 
                 f"{task.name}: cannot be restored: its checkpoint does not hold an adapter's state "
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
+
+
+def _groups(config: RunConfig, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> dict[str, int]:
+    """Those of the checkpoint, so that batches are composed alike, unless the pipeline is another one now."""
+    before = PipelineConfig.model_validate(checkpoint["config"]["pipeline"])
+    if group_count(config.model_copy(update={"pipeline": before})) == group_count(config):
+        groups: dict[str, int] = checkpoint["groups"]
+        return groups
+    return assign(tasks, group_count(config))
 
 
 def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:

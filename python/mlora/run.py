@@ -91,6 +91,8 @@ def _measured(prepared: Prepared) -> Prepared:
     config, engine = prepared.config, prepared.engine
     update: dict[str, Any] = {"base_gemm": engine.base_gemm}
     if engine.stages > 1:
+        if engine.base_gemm:
+            engine.base_gemm = engine.base_gemm  # other stages may have measured otherwise
         update["pipeline"] = config.pipeline.model_copy(update={"partition": engine.blocks})
     prepared.config = config.model_copy(update=update)
     return prepared
@@ -124,7 +126,9 @@ def resume(
                 checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
                 config = folder.read_config()
                 check_replicas(config, member)
-                prepared = _continued(config, folder, checkpoint, reporter, member)
+                prepared = _measured(_continued(config, folder, checkpoint, reporter, member))
+                if prepared.config.pipeline != config.pipeline:
+                    folder.write_config(prepared.config)
                 metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
                 return _run(prepared, folder, metrics, reporter)
     for name, adapter in done.adapters.items():

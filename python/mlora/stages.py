@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
 from mlora.crew import Crew, PartOptions, crew_of_processes
-from mlora.device import dtype_of, own_device
+from mlora.device import dtype_of, is_out_of_memory, own_device
 from mlora.errors import RunError, first_line
 from mlora.groups import in_flight_of
 from mlora.malloc import keep_freed_memory
@@ -104,7 +105,10 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
     with Watch(world, lambda: ", ".join(name for names in describe for name in names())) as watch:
         try:
             _agree(world, config)
-            yield Member(world, watch, describe)
+            member = Member(world, watch, describe)
+            yield member
+            if world.rank == 0 and not describe:
+                usual_lengths_of(member, None)  # there was nothing to do, for which the others wait
         except (PeerError, PipelineError) as error:
             watch.report(first_line(error), after=PEERS_FIRST)
             raise SystemExit(1) from None
@@ -135,6 +139,16 @@ def _agree(world: World, config: RunConfig) -> None:
         world.agree(facts(config))
     except ValueError as error:
         raise RunError(str(error)) from error
+    _check_size(world.size, config)
+
+
+def _check_size(size: int, config: RunConfig) -> None:
+    pipeline = config.pipeline
+    if size != pipeline.processes:
+        times = f" times pipeline.replicas {pipeline.replicas}" if pipeline.replicas > 1 else ""
+        raise RunError(
+            f"pipeline.stages: is {pipeline.stages}{times}, but the launcher has started {size} processes"
+        )
 
 
 def _world(config: RunConfig) -> World | None:
@@ -142,15 +156,10 @@ def _world(config: RunConfig) -> World | None:
         world = World.from_launcher()
     except ValueError as error:
         raise RunError(str(error)) from error
-    size, pipeline = world.size if world else 1, config.pipeline
-    if size != pipeline.processes:
-        if world and world.rank:
-            raise SystemExit(1)
-        times = f" times pipeline.replicas {pipeline.replicas}" if pipeline.replicas > 1 else ""
-        raise RunError(
-            f"pipeline.stages: is {pipeline.stages}{times}, but the launcher has started {size} processes"
-        )
-    return world if size > 1 else None
+    if world is None or world.size == 1:
+        _check_size(1, config)
+        return None
+    return world
 
 
 def facts(config: RunConfig) -> dict[str, Any]:
@@ -165,15 +174,29 @@ def facts(config: RunConfig) -> dict[str, Any]:
     return {"mlora": version("mlora-ext"), **versions, "config": values, "base_model": base}
 
 
+def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int] | None:
+    """Tell of a usual micro-batch, or be told; all processes of a pipeline call it once.
+
+    Args:
+        member: this process's part.
+        lengths: rows of its sequences, which stage 0 knows when it has read its data; none elsewhere.
+
+    Returns:
+        Those of stage 0, or none where it has nothing to do.
+    """
+    found: list[int] | None = member.world.gather("lengths", lengths)[0]
+    return found
+
+
 def crew_of(
-    config: RunConfig, member: Member, lengths: Sequence[int] | None, trace: int
+    config: RunConfig, member: Member, lengths: Sequence[int], trace: int
 ) -> tuple[Crew, StageProcess]:
     """Make this process's stage; all processes of a pipeline call it.
 
     Args:
         config: the run's.
         member: this process's part.
-        lengths: rows of the sequences of a usual micro-batch, which stage 0 knows; none elsewhere.
+        lengths: of `usual_lengths_of`.
         trace: spans to keep.
 
     Returns:
@@ -192,8 +215,7 @@ def crew_of(
     )
     if options.device.type == "cpu":
         keep_freed_memory()
-    begin = world.gather("lengths", lengths)[0]  # stage 0 has read its data
-    blocks = pipeline.partition or _measured_partition(config, world, options, begin)
+    blocks = pipeline.partition or _measured_partition(config, world, options, lengths)
     part, process = crew_of_processes(
         config.base_model,
         blocks,
@@ -240,12 +262,38 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
 
     Raises:
         SystemExit: the stage cannot be made; one process has told why.
+        RunError: memory ran out.
         PipelineError: another stage failed.
     """
     try:
-        _, process = crew_of(config, member, None, SPANS if trace else 0)
+        lengths = usual_lengths_of(member, None)
+        if lengths is None:
+            return
+        _, process = crew_of(config, member, lengths, SPANS if trace else 0)
     except (ValueError, OSError, SafetensorError) as error:
         # stage 0 tells of the same fault, where it has it
         member.watch.report(first_line(error), after=STAGE_0_FIRST)
         raise SystemExit(1) from None
-    process.serve()
+    try:
+        process.serve()
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, PipelineError) or not is_out_of_memory(error):
+            raise
+        names = ", ".join(name for names in member.describe for name in names())
+        me = member.world.process
+        raise RunError(
+            f"stage {member.world.rank} ({me.host}, pid {me.pid}): out of memory; adapters in flight: "
+            f"{names}; {less_memory(config.output_dir)}"
+        ) from error
+
+
+def less_memory(run_dir: Path | str) -> str:
+    """Return what a user can do when memory has run out.
+
+    Args:
+        run_dir: the run's folder.
+    """
+    return (
+        "lower per_device_train_batch_size or max_length and train anew, or set gradient_checkpointing in "
+        f"{Path(run_dir) / 'config.yaml'} and `mlora resume {run_dir}`"
+    )

@@ -14,8 +14,9 @@ from mlora.cli import errors_as_lines
 from mlora.errors import RunError
 from mlora.stages import membership
 import typer
-values = {"base_model": f"folder-{rank}", "seed": 1}
-config = SimpleNamespace(pipeline=SimpleNamespace(stages=2), model_dump=lambda mode: values)
+values = {"seed": 1}
+config = SimpleNamespace(pipeline=SimpleNamespace(stages=2, replicas=1, processes=2))
+mlora.stages.facts = lambda config: {"config": values}
 def joined(work):
     try:
         with errors_as_lines(), membership(config) as member:
@@ -37,8 +38,10 @@ def ends(*bodies: str) -> tuple[list[int | None], list[str], list[str]]:
 
 
 def test_members_join_and_leave() -> None:
+    """Stage 0 may find that there is nothing to do: the others wait for no work then."""
     show = "joined(lambda member: print(member.world.rank, member.world.size))"
-    assert ends(show, show) == ([0, 0], ["0 2\n", "1 2\n"], [])
+    serve = "joined(lambda member: mlora.stages.run_stage(config, member))"
+    assert ends(show, serve) == ([0, 0], ["0 2\n", ""], [])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -83,6 +86,6 @@ def test_signal_before_the_loop_ends_all_quietly() -> None:
 
 
 def test_number_of_processes_must_be_that_of_the_config() -> None:
-    codes, _, lines = ends(*["config.pipeline.stages = 3; joined(idle)"] * 2)
+    codes, _, lines = ends(*["config.pipeline.stages = config.pipeline.processes = 3; joined(idle)"] * 2)
     assert codes == [1, 1]
     assert lines == ["error: pipeline.stages: is 3, but the launcher has started 2 processes"]

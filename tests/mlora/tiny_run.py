@@ -24,22 +24,22 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_base(folder: Path, *, seed: int = 0, hidden: int = 32) -> Path:
-    """Save a random Llama of two layers with its tokenizer."""
+def save_base(folder: Path, *, seed: int = 0, hidden: int = 32, layers: int = 2, **changes: Any) -> Path:
+    """Save a random Llama with its tokenizer; `changes` are fields of its config."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=hidden,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {
+        "vocab_size": 260,
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    LlamaForCausalLM(LlamaConfig(**(shape | changes))).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 

@@ -44,6 +44,7 @@ class Driver:
         self._first, self._replicas = first, replicas
         first.others = replicas
         self._waiting: list[MicroBatch] = []
+        self._under_way: set[int] = set()
         self._results: dict[int, Message] = {}
         self._numbers = 0
         self._entries: deque[Entry] = deque(maxlen=first.stage.trace.limit)
@@ -126,6 +127,7 @@ class Driver:
         self._check_open()
         self._numbers += 1
         batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, place)
+        self._under_way.add(batch.number)
         self._entries.append(Entry(batch.number, stream, place.index, rows, train, replica))
         if replica:
             self._replicas[replica - 1].send(batch.message())
@@ -161,6 +163,8 @@ class Driver:
             What came back of it.
 
         Raises:
+            ValueError: if no such micro-batch is under way.
+            RuntimeError: after `close`.
             PipelineError: if another stage failed.
         """
         content = self._await(number).content
@@ -203,6 +207,7 @@ class Driver:
             self._first.answer(message, answer)
         self._numbers += 1
         number = self._numbers
+        self._under_way.add(number)
         return list(self._await(number).content["answers"])
 
     def entries(self) -> list[Entry]:
@@ -222,8 +227,8 @@ class Driver:
         self._first.from_before(Message(Sort.END))
         for link in self._replicas:
             link.send(Message(Sort.END))
-        if self._first.failure is None:
-            self._first.run()
+        while self._first.failure is None and self._first.work():
+            self._first.results.clear()  # nobody will ask for them; of other pipelines they come first
 
     def _check_open(self) -> None:
         if self._closed:
@@ -232,13 +237,17 @@ class Driver:
             raise PipelineError(f"the pipeline has failed: {self._first.failure}") from self._first.failure
 
     def _await(self, number: int) -> Message:
+        if number not in self._under_way:
+            raise ValueError(f"number: no micro-batch {number} is under way")
         while number not in self._results:
             self._take_results()
+        self._under_way.remove(number)
         return self._results.pop(number)
 
     def _take_results(self) -> None:
         """Work until something has come back, and keep it."""
         while not self._first.results:
+            self._check_open()
             self._first.work()
         while self._first.results:
             message = self._first.results.popleft()

@@ -10,6 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
 
 from .message import Message, Sort
 from .port import Port
@@ -49,7 +51,7 @@ class Link:
         self._out, self._into, self._deliver, self._name = out, into, deliver, name
         self._credit_bytes, self._delay, self._trace = credit_bytes, delay, trace or Trace()
         self._change = threading.Condition()
-        self._queue: deque[tuple[float, Message]] = deque()
+        self._queue: deque[tuple[float, int, Message]] = deque()
         self._outstanding = 0  # bytes that the neighbour has not given credit for
         self._owed = 0  # bytes that the neighbour has not been given credit for
         self._waiting = 0  # messages that arrived and were not consumed
@@ -64,11 +66,16 @@ class Link:
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message; returns at once. `END` and `FAULT` are the last ones."""
+        """Queue a message; returns at once. `END` and `FAULT` are the last ones.
+
+        Raises:
+            TypeError: if it holds something else than plain values and tensors.
+        """
+        size = message.size
         with self._change:
             if message.sort is Sort.FAULT:
                 self._queue.clear()
-            self._queue.append((time.monotonic() + self._delay, message))
+            self._queue.append((time.monotonic() + self._delay, size, message))
             self._change.notify_all()
 
     def consumed(self, message: Message) -> None:
@@ -84,19 +91,14 @@ class Link:
             thread.join(seconds)
 
     def _send_all(self) -> None:
-        try:
-            while self._send_next():
-                pass
-        except (RuntimeError, OSError) as error:
-            self._broken(error)
+        self._until_end(self._send_next)
 
     def _send_next(self) -> bool:
         with self._change:
             self._change.wait_for(lambda: self._may_send() or self._must_give_credit())
-            due, message = self._queue.popleft() if self._may_send() else (0.0, None)
+            due, size, message = self._queue.popleft() if self._may_send() else (0.0, 0, None)
             credit, self._owed = self._owed, 0
-            if message is not None:
-                self._outstanding += message.size
+            self._outstanding += size
         if message is None:
             self._out.write(credit, None)
             return True
@@ -109,7 +111,7 @@ class Link:
     def _may_send(self) -> bool:
         if not self._queue:
             return False
-        size = self._queue[0][1].size
+        size = self._queue[0][1]
         return not size or not self._outstanding or self._outstanding + size <= self._credit_bytes
 
     def _must_give_credit(self) -> bool:
@@ -117,11 +119,7 @@ class Link:
         return self._owed > 0 and (self._waiting == 0 or 2 * self._owed >= self._credit_bytes)
 
     def _receive_all(self) -> None:
-        try:
-            while self._receive_next():
-                pass
-        except (RuntimeError, OSError) as error:
-            self._broken(error)
+        self._until_end(self._receive_next)
 
     def _receive_next(self) -> bool:
         credit, message = self._into.read()
@@ -136,6 +134,20 @@ class Link:
         self._deliver(message)
         return message.sort not in (Sort.END, Sort.FAULT)
 
-    def _broken(self, error: Exception) -> None:
+    def _until_end(self, step: Callable[[], bool]) -> None:
+        with ExitStack() as stack:
+            stack.push(self._has_broken)
+            while step():
+                pass
+
+    def _has_broken(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Tell of any error; one that is no broken connection or full memory is raised, too."""
+        if error is not None:
+            self._broken(error)
+        return isinstance(error, RuntimeError | OSError | MemoryError)
+
+    def _broken(self, error: BaseException) -> None:
         text = " ".join(str(error).split())
         self._deliver(Message(Sort.FAULT, {"message": f"the link with {self._name} broke: {text}"}))
