@@ -121,12 +121,12 @@ class Rounds:
         """
         if not self._waiting:
             return None
-        group = self._waiting[0]
+        group = self._furthest_behind()
         if stopping and group.iteration >= self._most:
             return None
         if group.iteration > self._saved and self._save_due(group.iteration):
             return None
-        self._waiting.popleft()
+        self._waiting.remove(group)
         self._under_way += 1
         self._most = max(self._most, group.iteration + 1)
         return group
@@ -142,13 +142,17 @@ class Rounds:
         """The iteration of a checkpoint that is due now, with nothing under way; none if there is none."""
         if self._under_way or not self._waiting:
             return None
-        iteration = self._waiting[0].iteration
+        iteration = self._furthest_behind().iteration
         due = iteration > self._saved and self._save_due(iteration)
         return iteration if due else None
 
     def saved(self, iteration: int) -> None:
         """A checkpoint was written."""
         self._saved = iteration
+
+    def _furthest_behind(self) -> Group:
+        """Of groups that are alike the one that has waited longest; replicas may have other speeds."""
+        return min(self._waiting, key=lambda group: group.iteration)
 
     def _save_due(self, iteration: int) -> bool:
         return any(

@@ -6,6 +6,8 @@ import threading
 import pytest
 import torch
 from mlora.pipeline import Hooks, Pipeline, PipelineError
+from mlora.pipeline.message import Message
+from mlora.pipeline.runner import Runner
 from mlora.pipeline.schedules import gpipe
 from torch import Tensor, nn
 
@@ -210,3 +212,30 @@ def test_refusals() -> None:
     pipeline.close()
     with pytest.raises(RuntimeError, match="closed"):
         pipeline.submit({"input": torch.zeros(1, 1)}, torch.zeros(1, 1))
+
+
+def test_every_message_waits_for_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each carries an event; what reads its tensors has waited for that."""
+    left: set[int] = set()
+    arrived: list[int] = []
+    seen: list[Message] = []
+
+    def leave(runner: Runner, message: Message) -> None:
+        left.add(id(message))
+        seen.append(message)  # so that no other one gets its id
+
+    def arrive(runner: Runner, message: Message) -> None:
+        if runner.stage.index or message.sort != "forward":  # those come from the driver
+            assert id(message) in left, message.sort
+        arrived.append(id(message))
+
+    monkeypatch.setattr(Runner, "leave", leave)
+    monkeypatch.setattr(Runner, "arrive", arrive)
+    pipeline = Pipeline(blocks(3), "lorapp", mean_square, hooks=[Counting(name) for name in "abc"])
+    pipeline.submit({"input": torch.ones(2, 5)}, torch.ones(2, 5))
+    pipeline.submit({"input": torch.ones(2, 5)}, torch.ones(2, 5), train=False)
+    pipeline.step()
+    assert len(arrived) == 3 + 2 + 1 + 3 + 2 + 1
+    pipeline.control("look", {"x": torch.ones(2)})
+    assert len(arrived) == 12 + 2 + 2 + 1
+    pipeline.close()

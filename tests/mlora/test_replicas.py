@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from mlora.config_file import load_config
 from mlora.errors import RunError
+from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
+from mlora.pipeline.port import LocalPort
 from mlora.run import resume, train
 from safetensors.torch import load_file
 from tiny_run import lines, run_data, write_run
@@ -85,3 +90,41 @@ def test_replicas_need_processes(tiny_base: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"pipeline.replicas: 2 need processes of their own"):
         train(load_config(path, ["pipeline.replicas=2"]))
     assert not (tmp_path / "run").exists()
+
+
+def test_results_give_credit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than its credit comes back from another pipeline, as with a few checkpoints."""
+    monkeypatch.setattr("mlora.pipeline.across._port", lambda way, device: way.port)
+    there, back = (SimpleNamespace(peer=1, port=LocalPort(torch.device("cpu"))) for _ in range(2))
+    links = [Neighbours(replicas=((there, back),)), Neighbours(from_previous=there, to_previous=back)]
+    first, other = (
+        StageProcess(
+            torch.nn.Linear(1, 1), 0, 1, link, "lorapp", mean_square, hooks=Answering(), credit_bytes=1000
+        )
+        for link in links
+    )
+    thread = threading.Thread(target=other.serve, daemon=True)
+    thread.start()
+    driver = FirstStage(first)
+
+    def ask() -> None:
+        for _ in range(5):
+            driver.control("state", replica=1)
+        driver.close()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    for waited in (asking, thread):
+        waited.join(20)
+        assert not waited.is_alive()
+
+
+class Answering(Hooks):
+    """Answers with 400 bytes."""
+
+    def control(self, verb: str, arguments: Any) -> torch.Tensor:
+        return torch.zeros(100)
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return (output - target).square().mean(), None

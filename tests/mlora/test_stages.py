@@ -1,8 +1,13 @@
 """What a pipeline's processes have in common: they join it, and leave it in order or with one line."""
 
 import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from mlora.stages import facts
+from transformers import LlamaConfig
 
 from tests.mlora.stages import stages
 
@@ -89,3 +94,14 @@ def test_number_of_processes_must_be_that_of_the_config() -> None:
     codes, _, lines = ends(*["config.pipeline.stages = config.pipeline.processes = 3; joined(idle)"] * 2)
     assert codes == [1, 1]
     assert lines == ["error: pipeline.stages: is 3, but the launcher has started 2 processes"]
+
+
+def test_machines_may_have_the_base_in_other_places(tmp_path: Path) -> None:
+    found = []
+    for layers, place in ((2, "a"), (2, "b"), (3, "c")):
+        LlamaConfig(num_hidden_layers=layers).save_pretrained(tmp_path / place)
+        config: Any = SimpleNamespace(
+            base_model=str(tmp_path / place), base_folder=None, model_dump=lambda mode, exclude: {}
+        )
+        found.append(facts(config))
+    assert found[0] == found[1] != found[2]

@@ -67,7 +67,12 @@ class StageProcess:
             self.runner.after = Link(out, into, self.runner.from_after, f"stage {after.peer}", **options)
         self.replicas = [
             Link(
-                _port(to, place), _port(back, place), self.runner.from_replica, f"stage {to.peer}", **options
+                _port(to, place),
+                _port(back, place),
+                self.runner.from_replica,
+                f"stage {to.peer}",
+                keeps=False,
+                **options,
             )
             for to, back in neighbours.replicas
         ]

@@ -130,7 +130,9 @@ class Driver:
         self._under_way.add(batch.number)
         self._entries.append(Entry(batch.number, stream, place.index, rows, train, replica))
         if replica:
-            self._replicas[replica - 1].send(batch.message())
+            message = batch.message()
+            self._first.leave(message)
+            self._replicas[replica - 1].send(message)
         else:
             self._first.from_before(batch.message())
         return batch.number
@@ -201,6 +203,7 @@ class Driver:
         content = {"number": self._numbers + 1, "verb": verb, "arguments": arguments, "answers": []}
         message = Message(Sort.CONTROL, content)
         if replica:
+            self._first.leave(message)
             self._replicas[replica - 1].send(message)
         else:
             answer = None if first_done else self._first.control(verb, arguments)
@@ -251,4 +254,5 @@ class Driver:
             self._first.work()
         while self._first.results:
             message = self._first.results.popleft()
+            self._first.arrive(message)
             self._results[message.number] = message

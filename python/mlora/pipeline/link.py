@@ -33,6 +33,8 @@ class Link:
             may be larger.
         delay: seconds by which each message is held back, as a link's latency would; for measurements.
         trace: told of what is sent and received.
+        keeps: whether what is delivered waits in this stage until `consumed`; otherwise credit is given at
+            once.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Link:
         credit_bytes: int = CREDIT_BYTES,
         delay: float = 0.0,
         trace: Trace | None = None,
+        keeps: bool = True,
     ) -> None:
         if credit_bytes < 1:
             raise ValueError(f"credit_bytes: expected at least 1, got {credit_bytes}")
         self._out, self._into, self._deliver, self._name = out, into, deliver, name
         self._credit_bytes, self._delay, self._trace = credit_bytes, delay, trace or Trace()
+        self._keeps = keeps
         self._change = threading.Condition()
         self._queue: deque[tuple[float, int, Message]] = deque()
         self._outstanding = 0  # bytes that the neighbour has not given credit for
@@ -137,6 +141,8 @@ class Link:
         if message is None:
             return True
         self._deliver(message)
+        if not self._keeps:
+            self.consumed(message)
         return message.sort not in (Sort.END, Sort.FAULT)
 
     def _until_end(self, step: Callable[[], bool]) -> None:

@@ -99,7 +99,7 @@ class GroupPort:
                 if not tensor.numel():
                     continue
                 if self._payload is not None:
-                    dist.send(self._lane.on_device(tensor), self._peer, group=self._payload)
+                    dist.send(self._lane.to_send(tensor), self._peer, group=self._payload)
                     self.sent += tensor.nbytes
                 else:
                     self._send(self._lane.on_host(tensor))
@@ -168,6 +168,12 @@ class Lane:
         tensor.record_stream(self._stream)
         self._stream.synchronize()
         return host
+
+    def to_send(self, tensor: Tensor) -> Tensor:
+        """The tensor on this stage's device, whose memory is not used anew before this role has sent it."""
+        if tensor.is_cuda and self._stream is not None:
+            tensor.record_stream(self._stream)
+        return self.on_device(tensor).contiguous()
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """The tensor on this stage's device; a copy may still be under way on this role's stream."""

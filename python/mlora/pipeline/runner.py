@@ -137,6 +137,7 @@ class Runner:
             link.consumed(message)
         if message.sort is Sort.END:
             return self._end(kind, message)
+        self.arrive(message)
         if kind is Kind.FORWARD:
             self._forward(message)
         else:
@@ -147,9 +148,8 @@ class Runner:
         if message.sort is Sort.CONTROL:
             self.answer(message, self.control(message.content["verb"], message.content["arguments"]))
             return
-        self._arrive(message)
         done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
-        self._leave(done)
+        self.leave(done)
         if not self.stage.is_last:
             assert self.after is not None
             self.after.send(done)
@@ -169,15 +169,19 @@ class Runner:
         content = message.content
         answers = [*content["answers"], answer]
         if self.after is not None:
-            self.after.send(Message(Sort.CONTROL, {**content, "answers": answers}))
+            onward = Message(Sort.CONTROL, {**content, "answers": answers})
         else:
-            self._hand_back(Message(Sort.REPLY, {"number": message.number, "answers": answers}))
+            onward = Message(Sort.REPLY, {"number": message.number, "answers": answers})
+        self.leave(onward)
+        if self.after is not None:
+            self.after.send(onward)
+        else:
+            self._hand_back(onward)
 
     def _back(self, message: Message) -> None:
         if message.sort is Sort.BACKWARD:
-            self._arrive(message)
             message = self.stage.backward(message)
-            self._leave(message)
+            self.leave(message)
         self._hand_back(message)
 
     def _hand_back(self, message: Message) -> None:
@@ -204,15 +208,16 @@ class Runner:
             if link is not None:
                 link.send(Message(Sort.FAULT, {"message": text}))
 
-    def _arrive(self, message: Message) -> None:
+    def arrive(self, message: Message) -> None:
         """Let the compute stream wait for a message's tensors."""
         if message.ready is not None:
             stream = torch.cuda.current_stream(message.ready.device)
             stream.wait_event(message.ready)
             for tensor in tensors_of(message.content):
-                tensor.record_stream(stream)
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
-    def _leave(self, message: Message) -> None:
+    def leave(self, message: Message) -> None:
         """Note when the tensors of a message are computed."""
         device = next((t.device for t in tensors_of(message.content) if t.is_cuda), None)
         if device is not None:

@@ -1,0 +1,61 @@
+"""Groups of a run start, and stop for checkpoints, whatever their speeds."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlora.groups import Group, Rounds
+
+
+def task(name: str, steps: int, save_steps: int | None) -> Any:
+    return SimpleNamespace(
+        name=name,
+        config=SimpleNamespace(save_steps=save_steps),
+        plan=SimpleNamespace(ends_step=lambda index: True),
+        total_steps=steps,
+        progress=SimpleNamespace(state="running", step=0, batches=0),
+        every=lambda interval: interval,
+    )
+
+
+def passed(rounds: Rounds, group: Group) -> None:
+    for member in group.running():
+        member.progress.step += 1
+        member.progress.batches += 1
+        if member.progress.step == member.total_steps:
+            member.progress.state = "finished"
+    rounds.ended(group)
+
+
+def checkpoints(tasks: list[Any], ends: list[int]) -> list[tuple[int, list[int]]]:
+    """Run each task as a group; `ends` says, again and again, which of those under way ends next."""
+    rounds = Rounds(tasks, {one.name: place for place, one in enumerate(tasks)}, 0)
+    under_way: list[Group] = []
+    found, turn = [], 0
+    while True:
+        while (group := rounds.next(stopping=False)) is not None:
+            under_way.append(group)
+        if under_way:
+            place = ends[turn % len(ends)]
+            turn += 1
+            group = next((group for group in under_way if group.place == place), under_way[0])
+            under_way.remove(group)
+            passed(rounds, group)
+        elif (iteration := rounds.checkpoint_due()) is not None:
+            found.append((iteration, [group.iteration for group in rounds.groups]))
+            rounds.saved(iteration)
+        else:
+            assert all(one.progress.state == "finished" for one in tasks)
+            return found
+
+
+@pytest.mark.parametrize("ends", [[0, 1], [0, 0, 0, 1], [1, 1, 0], [0]])
+def test_checkpoints_hold_all_groups_after_as_many_iterations(ends: list[int]) -> None:
+    found = checkpoints([task("often", 20, None), task("saved", 20, 5)], ends)
+    assert found == [(5, [5, 5]), (10, [10, 10]), (15, [15, 15])]
+
+
+@pytest.mark.parametrize("ends", [[0, 1], [0, 0, 0, 1], [1]])
+def test_a_group_that_has_ended_holds_nobody_back(ends: list[int]) -> None:
+    found = checkpoints([task("short", 3, 2), task("long", 9, 4)], ends)
+    assert found == [(2, [2, 2]), (4, [3, 4]), (8, [3, 8])]
