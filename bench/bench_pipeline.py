@@ -45,11 +45,9 @@ def run_place(place: Place) -> dict[str, Any]:
     Raises:
         JobError: a process failed, or contenders do not compute the same.
     """
-    if place.network:
-        ranks = run_network_job(place.job(), RATE)
-    else:
-        ranks = run_job(place.job(), place.stages)
-    turns = {case.name: [list(turn) for turn in zip(*(r[case.name] for r in ranks))] for case in place.cases}
+    job = place.job()
+    ranks = run_network_job(job, RATE) if place.network else run_job(job, place.stages)
+    turns = {case.name: list(zip(*(rank[case.name] for rank in ranks), strict=True)) for case in place.cases}
     difference = None
     if place.shape:
         difference = worst_difference([(case, turns[case.name][0]) for case in place.cases])

@@ -1,9 +1,10 @@
-"""What the turns of a contender amount to: tokens/s, bubble, bytes, times of stages, and the simulation of these."""
+"""What a contender's turns amount to: tokens/s, bubble, bytes, times of stages, and the simulation of these."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -87,7 +88,7 @@ def times_of(turns: Sequence[Ranks]) -> dict[str, Any]:
     `optimizer` is that of a micro-batch: the step's, divided by how many micro-batches it has.
     """
     stages = range(len(turns[0]))
-    pairs = list(zip(stages, stages[1:], strict=False))
+    pairs = list(pairwise(stages))
     return {
         "stages": [_stage_times(turns, stage) for stage in stages],
         "links_forward": [_latency(turns, a, b, "forward") for a, b in pairs],

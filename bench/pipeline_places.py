@@ -1,4 +1,4 @@
-"""What `bench_pipeline.py` runs: places, each a pipeline of processes with contenders that take turns in it."""
+"""What `bench_pipeline.py` runs: places, each some processes with contenders that take turns in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pipeline_model import Shape
 from pipeline_turn import Case
 
-REAL = Shape(512, 1408, 8, 8, 512, 8, 2, 128)
+REAL = Shape(512, 1408, 8, 8, 512, 8, 2, 64)
 NETWORK = Shape(128, 352, 4, 4, 256, 8, 4, 64)
 TINY = Shape(64, 176, 2, 2, 64, 2, 2, 8)
 ADAPTERS = 4
@@ -62,7 +62,7 @@ def places(sections: Sequence[str], *, quick: bool, repeats: int) -> list[Place]
         quick: tiny sizes.
         repeats: turns of each contender.
     """
-    scale = 1 if quick else 4
+    scale = 1 if quick else 2
     real: list[Case] = []
     if {"throughput", "volume", "bubbles"} & set(sections):
         real += throughput_cases(scale, everything="throughput" in sections)
@@ -122,7 +122,7 @@ def throughput_cases(scale: int, *, everything: bool) -> list[Case]:
         replace(four, name="torch 1F1B N=4", way="torch", schedule="1f1b"),
         replace(four, name="torch 1F1B N=4, joint", way="torch", schedule="1f1b", joint=True),
     ]
-    slow = max(scale // 4, 1)
+    slow = 1
     for suffix, case in (("", one), (" N=4", four)):
         cases += [
             replace(case, name=f"FSDP2{suffix}", way="fsdp"),

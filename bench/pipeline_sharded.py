@@ -1,8 +1,8 @@
 """What `bench_pipeline.py`'s contenders that shard the model have in common, and FSDP2.
 
-FSDP2: `fully_shard` on each decoder layer, and on the rest. The frozen base is sharded; adapters are small and
-whole everywhere, so that they are not gathered, and the gradients of the one that is trained are summed by one
-all-reduce a step. Each process takes its share of a step's micro-batches, or, of a single one, of its
+FSDP2: `fully_shard` on each decoder layer, and on the rest. The frozen base is sharded; adapters are small
+and whole everywhere, so that they are not gathered, and the gradients of the one that is trained are summed
+by one all-reduce a step. Each process takes its share of a step's micro-batches, or, of a single one, of its
 sequences. All-gathers are asynchronous and fetched one layer ahead in both directions. `keep` leaves a layer
 whole between its forward and its backward: it is gathered once, not twice, and needs the whole base's memory.
 """

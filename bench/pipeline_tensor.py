@@ -1,7 +1,7 @@
 """`bench_pipeline.py`'s contenders with tensor parallelism.
 
-Both cut q, k, v, gate and up by columns of the output, o and down by columns of the input, and A and B of their
-adapters likewise where that needs no communication of its own: two all-reduces of the activations per layer
+Both cut q, k, v, gate and up by columns of the output, o and down by columns of the input, and A and B of
+their adapters likewise where that needs no communication of its own: two all-reduces of the activations per layer
 in each direction. Gradients of the adapters' matrices that are whole everywhere are summed once a step.
 Embedding, norms and head are whole everywhere.
 
@@ -65,7 +65,7 @@ class TensorParallel(_Tensor):
             distribute_module(module, self._mesh)
 
     def _enclose(self, part: nn.Module) -> None:
-        """The input becomes a DTensor once, so that the gradients of all layers that read it are summed once."""
+        """The input becomes a DTensor once: gradients of all layers that read it are summed once."""
         place = Replicate()
         if isinstance(part, LlamaAttention):
             named = {"hidden_states": place}

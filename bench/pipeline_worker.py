@@ -124,7 +124,9 @@ def main() -> None:
     for case, contender, trained in contenders:
         trained.reset()
         found[case.name].append(_timed(contender, job["warm_up_steps"], interface))
-    for _ in range(job["repeats"]):
+    for turn in range(job["repeats"]):
+        if world.rank == 0:
+            print(f"  turn {turn + 1} of {job['repeats']}", file=sys.stderr, flush=True)
         for case, contender, _trained in contenders:
             found[case.name].append(_timed(contender, case.steps, interface))
     (out / f"{world.rank}.json").write_text(json.dumps(found))
