@@ -171,6 +171,7 @@ def facts(config: RunConfig) -> dict[str, Any]:
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
     values = config.model_dump(mode="json", exclude=LOCAL)
     base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
+    base.pop("_name_or_path", None)  # may lie in another place on another machine
     return {"mlora": version("mlora-ext"), **versions, "config": values, "base_model": base}
 
 
