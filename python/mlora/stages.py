@@ -262,8 +262,7 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
         trace: whether stage 0 will ask what this one did when.
 
     Raises:
-        SystemExit: the stage cannot be made; one process has told why.
-        RunError: memory ran out.
+        SystemExit: the stage cannot be made, or memory ran out; one process has told why.
         PipelineError: another stage failed.
     """
     try:
@@ -280,12 +279,8 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, PipelineError) or not is_out_of_memory(error):
             raise
-        names = ", ".join(name for names in member.describe for name in names())
-        me = member.world.process
-        raise RunError(
-            f"stage {member.world.rank} ({me.host}, pid {me.pid}): out of memory; adapters in flight: "
-            f"{names}; {less_memory(config.output_dir)}"
-        ) from error
+        member.watch.report(f"out of memory; {less_memory(config.output_dir)}")
+        raise SystemExit(1) from None
 
 
 def less_memory(run_dir: Path | str) -> str:

@@ -164,8 +164,15 @@ def commands(
         size: the number of processes.
         before: Python that a rank runs first.
     """
-    words = [str(argument) for argument in arguments]
-    bodies = [COMMAND.format(before=(before or {}).get(rank, ""), arguments=words) for rank in range(size)]
+    with ranks([arguments] * size, before or {}) as running:
+        yield running
+
+
+@contextmanager
+def ranks(arguments: Sequence[Sequence[object]], before: Mapping[int, str]) -> Iterator[Stages]:
+    """As `commands`, with a command line for each rank."""
+    words = [[str(word) for word in own] for own in arguments]
+    bodies = [COMMAND.format(before=before.get(r, ""), arguments=own) for r, own in enumerate(words)]
     with stages(*bodies) as running:
         yield running
 

@@ -113,7 +113,8 @@ class Watch:
         self._stopped.wait(after)
         if self._ends.acquire(blocking=not self._stopped.is_set()):
             me = self._world.process
-            mine = self._tell(Fault(self._world.rank, me.host, me.pid, message, own=True), told=told)
+            text = self._with_adapters(message)
+            mine = self._tell(Fault(self._world.rank, me.host, me.pid, text, own=True), told=told)
             self._stop()
             return mine
         return True
@@ -203,15 +204,19 @@ class Watch:
         return self._fault(0, f"cannot be reached: {who} {silent}")
 
     def _fault(self, rank: int, message: str) -> Fault:
-        mine, others = self._beats.sign, self._beats.others()
+        others = self._beats.others()
         if rank == self._world.rank:
-            sign: Sign | None = mine
+            sign: Sign | None = self._beats.sign
         else:
             sign = others[rank].sign if rank in others else None
-        texts = [sign.in_flight if sign else "", mine.in_flight]
-        texts += [peer.sign.in_flight for peer in others.values()]
-        text = next((f"{message}; adapters in flight: {text}" for text in texts if text), message)
+        text = self._with_adapters(message, sign.in_flight if sign else "")
         return Fault(rank, sign.process.host, sign.process.pid, text) if sign else Fault(rank, "", 0, text)
+
+    def _with_adapters(self, message: str, in_flight: str = "") -> str:
+        """A message with the adapters in flight on the stage that it is about, or on this or another one."""
+        texts = [in_flight, self._beats.describe(), self._beats.sign.in_flight]
+        texts += [peer.sign.in_flight for peer in self._beats.others().values()]
+        return next((f"{message}; adapters in flight: {text}" for text in texts if text), message)
 
     def _end(self, fault: Fault) -> None:
         try:

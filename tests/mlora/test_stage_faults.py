@@ -1,0 +1,215 @@
+"""A stage of a run that dies, hangs, fails or runs out of memory: one line, all end, and resume continues."""
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlora.checkpoint import list_checkpoints
+from stage_runs import (
+    assert_alike,
+    assert_equal,
+    by_adapter,
+    commands,
+    error_lines,
+    many_kinds,
+    run_stages,
+    save_deep_base,
+)
+from tiny_run import write_run
+
+NOTICED = 10.0  # seconds
+STAGES = 3
+AT = """
+import mlora.part, pathlib, torch
+plain, calls = mlora.part.StagePart.begin, 0
+def begin(*arguments):
+    global calls
+    calls += 1
+    plain(*arguments)
+    if calls == {call}:
+        time.sleep(1.5)  # the others have seen which adapters are under way
+        pathlib.Path({mark!r}).touch()
+        {fault}
+mlora.part.StagePart.begin = begin
+"""
+FAULTS = {
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGSTOP": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "raises": "raise KeyError('boom')",
+    "memory": "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB.')",
+}
+FLIGHT = r"; adapters in flight: (wide|queries|head|deep)(, (wide|queries|head|deep))*"
+LINES = {
+    "SIGKILL": "{who} was killed or ended" + FLIGHT,
+    "SIGSTOP": r"{who} has not answered for [67] s" + FLIGHT,
+    "raises": "{who}: KeyError: 'boom'" + FLIGHT,
+    "memory": "{who}: out of memory; lower per_device_train_batch_size or max_length .*`" + FLIGHT,
+}
+
+
+def config(base: Path, folder: Path, **pipeline: Any) -> dict[str, Any]:
+    """A run whose adapters all end well."""
+    data = many_kinds(base, folder, pipeline={"stages": STAGES, **pipeline})
+    data["adapters"] = data["adapters"][:4]
+    return data
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_deep_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = config(base, folder, partition=[1, 1, 2])
+    codes, _, errors = run_stages(["train", write_run(folder, data)], STAGES)
+    assert codes == [0] * STAGES, errors
+    return folder / "run"
+
+
+def disturbed(
+    base: Path, folder: Path, stage: int, fault: str, call: int = 22
+) -> tuple[list[Any], list[str]]:
+    """Train until a stage meets its fault: exit codes, and what the stages wrote to standard error."""
+    path = write_run(folder, config(base, folder, partition=[1, 1, 2]))
+    mark = folder / "mark"
+    before = {stage: AT.format(call=call, mark=str(mark), fault=fault)}
+    with commands(["train", path], STAGES, before) as running:
+        codes, _, errors = running.end(timeout=60)
+        assert time.time() - mark.stat().st_mtime < NOTICED
+        who = rf"stage {stage} \(\S+, pid {running.processes[stage].pid}\)"
+    return codes, [who, *errors]
+
+
+def resumes(folder: Path, whole: Path) -> None:
+    """The run goes on to the end of the one that nothing disturbed."""
+    assert list_checkpoints(folder / "run" / "checkpoints")
+    assert not list((folder / "run").rglob("*.tmp"))
+    codes, outputs, errors = run_stages(["resume", folder / "run"], STAGES)
+    assert codes == [0] * STAGES, errors
+    assert outputs[0].startswith(f"resuming {folder / 'run'} at iteration ")
+    assert_equal(folder / "run", whole)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_stage_at_fault_is_told_once(base: Path, whole: Path, tmp_path: Path, stage: int, fault: str) -> None:
+    codes, (who, *errors) = disturbed(base, tmp_path, stage, FAULTS[fault])
+    killed = fault.startswith("SIG")
+    assert codes == [-signal.SIGKILL if killed and rank == stage else 1 for rank in range(STAGES)]
+    (line,) = error_lines(errors)
+    expected = "error: " + LINES[fault].format(who=who)
+    if fault == "memory" and stage == 0:
+        expected = r"error: out of memory at iteration \d+; lower per_device_train_batch_size .*"
+    assert re.fullmatch(expected, line), line
+    assert fault == "raises" or "".join(errors).count("\n") == 1  # an error of ours comes with its traceback
+    if fault == "SIGKILL":
+        resumes(tmp_path, whole)
+
+
+IN_A_CALL = """
+import mlora.{module}
+def {name}(*arguments, **options):
+    {fault}
+mlora.{module}.{name} = {name}
+"""
+
+
+def fails(arguments: list[Any], before: dict[int, str], size: int = STAGES) -> tuple[list[Any], str]:
+    """Exit codes and the one error line of a run that fails within seconds."""
+    with commands(arguments, size, before) as running:
+        began = time.monotonic()
+        codes, _, errors = running.end(timeout=60)
+        seconds = time.monotonic() - began
+    (line,) = error_lines(errors)
+    assert seconds < 30, line
+    return codes, line
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize(
+    ("call", "fault", "expected"),
+    [
+        ("stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
+        ("stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
+        ("crew.make_part", "raise ValueError('base_model: no weights\\nmore')", "base_model: no weights"),
+        ("crew.make_part", "raise MemoryError", "out of memory"),
+    ],
+    ids=["raises", "ends", "weights", "memory"],
+)
+def test_stage_that_fails_at_its_start(
+    base: Path, tmp_path: Path, stage: int, call: str, fault: str, expected: str
+) -> None:
+    module, name = call.split(".")
+    before = {stage: IN_A_CALL.format(module=module, name=name, fault=fault)}
+    codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], before)
+    assert codes == [3 if rank == stage and "_exit" in fault else 1 for rank in range(STAGES)]
+    assert expected in line
+    assert stage == 0 or line.startswith(f"error: stage {stage} (")
+    assert not (tmp_path / "run").exists()
+
+
+def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
+    """No file of stage 0 may grow beyond a size that a later checkpoint needs."""
+    path = write_run(tmp_path, config(base, tmp_path, partition=[1, 1, 2]))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
+    codes, line = fails(["train", path], {0: limit})
+    assert codes == [1] * STAGES
+    assert re.fullmatch(rf"error: {tmp_path}/run/\S+: cannot be saved: File too large", line), line
+    codes, _, errors = run_stages(["resume", tmp_path / "run"], STAGES)
+    assert codes == [0] * STAGES, errors
+    assert_equal(tmp_path / "run", whole)
+
+
+def test_error_of_stage_0_with_batches_under_way(base: Path, tmp_path: Path) -> None:
+    before = "import mlora.loop\nmlora.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
+    codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], {0: before})
+    assert codes == [1] * STAGES
+    assert re.match(r"error: stage 0 \(.*\): KeyError: 'lost'; adapters in flight: ", line), line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_goes_on(base: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
+    path = write_run(tmp_path, config(base, tmp_path, partition=[1, 1, 2]))
+    with commands(["train", path], STAGES) as running:
+        deadline = time.monotonic() + 60
+        while "queries" not in by_adapter(tmp_path / "run") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.signal(0, number)
+        codes, outputs, errors = running.end()
+    assert codes == [128 + number, 0, 0]
+    assert outputs[0].endswith(f"interrupted; continue with: mlora resume {tmp_path / 'run'}\n")
+    assert errors == [""] * STAGES
+    resumes(tmp_path, whole)
+
+
+def test_resume_of_a_finished_run_ends_at_once(whole: Path) -> None:
+    began = time.monotonic()
+    codes, _, errors = run_stages(["resume", whole], STAGES)
+    assert (codes, errors) == ([0] * STAGES, [""] * STAGES)
+    assert time.monotonic() - began < NOTICED
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_another_number_of_stages_continues(base: Path, whole: Path, tmp_path: Path, count: int) -> None:
+    disturbed(base, tmp_path, 1, FAULTS["SIGKILL"])
+    file = tmp_path / "run" / "config.yaml"
+    written = yaml.safe_load(file.read_text())
+    written["pipeline"]["stages"] = count
+    file.write_text(yaml.safe_dump(written))
+    if count > 1:
+        codes, line = fails(["resume", tmp_path / "run"], {}, count)
+        assert codes == [1] * count
+        assert "pipeline.partition: " in line
+    del written["pipeline"]["partition"]
+    file.write_text(yaml.safe_dump(written))
+    codes, _, errors = run_stages(["resume", tmp_path / "run"], count)
+    assert codes == [0] * count, errors
+    assert_alike(tmp_path / "run", whole)
+    assert len(yaml.safe_load(file.read_text())["pipeline"]["partition"] or [4]) == count
