@@ -88,6 +88,11 @@ class Account:
         self.tokens += tokens
         self.squares = None
 
+    def failed(self, rows: int, tokens: int) -> None:
+        """Take back the count of a batch that did not come back."""
+        self.rows -= rows
+        self.tokens -= tokens
+
     def decide(self, squares: float) -> StepResult:
         """Decide a step on what was accumulated.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -239,9 +240,12 @@ class Engine:
             ends: adapters whose accumulation this completes.
 
         Raises:
-            ValueError: if a name is unknown, adapters are in several replicas, or a sample is malformed;
-                nothing has entered then.
+            ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
+                samples, or a sample is malformed; nothing has entered then.
         """
+        for name in ends:
+            if name not in batches:
+                raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
         replicas = {self._get(name).replica for name in batches}
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
@@ -284,8 +288,11 @@ class Engine:
             By adapter name.
         """
         results: dict[str, BatchResult] = {}
-        for batch, number in ticket.parts:
-            notes, losses = self._leave(batch, number)
+        for place, (batch, number) in enumerate(ticket.parts):
+            with ExitStack() as stack:
+                stack.callback(self._take_back, ticket.parts[place:])
+                notes, losses = self._leave(batch, number)
+                stack.pop_all()
             for name, loss in losses.items():
                 before = results.get(name)
                 total, tokens = loss, batch.tokens[name]
@@ -296,6 +303,11 @@ class Engine:
                 if notes and all(name in note["squares"] for note in notes):
                     self._adapters[name].squares = sum(float(note["squares"][name]) for note in notes)
         return results
+
+    def _take_back(self, parts: Sequence[tuple[PackedBatch, int | None]]) -> None:
+        for batch, _ in parts:
+            for name, length in zip(batch.names, batch.lengths, strict=True):
+                self._adapters[name].failed(length, batch.tokens[name])
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
         """Losses without gradients or dropout.
@@ -403,6 +415,11 @@ class Engine:
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
+        moments = {key: list(pair[0].shape) for key, pair in state["moments"].items()}
+        if moments and moments != shapes:
+            raise ValueError(
+                f"adapter {name!r}: state: the optimizer's moments are those of other Parameters"
+            )
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
         self._control("load", name, arguments)

@@ -184,7 +184,7 @@ def test_a_folder_is_trained_and_saved_as_on_one_stage(tmp_path: Path) -> None:
 
 
 def test_state_moves_between_numbers_of_stages() -> None:
-    """A pause on three stages, in the middle of an accumulation, goes on on one and on two."""
+    """A pause on three stages, in the middle of an accumulation, goes on on one and two as if undisturbed."""
     engine = Engine(llama(), stages=3)
     create(engine, "c")
     for step in range(2):
@@ -195,18 +195,90 @@ def test_state_moves_between_numbers_of_stages() -> None:
     engine.remove_adapter("c")
     assert engine.adapters == []
     found = []
-    for stages in (1, 2, 3):
-        other = engine if stages == 3 else Engine(llama(), stages=stages)
+    for stages in (0, 1, 2, 3):
+        other = engine if stages == 3 else Engine(llama(), stages=max(stages, 1))
         create(other, "c")
-        other.load_state_dict("c", state)
+        if stages:
+            other.load_state_dict("c", state)
+        else:
+            for step in range(2):
+                other.forward_backward(batch("c", step, 0), ends=["c"])
+                other.optim_step("c")
+            other.forward_backward(batch("c", 2, 0))
         losses = [other.forward_backward(batch("c", 2, 1), ends=["c"])["c"].loss_sum]
         done = other.optim_step("c")
         losses += [done.grad_norm, done.learning_rate, done.step]
         losses += [other.evaluate(batch("c", 3, 0))["c"].loss_sum]
         found.append(losses)
         other.close()
-    assert found[1] == pytest.approx(found[0], rel=TOLERANCE)
-    assert found[2] == pytest.approx(found[0], rel=TOLERANCE)
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["state", "discard"])
+def test_a_decided_step_is_never_lost(how: str) -> None:
+    """Over stages a step is made with the next forward; what comes before that must bring it."""
+    found = {}
+    for stages in (1, 3):
+        engine = Engine(llama(), stages=stages)
+        create(engine, "a")
+        engine.forward_backward(batch("a", 0, 0), ends=["a"])
+        engine.optim_step("a")
+        if how == "discard":
+            engine.discard_gradients("a")
+        found[stages] = engine.state_dict("a")
+        engine.close()
+    for key, tensor in found[1]["weights"].items():
+        torch.testing.assert_close(found[3]["weights"][key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+    assert any(moments[0].any() for moments in found[3]["moments"].values())
+
+
+def test_evaluation_under_way_draws_no_masks() -> None:
+    """Between a forward and its backward the model evaluates, and is in training again for the backward."""
+    found = {}
+    for stages in (1, 2):
+        engine = Engine(llama(), stages=stages, gradient_checkpointing=True)
+        create(engine, "a")
+        create(engine, "b")
+        losses = []
+        for step in range(3):
+            ticket = engine.start(batch("b", step, 0), ends=["b"])
+            losses.append(engine.evaluate(batch("a", step, 0))["a"].loss_sum)
+            losses.append(engine.finish(ticket)["b"].loss_sum)
+            losses.append(engine.optim_step("b").grad_norm)
+        found[stages] = losses
+        engine.close()
+    assert found[2] == pytest.approx(found[1], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("schedule", "first"), [("gpipe", "FFFBBB"), ("1f1b", "FFBFBB")])
+def test_a_batch_is_a_round_of_the_schedule(schedule: str, first: str) -> None:
+    engine = Engine(llama(), stages=2, schedule=schedule, micro_batches=3, trace=100)
+    create(engine, "d")
+    engine.forward_backward({"d": samples(6, 9, seed=1)})
+    spans = engine.trace()[0][0]
+    assert "".join(span[1][0].upper() for span in spans if span[0] == "compute") == first
+    engine.close()
+
+
+def test_one_stage_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(llama())
+    create(engine, "a")
+
+    def no_memory(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._part.module, "forward", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.forward_backward(batch("a", 0, 0))
+    with pytest.raises(ValueError, match="has no gradient"):
+        engine.optim_step("a")
+    other = Engine(llama())
+    create(other, "a")
+    results = [e.forward_backward(batch("a", 0, 0))["a"].loss_sum for e in (engine, other)]
+    assert results[0] == results[1]
+    assert engine.optim_step("a") == other.optim_step("a")
 
 
 def test_next_tokens_are_those_of_generation() -> None:
@@ -257,6 +329,8 @@ def test_refusals() -> None:
     create(engine, "a")
     with pytest.raises(ValueError, match="no adapter 'b'"):
         engine.start({"b": samples(1, 5, seed=0)})
+    with pytest.raises(ValueError, match=r"ends: expected adapters of the batch \(a\), got 'b'"):
+        engine.start(batch("a", 0, 0), ends=["b"])
     engine.forward_backward(batch("a", 0, 0), ends=["a"])
     engine.optim_step("a")
     engine.close()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from mlora.pipeline import Hooks, Pipeline, PipelineError
+from mlora.pipeline import Hooks, Pipeline, PipelineError, Place
 from mlora.pipeline.message import Message
 from mlora.pipeline.runner import Runner
 from mlora.pipeline.schedules import gpipe
@@ -173,6 +173,13 @@ def test_a_stage_that_raises_ends_all(place: int, backward: bool) -> None:
         pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5))
     pipeline.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_close_ends_a_round_that_is_not_whole(schedule: str) -> None:
+    pipeline = Pipeline(blocks(3), schedule, mean_square)
+    pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5), place=Place(0, 2))
+    pipeline.close()
 
 
 def test_spans_tell_what_each_role_did() -> None:

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .across import FirstStage, StageProcess
     from .beats import Fault
     from .driver import Driver, Result
-    from .groups import Neighbours, neighbour_groups
+    from .neighbours import Neighbours, neighbour_groups
     from .order import Place
     from .runner import PipelineError
     from .runtime import Pipeline
@@ -22,7 +22,7 @@ _HOMES = {
     "Hooks": "stage",
     "LossFn": "stage",
     "MicroBatch": "stage",
-    "Neighbours": "groups",
+    "Neighbours": "neighbours",
     "PeerError": "world",
     "Pipeline": "runtime",
     "PipelineError": "runner",
@@ -31,7 +31,7 @@ _HOMES = {
     "Stage": "stage",
     "Watch": "watch",
     "World": "world",
-    "neighbour_groups": "groups",
+    "neighbour_groups": "neighbours",
     "StageProcess": "across",
 }
 

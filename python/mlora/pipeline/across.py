@@ -9,9 +9,8 @@ from torch import nn
 
 from .actions import Schedule
 from .driver import Driver
-from .groups import Link as Groups
-from .groups import Neighbours
 from .link import CREDIT_BYTES, Link
+from .neighbours import Neighbours, Way
 from .order import order_of
 from .port import GroupPort
 from .runner import Runner
@@ -97,7 +96,7 @@ class StageProcess:
             link.join()
 
 
-def _port(way: Groups, device: torch.device) -> GroupPort:
+def _port(way: Way, device: torch.device) -> GroupPort:
     return GroupPort(way.headers, way.peer, device, None if way.payload is way.headers else way.payload)
 
 

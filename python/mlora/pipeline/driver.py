@@ -242,9 +242,9 @@ class Driver:
     def _await(self, number: int) -> Message:
         if number not in self._under_way:
             raise ValueError(f"number: no micro-batch {number} is under way")
+        self._under_way.remove(number)
         while number not in self._results:
             self._take_results()
-        self._under_way.remove(number)
         return self._results.pop(number)
 
     def _take_results(self) -> None:

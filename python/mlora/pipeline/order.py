@@ -168,6 +168,8 @@ def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int |
     """
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if stages == 1:
+        return Alternating()  # a micro-batch after the other
     if schedule == "lorapp":
         return Alternating(None if in_flight is None else in_flight_of(stage, stages, in_flight))
     return Listed(stage, stages, schedule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -150,7 +151,7 @@ class Lane:
 
     def entered(self) -> Any:
         """A context in which this role's stream is the current one."""
-        return torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def after(self, message: Message) -> Any:
         """The same; what is launched inside comes after the message's tensors are there."""
@@ -195,7 +196,10 @@ class Lane:
     def take_over(self, message: Message) -> Message:
         """A message of another stage of this process, with its tensors on this stage's device."""
         if self._stream is None:
-            return message
+            if message.ready is None:
+                return message
+            message.ready.synchronize()
+            return Message(message.sort, map_tensors(message.content, self.on_device))
         with self.after(message):
             moved = Message(message.sort, map_tensors(message.content, self.on_device))
             return self.arrived(moved)

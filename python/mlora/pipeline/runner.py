@@ -47,6 +47,7 @@ class Runner:
         self.results: deque[Message] = deque()
         self.failure: BaseException | None = None
         self._order = order
+        self._closing = False
         self._change = threading.Condition()
         self._forwards: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
@@ -127,6 +128,8 @@ class Runner:
         if forward is not None and (forward.sort is not Sort.FORWARD or not forward.content["train"]):
             return Kind.FORWARD
         backward = self._backwards[0] if self._backwards else None
+        if self._closing and backward is not None:
+            return Kind.BACKWARD  # of a round that will never be whole
         return self._order.choose(_place(forward), _place(backward))
 
     def _run(self, kind: Kind, message: Message) -> bool:
@@ -192,6 +195,7 @@ class Runner:
 
     def _end(self, kind: Kind, message: Message) -> bool:
         if kind is Kind.FORWARD and self.after is not None:
+            self._closing = True
             self.after.send(message)
             return True
         if self.before is not None:
@@ -200,13 +204,13 @@ class Runner:
 
     def _tell(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Remember an error that ends the work, and tell the other stages of it."""
-        if error is None:
-            return
+        links = [link for link in (self.before, self.after, *self.others) if link is not None]
+        if error is None or not links:
+            return  # alone, the caller sees the error and may go on
         self.failure = error
         text = str(error) if isinstance(error, PipelineError) else f"stage {self.stage.index}: {_line(error)}"
-        for link in (self.before, self.after, *self.others):
-            if link is not None:
-                link.send(Message(Sort.FAULT, {"message": text}))
+        for link in links:
+            link.send(Message(Sort.FAULT, {"message": text}))
 
     def arrive(self, message: Message) -> None:
         """Let the compute stream wait for a message's tensors."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +22,9 @@ class Pipeline(Driver):
     """Runs micro-batches over a model cut into stages.
 
     The first stage computes in the caller's thread, each other in its own, which pays where they have devices
-    of their own; `Member` has a process for each. With one stage every schedule is the same: a micro-batch
-    after the other, each forward, loss and backward as one unit.
+    of their own; `StageProcess` is the stage of one process of several. With one stage every schedule is the
+    same: a micro-batch after the other, each forward, loss and backward as one unit. Autocast is a thread's
+    own: enter it inside of the modules.
 
     `lorapp` (mLoRA, section 4) runs what is ready and fills the pipeline with whatever is submitted: with
     independent micro-batches there is no bubble.
@@ -101,9 +101,9 @@ class Pipeline(Driver):
         for link in self._links:
             link.join()
 
-    def _await(self, number: int) -> Any:
+    def _take_results(self) -> None:
         try:
-            return super()._await(number)
+            super()._take_results()
         except PipelineError as error:
             causes = [runner.failure for runner in self._runners if runner.failure is not None]
             cause = next((found for found in causes if not isinstance(found, PipelineError)), None)

@@ -12,7 +12,7 @@ from .world import World
 
 
 @dataclass(frozen=True)
-class Link:
+class Way:
     """One direction between two neighbours: two groups of the same two processes.
 
     Attributes:
@@ -39,11 +39,11 @@ class Neighbours:
             those has that process as its previous one.
     """
 
-    from_previous: Link | None = None
-    to_next: Link | None = None
-    from_next: Link | None = None
-    to_previous: Link | None = None
-    replicas: tuple[tuple[Link, Link], ...] = ()
+    from_previous: Way | None = None
+    to_next: Way | None = None
+    from_next: Way | None = None
+    to_previous: Way | None = None
+    replicas: tuple[tuple[Way, Way], ...] = ()
 
 
 def neighbour_groups(
@@ -81,7 +81,7 @@ def neighbour_groups(
     limit = timedelta(seconds=timeout)
     store = dist.PrefixStore("groups", world.store)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-    links: dict[tuple[int, int], Link] = {}
+    links: dict[tuple[int, int], Way] = {}
     stages = world.size // replicas
     heads = range(stages, world.size, stages)
     chain = [(rank, rank + 1) for rank in range(world.size - 1) if (rank + 1) % stages]
@@ -93,7 +93,7 @@ def neighbour_groups(
             if backend != "gloo" and right not in heads:
                 payload = dist.new_group([left, right], timeout=limit, backend=backend)
             if world.rank in (source, target):
-                link = Link(target if world.rank == source else source, headers, payload)
+                link = Way(target if world.rank == source else source, headers, payload)
                 links[source, target] = link
                 _warm_up(link, sends=world.rank == source, device=device)
     me = world.rank
@@ -107,7 +107,7 @@ def neighbour_groups(
     )
 
 
-def _warm_up(link: Link, *, sends: bool, device: torch.device) -> None:
+def _warm_up(link: Way, *, sends: bool, device: torch.device) -> None:
     places = {id(link.headers): (link.headers, torch.device("cpu"))}
     places[id(link.payload)] = (link.payload, device)
     for group, place in places.values():
