@@ -1,4 +1,4 @@
-"""What a contender's turns amount to: tokens/s, bubble, bytes, times of stages, and the simulation of these."""
+"""What a contender's turns amount to: tokens/s, bubble, bytes, times of stages, simulated bubble."""
 
 from __future__ import annotations
 

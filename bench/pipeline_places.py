@@ -10,7 +10,7 @@ from pipeline_model import Shape
 from pipeline_turn import Case
 
 REAL = Shape(512, 1408, 8, 8, 512, 8, 2, 64)
-NETWORK = Shape(128, 352, 4, 4, 256, 8, 4, 64)
+NETWORK = Shape(128, 352, 2, 4, 64, 8, 4, 64)
 TINY = Shape(64, 176, 2, 2, 64, 2, 2, 8)
 ADAPTERS = 4
 RATE = "1gbit"
@@ -65,16 +65,16 @@ def places(sections: Sequence[str], *, quick: bool, repeats: int) -> list[Place]
     scale = 1 if quick else 2
     real: list[Case] = []
     if {"throughput", "volume", "bubbles"} & set(sections):
-        real += throughput_cases(scale, everything="throughput" in sections)
+        real += throughput_cases(scale, everything="throughput" in sections, quick=quick)
     if "overlap" in sections:
         real += overlap_cases("lorapp", 2 * scale)
     if "tasks" in sections:
-        real += task_cases(scale // 2 or 1, (2, 4) if quick else (2, 4, 8))
+        real += task_cases(scale, (3,) if quick else (2, 4, 8))
     found = []
     if real:
         found.append(Place("real", 2, _unique(real), repeats, TINY if quick else REAL))
     if "network" in sections:
-        cases = throughput_cases(scale * 2, everything=True)
+        cases = throughput_cases(scale * 4, everything=True, quick=quick)
         found.append(Place("network", 2, cases, repeats, TINY if quick else NETWORK, network=True))
     if {"bubbles", "overlap"} & set(sections):
         for stages in (3,) if quick else (4, 8):
@@ -97,12 +97,13 @@ def _sleeping(sections: Sequence[str], stages: int, *, quick: bool) -> Place:
     return Place(f"sleep D={stages}", stages, _unique(cases), 1 if quick else 3, sleep=sleep)
 
 
-def throughput_cases(scale: int, *, everything: bool) -> list[Case]:
+def throughput_cases(scale: int, *, everything: bool, quick: bool) -> list[Case]:
     """Every contender with one and with four micro-batches per optimizer step, or only ours.
 
     Args:
         scale: steps of each adapter with four micro-batches in a turn; with one, twice as many.
         everything: peers too.
+        quick: of these, only those with four micro-batches.
     """
     base = Case("", "ours", adapters=ADAPTERS, steps=scale)
     one = replace(base, steps=2 * scale)
@@ -116,18 +117,17 @@ def throughput_cases(scale: int, *, everything: bool) -> list[Case]:
     ]
     if not everything:
         return cases
-    cases.insert(2, replace(one, name="torch GPipe", way="torch", schedule="gpipe"))
     cases += [
+        replace(one, name="torch GPipe", way="torch", schedule="gpipe"),
         replace(four, name="torch GPipe N=4", way="torch", schedule="gpipe"),
         replace(four, name="torch 1F1B N=4", way="torch", schedule="1f1b"),
         replace(four, name="torch 1F1B N=4, joint", way="torch", schedule="1f1b", joint=True),
     ]
-    slow = 1
-    for suffix, case in (("", one), (" N=4", four)):
+    for suffix, case in ((" N=4", four),) if quick else (("", one), (" N=4", four)):
         cases += [
             replace(case, name=f"FSDP2{suffix}", way="fsdp"),
             replace(case, name=f"FSDP2 keep{suffix}", way="fsdp", keep=True),
-            replace(case, name=f"TP{suffix}", way="tensor", steps=slow),
+            replace(case, name=f"TP{suffix}", way="tensor", steps=1),
             replace(case, name=f"TP by hand{suffix}", way="by hand"),
         ]
     return cases

@@ -1,8 +1,8 @@
 """`bench_pipeline.py`'s contenders with tensor parallelism.
 
 Both cut q, k, v, gate and up by columns of the output, o and down by columns of the input, and A and B of
-their adapters likewise where that needs no communication of its own: two all-reduces of the activations per layer
-in each direction. Gradients of the adapters' matrices that are whole everywhere are summed once a step.
+their adapters likewise where that needs no communication of its own: two all-reduces of the activations per
+layer in each direction. Gradients of the adapters' matrices that are whole everywhere are summed once a step.
 Embedding, norms and head are whole everywhere.
 
 `TensorParallel` does it by `parallelize_module`, whose DTensors cost the host much per operator.
