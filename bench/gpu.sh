@@ -122,7 +122,7 @@ if [ "$device" = cuda ]; then
 fi
 about="commit $commit"$'\n'"$about"
 echo "$about"
-for name in build.log tests.log sanitizer.log suite.log suite.json suite.txt suite.png summary.txt; do
+for name in build.log tests.log sanitizer.log pipeline.log suite.log suite.json suite.txt suite.png summary.txt; do
   rm -f "${out:?}/$name"
 done
 
@@ -143,11 +143,15 @@ if [ "$device" = cuda ]; then
   # switch on PyTorch's deterministic mode
   phase tests 150 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest \
     -m gpu --timeout 120 --session-timeout 135 -rfEs "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
+  phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    bench/pipeline_overlap.py --out "$out/pipeline" || true
   options=(linears adapters decoder ablation choose operators step --check)
 else
   note "build" "NOT RUN" 0 "--device cpu takes what is built"
   phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py --device cpu || true
   phase tests 60 "$out/tests.log" "$python" -m pytest --timeout 60 tests/ext/test_segments.py || true
+  phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    bench/pipeline_overlap.py --device cpu --out "$out/pipeline" || true
   options=(linears adapters ablation --quick --rounds 1 --layouts balanced --threads 1)
 fi
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -96,10 +96,20 @@ def crew_of_threads(
     """
     spans = spans_of(stages, count_blocks(source)) if stages != 1 else [None]
     copies = len(spans) > 1 and isinstance(source, PreTrainedModel)
-    parts = [make_part(copy.deepcopy(source) if copies else source, span, options) for span in spans]
+    parts = [
+        make_part(copy.deepcopy(source) if copies else source, span, _on_its_device(options, stage))
+        for stage, span in enumerate(spans)
+    ]
     modules = [part.module for part in parts]
     driver = Pipeline(modules, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
     return Crew(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
+
+
+def _on_its_device(options: PartOptions, stage: int) -> PartOptions:
+    """Stages of one process take its GPUs in turn, unless one of them is named."""
+    if options.device != torch.device("cuda"):
+        return options
+    return replace(options, device=torch.device("cuda", stage % torch.cuda.device_count()))
 
 
 def crew_of_processes(

@@ -216,8 +216,10 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             trace=trace,
             crew=_crew(config, tasks, member, trace) if member else None,
         )
-        if config.base_gemm:
-            engine.base_gemm = config.base_gemm
+        # stages that measure for themselves could choose differently
+        library = config.base_gemm or (None if engine.alone else engine.base_gemm)
+        if library:
+            engine.base_gemm = library
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)

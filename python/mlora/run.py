@@ -91,8 +91,6 @@ def _measured(prepared: Prepared) -> Prepared:
     config, engine = prepared.config, prepared.engine
     update: dict[str, Any] = {"base_gemm": engine.base_gemm}
     if engine.stages > 1:
-        if engine.base_gemm:
-            engine.base_gemm = engine.base_gemm  # other stages may have measured otherwise
         update["pipeline"] = config.pipeline.model_copy(update={"partition": engine.blocks})
     prepared.config = config.model_copy(update=update)
     return prepared

@@ -34,6 +34,7 @@ def main() -> None:
     end_with_parent(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
     if sys.argv[0] != "-m":
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as `python FILE` does
         runpy.run_path(sys.argv[0], run_name="__main__")
         return
     sys.argv = sys.argv[1:]

@@ -97,11 +97,11 @@ def neighbour_groups(
                 links[source, target] = link
                 _warm_up(link, sends=world.rank == source, device=device)
     me = world.rank
-    before = 0 if me in heads else me - 1
+    before, after = (0 if me in heads else me - 1), (me + 1 if (me + 1) % stages else -1)
     return Neighbours(
         from_previous=links.get((before, me)),
-        to_next=links.get((me, me + 1)),
-        from_next=links.get((me + 1, me)),
+        to_next=links.get((me, after)),
+        from_next=links.get((after, me)),
         to_previous=links.get((me, before)),
         replicas=tuple((links[0, head], links[head, 0]) for head in heads if me == 0),
     )

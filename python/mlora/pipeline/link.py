@@ -60,6 +60,11 @@ class Link:
             for role, run in (("send to", self._send_all), ("receive from", self._receive_all))
         ]
 
+    @property
+    def sent(self) -> int:
+        """Bytes that went to the neighbour so far, headers and credit included; none between threads."""
+        return self._out.sent
+
     def start(self) -> None:
         """Begin to send and receive."""
         for thread in self._threads:

@@ -22,9 +22,11 @@ class Port(Protocol):
 
     Attributes:
         began: when the message that was read last began to arrive, in nanoseconds of the monotonic clock.
+        sent: bytes that were written so far; none between threads, which share memory.
     """
 
     began: int
+    sent: int
 
     def write(self, credit: int, message: Message | None) -> None:
         """Hand over a message and returned credit.
@@ -48,7 +50,7 @@ class LocalPort:
     def __init__(self, device: torch.device) -> None:
         self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._lane = Lane(device)
-        self.began = 0
+        self.began = self.sent = 0
 
     def write(self, credit: int, message: Message | None) -> None:
         """See `Port.write`."""
@@ -82,7 +84,7 @@ class GroupPort:
     ) -> None:
         self._group, self._peer, self._payload = group, peer, payload
         self._lane = Lane(device)
-        self.began = 0
+        self.began = self.sent = 0
 
     def write(self, credit: int, message: Message | None) -> None:
         """See `Port.write`."""
@@ -98,6 +100,7 @@ class GroupPort:
                     continue
                 if self._payload is not None:
                     dist.send(self._lane.on_device(tensor), self._peer, group=self._payload)
+                    self.sent += tensor.nbytes
                 else:
                     self._send(self._lane.on_host(tensor))
 
@@ -122,6 +125,7 @@ class GroupPort:
 
     def _send(self, tensor: Tensor) -> None:
         dist.send(_bytes(tensor), self._peer, group=self._group)
+        self.sent += tensor.nbytes
 
     def _receive(self, tensor: Tensor) -> Tensor:
         dist.recv(tensor, self._peer, group=self._group)

@@ -1,0 +1,124 @@
+"""LoRAPP against flushed pipelines, torch's own ones, FSDP2 and tensor parallelism, in the same run.
+
+    python bench/bench_pipeline.py                          # all sections; results beside --out
+    python bench/bench_pipeline.py throughput --repeats 3
+    python bench/bench_pipeline.py --quick --out /tmp/quick
+
+Sections: `throughput` (two processes of one thread each), `network` (the same between two network namespaces
+at 1 Gbit/s; needs root), `volume` (bytes sent), `bubbles` (measured and simulated; four and eight stages of
+SLEEP KERNELS beside two real ones), `overlap` (delays injected on the links), `tasks` (completion times).
+
+Contenders of a place live in the same processes and take turns; medians are compared. All train the same
+Llama of random weights with plain LoRA on every linear layer, by AdamW without clipping, on as large
+micro-batches and as many tokens per optimizer step; before they are timed, their losses must agree. Quiet is
+the machine where `processors` is near D (1 - bubble) for pipelines and `others` near 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import machine
+from pipeline_measures import row_of, worst_difference
+from pipeline_places import RATE, Place, places
+from pipeline_report import plot, text
+from pipeline_sections import lines_of
+from pipeline_start import JobError, run_job, run_network_job, why_no_network
+
+SECTIONS = ("throughput", "network", "volume", "bubbles", "overlap", "tasks")
+ALLOWED = 1e-4
+"""Relative difference of losses after a step between contenders."""
+
+
+def run_place(place: Place) -> dict[str, Any]:
+    """Run a place's job.
+
+    Returns:
+        What the results say of it.
+
+    Raises:
+        JobError: a process failed, or contenders do not compute the same.
+    """
+    if place.network:
+        ranks = run_network_job(place.job(), RATE)
+    else:
+        ranks = run_job(place.job(), place.stages)
+    turns = {case.name: [list(turn) for turn in zip(*(r[case.name] for r in ranks))] for case in place.cases}
+    difference = None
+    if place.shape:
+        difference = worst_difference([(case, turns[case.name][0]) for case in place.cases])
+        if not difference < ALLOWED:
+            raise JobError(f"{place.name}: losses of contenders differ by {difference:.1e}")
+    rows = {case.name: row_of(case, turns[case.name][1:], place.rows) for case in place.cases}
+    return {
+        "name": place.name,
+        "stages": place.stages,
+        "shape": asdict(place.shape) if place.shape else None,
+        "sleep": place.sleep,
+        "network": place.network,
+        "rate": RATE if place.network else None,
+        "losses_differ_by": difference,
+        "cases": [asdict(case) for case in place.cases],
+        "rows": rows,
+    }
+
+
+def run(sections: list[str], *, quick: bool, repeats: int) -> dict[str, Any]:
+    """Run sections.
+
+    Returns:
+        What `pipeline.json` holds.
+    """
+    found, not_run = [], {}
+    for place in places(sections, quick=quick, repeats=repeats):
+        reason = why_no_network() if place.network else ""
+        if reason:
+            not_run[place.name] = reason
+            continue
+        print(f"{place.name}: {len(place.cases)} contenders, {place.repeats} turns each", flush=True)
+        found.append((place, run_place(place)))
+    return {
+        "machine": machine.describe(),
+        "quick": quick,
+        "places": [result for _, result in found],
+        "lines": lines_of(sections, [(place, result["rows"]) for place, result in found]),
+        "not_run": not_run,
+    }
+
+
+def main() -> int:
+    """Run, print, and write `pipeline.json`, `.txt` and `.png`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--repeats", type=int, help="turns of each contender; default: 5, quick 1")
+    parser.add_argument("--out", type=Path, default=machine.RESULTS / "pipeline-cpu", help="folder")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"sections: expected some of {', '.join(SECTIONS)}, got {unknown[0]}")
+    repeats = arguments.repeats or (1 if arguments.quick else 5)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        data = run(arguments.sections or list(SECTIONS), quick=arguments.quick, repeats=repeats)
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "pipeline.json").write_text(json.dumps(data, indent=1) + "\n")
+    (arguments.out / "pipeline.txt").write_text(text(data))
+    plot(data, arguments.out / "pipeline.png")
+    print(text(data), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The text and the figure of `bench_pipeline.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_COLUMNS = (
+    ("tokens/s", "tokens_per_second", "10.1f", 1),
+    ("steady", "steady_tokens_per_second", "10.1f", 1),
+    ("bubble %", "bubble", "9.1f", 100),
+    ("simulated", "simulated_bubble", "9.1f", 100),
+    ("+-%", "spread", "6.1f", 100),
+    ("processors", "processors", "10.2f", 1),
+    ("others %", "other_processes_share", "8.1f", 100),
+    ("mean end s", "mean_completion_seconds", "10.2f", 1),
+)
+
+
+def text(data: Mapping[str, Any]) -> str:
+    """Everything as a table."""
+    machine = data["machine"]
+    lines = [
+        f"{machine['processor']}, {machine['logical_cores']} cores, torch {machine['torch']}, "
+        f"commit {machine['commit']}, {machine['date']}: {machine['command']}",
+    ]
+    if data["quick"]:
+        lines.append("--quick: sizes that show nothing")
+    for place in data["places"]:
+        lines += ["", _title(place)]
+        titles = "".join(f"{title:>{_width(spec) + 1}}" for title, _, spec, _ in _COLUMNS)
+        lines.append(f"  {'':34}{titles}")
+        lines += [_row(name, row) for name, row in place["rows"].items()]
+    lines += ["", *(_line(line) for line in data["lines"])]
+    lines += [f"not run: {name}: {reason}" for name, reason in data["not_run"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _title(place: Mapping[str, Any]) -> str:
+    if place["sleep"]:
+        ms = [1e3 * place["sleep"][way] for way in ("forward", "backward")]
+        return (
+            f"{place['name']}: {place['stages']} processes of SLEEP KERNELS ({ms[0]:g} ms forward, "
+            f"{ms[1]:g} ms backward); micro-batches/s instead of tokens/s"
+        )
+    shape = ", ".join(f"{name} {value}" for name, value in place["shape"].items())
+    wire = f", between two network namespaces at {place['rate']}" if place["network"] else ""
+    return f"{place['name']}: {place['stages']} processes of one thread{wire}; {shape}"
+
+
+def _width(spec: str) -> int:
+    return int(spec.partition(".")[0])
+
+
+def _row(name: str, row: Mapping[str, Any]) -> str:
+    cells = []
+    for _, key, spec, factor in _COLUMNS:
+        value = row.get(key)
+        cells.append(" " * (_width(spec) + 1) if value is None else f" {factor * value:{spec}}")
+    return f"  {name:34}{''.join(cells)}"
+
+
+def _line(line: Mapping[str, Any]) -> str:
+    words = f"{line['section']}: {line['what']}: {line['value']:.3f}"
+    if "between" in line:
+        return f"{words} (must be between {line['between'][0]} and {line['between'][1]})"
+    if line["must"] is None:
+        return words
+    return f"{words} (must be at {'least' if line['at_least'] else 'most'} {line['must']})"
+
+
+def plot(data: Mapping[str, Any], path: Path) -> None:
+    """Draw throughput, bubbles and completion times.
+
+    Args:
+        data: what `pipeline.json` holds.
+        path: of the PNG.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places = data["places"]
+    rows = sum(2 if _tasks(place) else 1 for place in places)
+    figure, axes = plt.subplots(rows, 1, figsize=(11, 3.4 * rows), squeeze=False, layout="constrained")
+    left = iter(axes[:, 0])
+    for place in places:
+        if place["sleep"]:
+            _bubbles(next(left), place)
+        else:
+            _throughput(next(left), place)
+        if _tasks(place):
+            _completion(next(left), place)
+    machine = data["machine"]
+    quick = ", --quick: sizes that show nothing" if data["quick"] else ""
+    figure.suptitle(f"{machine['processor']}, torch {machine['torch']}, commit {machine['commit']}{quick}")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _tasks(place: Mapping[str, Any]) -> list[str]:
+    return [name for name in place["rows"] if name.startswith("tasks=")]
+
+
+def _throughput(axes: Any, place: Mapping[str, Any]) -> None:
+    rows = {n: row for n, row in place["rows"].items() if not n.startswith("tasks=")}
+    bars = axes.bar(list(rows), [row["tokens_per_second"] for row in rows.values()])
+    shown = [f"bubble {row['bubble']:.0%}" if row["bubble"] is not None else "" for row in rows.values()]
+    axes.bar_label(bars, shown, fontsize=6)
+    axes.set_ylabel("tokens/s")
+    _name(axes, place, list(rows))
+
+
+def _bubbles(axes: Any, place: Mapping[str, Any]) -> None:
+    rows = {name: row for name, row in place["rows"].items() if row["bubble"] is not None}
+    spots = range(len(rows))
+    for shift, key, label in ((-0.2, "bubble", "measured"), (0.2, "simulated_bubble", "simulated")):
+        heights = [100 * (row[key] or 0.0) for row in rows.values()]
+        axes.bar([spot + shift for spot in spots], heights, 0.4, label=label)
+    axes.set_ylabel("bubble in the steady window, %")
+    axes.set_xticks(spots)
+    axes.legend(fontsize=7)
+    _name(axes, place, list(rows))
+
+
+def _completion(axes: Any, place: Mapping[str, Any]) -> None:
+    """Mean completion time against the number of tasks."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for name in _tasks(place):
+        count, _, way = name.removeprefix("tasks=").partition(" ")
+        points.setdefault(way, []).append((int(count), place["rows"][name]["mean_completion_seconds"]))
+    for way, found in points.items():
+        axes.plot(*zip(*found, strict=True), "o-", label=way)
+    axes.set_xlabel("tasks")
+    axes.set_ylabel("mean completion time, s")
+    axes.set_title("Tasks at once (lorapp) and one after the other (gpipe, 1f1b)", fontsize=9)
+    axes.legend(fontsize=7)
+
+
+def _name(axes: Any, place: Mapping[str, Any], names: Sequence[str]) -> None:
+    axes.set_xticks(range(len(names)), names, fontsize=6, rotation=25, ha="right", rotation_mode="anchor")
+    axes.set_title(_title(place), fontsize=8)

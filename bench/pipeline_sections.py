@@ -1,0 +1,136 @@
+"""The sections of `bench_pipeline.py`: what follows from the contenders' rows, each beside its target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline_model import Shape
+from pipeline_places import DELAYS, Place
+
+Rows = Mapping[str, Mapping[str, Any]]
+Lines = list[dict[str, Any]]
+GIGABIT = 125e6  # bytes per second
+
+
+def ratio(rows: Rows, ours: str, peer: str, must: float | None) -> Lines:
+    """Throughput of one contender over that of another one, where both ran."""
+    if ours not in rows or peer not in rows:
+        return []
+    value = rows[ours]["tokens_per_second"] / rows[peer]["tokens_per_second"]
+    return [{"what": f"{ours} / {peer}", "value": value, "must": must, "at_least": True}]
+
+
+def throughput(rows: Rows) -> Lines:
+    """Ours against ours and torch's, FSDP2 and tensor parallelism on one machine."""
+    found = ratio(rows, "lorapp", "gpipe", 1.7) + ratio(rows, "lorapp N=4", "1f1b N=4", 1.15)
+    for suffix in ("", " N=4"):
+        for peer in ("torch GPipe", "torch 1F1B", "FSDP2", "FSDP2 keep", "TP", "TP by hand"):
+            found += ratio(rows, f"lorapp{suffix}", f"{peer}{suffix}", None)
+    found += ratio(rows, "lorapp N=4", "torch 1F1B N=4, joint", None)
+    found += ratio(rows, "1f1b N=4", "torch 1F1B N=4", None)
+    return [line | {"section": "throughput"} for line in found]
+
+
+def network(rows: Rows, shape: Shape) -> Lines:
+    """The same between two network namespaces."""
+    found = ratio(rows, "lorapp N=4", "torch 1F1B N=4", 1.3)
+    found += ratio(rows, "lorapp N=4", "torch 1F1B N=4, joint", None)
+    for suffix in ("", " N=4"):
+        for peer in ("FSDP2", "FSDP2 keep", "TP", "TP by hand"):
+            found += ratio(rows, f"lorapp{suffix}", f"{peer}{suffix}", 2.0)
+    found += ratio(rows, "lorapp", "gpipe", None) + ratio(rows, "lorapp N=4", "1f1b N=4", None)
+    seconds = shape.message_bytes / GIGABIT
+    stage = max(sum(times.values()) for times in rows["lorapp"]["times"]["stages"])
+    share = {"what": "a transfer at 1 Gbit/s / a micro-batch's time on a stage", "value": seconds / stage}
+    return [line | {"section": "network"} for line in [share | {"between": [0.2, 0.5]}, *found]]
+
+
+def volume(rows: Rows, place: Place) -> Lines:
+    """Bytes sent per micro-batch against `2 (D - 1) T h itemsize`."""
+    assert place.shape is not None
+    least = 2 * (place.stages - 1) * place.shape.message_bytes
+    found = []
+    for name in ("lorapp", "gpipe", "lorapp N=4", "1f1b N=4"):
+        counts = {"ports": rows[name]["bytes_per_micro_batch"]}
+        if place.network:
+            counts["interface"] = rows[name]["wire_bytes_per_micro_batch"]
+        for counter, count in counts.items():
+            what = f"{name}, {place.name}, {counter}: bytes / 2 (D - 1) T h itemsize"
+            found.append({"what": what, "value": count / least, "must": 1.02, "at_least": False})
+    return [line | {"section": "volume", "bytes": least} for line in found]
+
+
+def bubbles(rows: Rows, place: Place) -> Lines:
+    """Measured against simulated bubbles, and throughput against the slowest stage's."""
+    found = []
+    for name, row in rows.items():
+        if "simulated_bubble" not in row or "delay" in name or "tasks" in name or row["bubble"] is None:
+            continue
+        about = {"section": "bubbles", "place": place.name}
+        measured, simulated = row["bubble"], row["simulated_bubble"]
+        what = f"{place.name}, {name}: bubble measured - simulated"
+        line = {"what": what, "value": measured - (simulated or 0.0), "must": None}
+        found.append(about | line | {"measured": measured, "simulated": simulated})
+        if name in ("lorapp", f"lorapp L={2 * place.stages}"):
+            what = f"{place.name}, {name}: slowest stage's throughput / measured"
+            value = 1.0 / row["of_slowest_stage"]
+            found.append(about | {"what": what, "value": value, "must": 1.03, "at_least": False})
+    return found
+
+
+def overlap(rows: Rows, place: Place) -> Lines:
+    """LoRAPP with delays on the links against LoRAPP without, L = 2D."""
+    base = "lorapp" if place.shape else f"lorapp L={2 * place.stages}"
+    found = []
+    for share in DELAYS:
+        slow, fast = rows[f"{base}, delay {share} T_f"], rows[base]
+        key = "steady_tokens_per_second" if fast["steady_tokens_per_second"] else "tokens_per_second"
+        what = f"{place.name}, delay {share} T_f injected: throughput / without"
+        line = {"what": what, "value": slow[key] / fast[key], "must": 0.97, "at_least": True}
+        found.append(line | {"section": "overlap", "delay_seconds": slow["delay"]})
+    return found
+
+
+def tasks(rows: Rows) -> Lines:
+    """Mean completion time and the time until all tasks have ended, lorapp's over the flushed schedules'."""
+    found = []
+    counts = sorted({int(name.split()[0].partition("=")[2]) for name in rows if name.startswith("tasks=")})
+    for count in counts:
+        for ours in (f"tasks={count} lorapp", f"tasks={count} lorapp, 2 at once"):
+            for peer in ("gpipe", "1f1b"):
+                if ours not in rows:
+                    continue
+                other = rows[f"tasks={count} {peer}"]
+                for key in ("mean_completion_seconds", "seconds"):
+                    value = rows[ours][key] / other[key]
+                    what = f"{ours} / {peer} one after the other: {key}"
+                    found.append({"section": "tasks", "what": what, "value": value, "must": None})
+    return found
+
+
+def lines_of(sections: Sequence[str], found: Sequence[tuple[Place, Rows]]) -> Lines:
+    """Everything that follows.
+
+    Args:
+        sections: that were asked for.
+        found: the rows of each place.
+    """
+    lines: Lines = []
+    for place, rows in found:
+        computes = place.shape is not None
+        if place.network:
+            assert place.shape is not None
+            lines += network(rows, place.shape) + volume(rows, place)
+            continue
+        if computes and "throughput" in sections:
+            lines += throughput(rows)
+        if computes and "volume" in sections:
+            lines += volume(rows, place)
+        if "bubbles" in sections:
+            lines += bubbles(rows, place)
+        if "overlap" in sections:
+            lines += overlap(rows, place)
+        if computes and "tasks" in sections:
+            lines += tasks(rows)
+    return lines

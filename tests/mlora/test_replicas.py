@@ -1,0 +1,87 @@
+"""Replicas: several pipelines that train adapters of their own, led from one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlora.config_file import load_config
+from mlora.errors import RunError
+from mlora.run import resume, train
+from safetensors.torch import load_file
+from tiny_run import lines, run_data, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def mlora(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlora", *map(str, arguments)]
+    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def data(base: Path, folder: Path) -> dict[str, Any]:
+    found = run_data(base, folder)
+    third = {**found["adapters"][1], "name": "third", "max_steps": 4, "per_device_train_batch_size": 2}
+    return {**found, "adapters": [*found["adapters"], third]}
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    """The same lines, in the order of each adapter, and the same folders."""
+    found, wanted = ({} for _ in range(2))
+    for run, by_name in ((folder, found), (expected, wanted)):
+        for line in lines(run):
+            by_name.setdefault(line["adapter"], []).append(line)
+    assert found.keys() == wanted.keys()
+    for name, records in wanted.items():
+        assert len(found[name]) == len(records)
+        for ours, theirs in zip(found[name], records, strict=True):
+            names = [key for key, value in theirs.items() if isinstance(value, str)]
+            assert {key: ours.pop(key) for key in names} == {key: theirs.pop(key) for key in names}
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        ours, theirs = (
+            load_file(run / "adapters" / name / "adapter_model.safetensors") for run in (folder, expected)
+        )
+        assert list(ours) == list(theirs)
+        for key in theirs:
+            assert ours[key].sub(theirs[key]).abs().max() <= 1e-5
+        configs = [
+            (run / "adapters" / name / "adapter_config.json").read_text() for run in (folder, expected)
+        ]
+        assert configs[0] == configs[1]
+
+
+def test_two_pipelines_train_as_one_device_and_go_on_on_one(tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, data(tiny_base, tmp_path))
+    train(load_config(path, [f"output_dir={tmp_path / 'alone'}"]))
+    done = mlora("train", path, "--trace", "--set", "pipeline={stages: 2, replicas: 2}")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert_same_run(run, tmp_path / "alone")
+    assert (run / "timeline.png").is_file()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["pipeline"]["stages"], config["pipeline"]["replicas"]) == (2, 2)
+    # as if it had been killed: the last checkpoint is before the end of some adapters
+    (run / "summary.json").unlink()
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "pipeline": {"stages": 1}}))
+    assert resume(run).status == "finished"
+    assert_same_run(run, tmp_path / "alone")
+
+
+def test_replicas_of_one_stage(tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, data(tiny_base, tmp_path))
+    train(load_config(path, [f"output_dir={tmp_path / 'alone'}"]))
+    done = mlora("train", path, "--set", "pipeline.replicas=2")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+def test_replicas_need_processes(tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, data(tiny_base, tmp_path))
+    with pytest.raises(RunError, match=r"pipeline.replicas: 2 need processes of their own"):
+        train(load_config(path, ["pipeline.replicas=2"]))
+    assert not (tmp_path / "run").exists()
