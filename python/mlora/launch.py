@@ -102,34 +102,49 @@ def _caught(processes: Sequence[Process]) -> list[int]:
 
 def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
     """Pass signals on until every process has ended."""
-    passed, code, deadline = 0, 0, math.inf
+    passed, failed, deadline = 0, None, math.inf
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
         if len(caught) > passed:
             processes[0].send_signal(caught[passed])
             passed += 1
             deadline = now + _AFTER_SECOND_SIGNAL if passed == 2 else deadline
-        code = code or _first_failure(processes)
-        if code or processes[0].poll() is not None:
+        failed = _first_failure(processes) if failed is None else failed
+        if failed is not None or processes[0].poll() is not None:
             deadline = min(deadline, now + _GRACE)
         if now > deadline:
-            _kill(processes, aloud=passed < 2)
+            left = _kill(processes)
+            if passed < 2:
+                print(f"error: {_why(processes, failed)}stages {left} did not end; killed", file=sys.stderr)
         time.sleep(_LOOK_AGAIN)
-    return code or _first_failure(processes)
+    failed = _first_failure(processes) if failed is None else failed
+    return 0 if failed is None else _code(processes[failed])
 
 
-def _kill(processes: Sequence[Process], *, aloud: bool) -> None:
-    for stage, process in enumerate(processes):
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            if aloud:
-                print(f"error: stage {stage} (pid {process.pid}) did not end; killed", file=sys.stderr)
+def _kill(processes: Sequence[Process]) -> str:
+    """Kill those that are left, and return their numbers."""
+    left = [stage for stage, process in enumerate(processes) if process.poll() is None]
+    for stage in left:
+        processes[stage].kill()
+        processes[stage].wait()
+    return ", ".join(map(str, left))
 
 
-def _first_failure(processes: Sequence[Process]) -> int:
-    codes = [process.poll() or 0 for process in processes]
-    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+def _why(processes: Sequence[Process], failed: int | None) -> str:
+    if failed is None:
+        return ""
+    process = processes[failed]
+    return f"stage {failed} (pid {process.pid}) ended with exit code {_code(process)}; "
+
+
+def _first_failure(processes: Sequence[Process]) -> int | None:
+    """A stage that has ended with an error, or by a signal."""
+    return next((stage for stage, process in enumerate(processes) if process.poll()), None)
+
+
+def _code(process: Process) -> int:
+    code = process.returncode
+    return code if code >= 0 else 128 - code
 
 
 def _python_options() -> list[str]:

@@ -227,6 +227,10 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
         named = line.startswith(("base_", "pack_base", "pipeline."))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(f"base_model: out of memory while {config.base_model} is loaded") from error
 
 
 def _crew(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> Crew:

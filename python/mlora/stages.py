@@ -274,6 +274,11 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
         # stage 0 tells of the same fault, where it has it
         member.watch.report(first_line(error), after=STAGE_0_FIRST)
         raise SystemExit(1) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        member.watch.report(f"out of memory while {config.base_model} is loaded")
+        raise SystemExit(1) from None
     try:
         process.serve()
     except (MemoryError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 """`launch` starts one process per stage, passes signals on, and leaves none behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,13 +49,15 @@ time.sleep(60)
 
 
 @contextmanager
-def launched(folder: Path, body: str, stages: int = 2) -> Iterator[subprocess.Popen[str]]:
+def launched(
+    folder: Path, body: str, stages: int = 2, launcher: str = LAUNCHER
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher at work, in a session of its own."""
     script = folder / "script.py"
     script.write_text(HEAD + body)
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", LAUNCHER, str(stages), str(script), str(folder)]
+    command = [sys.executable, "-c", launcher, str(stages), str(script), str(folder)]
     process = subprocess.Popen(
         command,
         env={**environment, "PYTHONPATH": paths},
@@ -192,3 +195,19 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("sys.exit(3) if rank == 1 else 0", 3, r"stage 1 \(pid \d+\) ended with exit code 3; "),
+        ("sys.exit(0) if rank == 0 else 0", 137, ""),
+    ],
+    ids=["fails", "leaves"],
+)
+def test_who_does_not_end_is_killed_and_told_of_once(tmp_path: Path, body: str, code: int, line: str) -> None:
+    short = LAUNCHER.replace("sys.exit(", "import mlora.launch; mlora.launch._GRACE = 1; sys.exit(")
+    with launched(tmp_path, body + HANGS, stages=3, launcher=short) as process:
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert re.fullmatch(f"error: {line}stages [012], 2 did not end; killed\n", error), error

@@ -1,0 +1,10 @@
+"""A few of the random runs of `make soak` over stages."""
+
+import pytest
+
+from tests.mlora.chaos import attempt
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_work_over_stages(seed: int) -> None:
+    attempt(seed)
