@@ -74,7 +74,7 @@ def places(sections: Sequence[str], *, quick: bool, repeats: int) -> list[Place]
     if real:
         found.append(Place("real", 2, _unique(real), repeats, TINY if quick else REAL))
     if "network" in sections:
-        cases = throughput_cases(scale * 4, everything=True, quick=quick)
+        cases = throughput_cases(scale * 2, everything=True, quick=quick)
         found.append(Place("network", 2, cases, repeats, TINY if quick else NETWORK, network=True))
     if {"bubbles", "overlap"} & set(sections):
         for stages in (3,) if quick else (4, 8):

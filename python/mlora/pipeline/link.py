@@ -29,8 +29,8 @@ class Link:
         deliver: told of each message that arrives, from the receiver's thread; of a `FAULT` where the link
             breaks.
         name: of the neighbour, for messages.
-        credit_bytes: of tensors that may be on their way to the neighbour, or wait there; a single message
-            may be larger.
+        credit_bytes: of tensors that may be on their way to the neighbour, or wait there. While these are
+            at most a quarter of it, one message more may be larger.
         delay: seconds by which each message is held back, as a link's latency would; for measurements.
         trace: told of what is sent and received.
         keeps: whether what is delivered waits in this stage until `consumed`; otherwise credit is given at
@@ -58,7 +58,6 @@ class Link:
         self._queue: deque[tuple[float, int, Message]] = deque()
         self._outstanding = 0  # bytes that the neighbour has not given credit for
         self._owed = 0  # bytes that the neighbour has not been given credit for
-        self._waiting = 0  # messages that arrived and were not consumed
         self._threads = [
             threading.Thread(target=run, name=f"{role} {name}", daemon=True)
             for role, run in (("send to", self._send_all), ("receive from", self._receive_all))
@@ -91,7 +90,6 @@ class Link:
         """Give the neighbour credit for a message that has left the queue of this stage."""
         with self._change:
             self._owed += message.size
-            self._waiting -= 1
             self._change.notify_all()
 
     def join(self, seconds: float | None = None) -> None:
@@ -121,11 +119,13 @@ class Link:
         if not self._queue:
             return False
         size = self._queue[0][1]
-        return not size or not self._outstanding or self._outstanding + size <= self._credit_bytes
+        few = self._outstanding <= self._credit_bytes // 4
+        return not size or few or self._outstanding + size <= self._credit_bytes
 
     def _must_give_credit(self) -> bool:
-        """Credit rides on messages; alone it goes where the neighbour may be waiting for it."""
-        return self._owed > 0 and (self._waiting == 0 or 2 * self._owed >= self._credit_bytes)
+        """Credit rides on messages. Alone it goes where the neighbour may be waiting for it: that has more
+        than a quarter outstanding, and what it has sent is owed when it has been consumed."""
+        return self._owed > self._credit_bytes // 4
 
     def _receive_all(self) -> None:
         self._until_end(self._receive_next)
@@ -136,7 +136,6 @@ class Link:
             self._trace.add("receive", message.sort, message.number, self._into.began)
         with self._change:
             self._outstanding -= credit
-            self._waiting += message is not None
             self._change.notify_all()
         if message is None:
             return True

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .envelope import is_small
+
 
 class Sort(StrEnum):
     """What a message is about."""
@@ -51,10 +53,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tensor that follows a header."""
+    """A tensor that a header mentions.
+
+    Attributes:
+        shape, dtype: its own.
+        small: whether it is within the envelope, or follows.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    small: bool
 
 
 _DTYPES = {
@@ -84,13 +92,13 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
     """
     tensors: list[Tensor] = []
     tree = _flatten(message.content, tensors)
-    shapes = [[str(t.dtype).removeprefix("torch."), *t.shape] for t in tensors]
+    shapes = [[str(t.dtype).removeprefix("torch."), is_small(t), *t.shape] for t in tensors]
     return json.dumps([message.sort, tree, shapes], separators=(",", ":")).encode(), tensors
 
 
 def shapes_of(header: bytes) -> list[Shape]:
-    """The tensors that follow a header."""
-    return [Shape(tuple(shape), _DTYPES[dtype]) for dtype, *shape in json.loads(header)[2]]
+    """The tensors that a header mentions."""
+    return [Shape(tuple(shape), _DTYPES[dtype], small) for dtype, small, *shape in json.loads(header)[2]]
 
 
 def decode(header: bytes, tensors: Sequence[Tensor]) -> Message:

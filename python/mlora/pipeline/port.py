@@ -1,13 +1,14 @@
 """Ports: one direction between two neighbouring stages, a strict FIFO of messages.
 
-On the wire a message is a prefix `[2]` int64 (bytes of the header, credit), the header, and its tensors. A
-prefix without a header returns credit only.
+On the wire a message is an envelope (`envelope.py`) with its header and small tensors, and then each of its
+large tensors.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .message import Message, decode, encode, map_tensors, shapes_of
+from .envelope import BLOCK, as_bytes, is_small, rest_of, seal, split, unseal
+from .message import Message, Shape, decode, encode, map_tensors, shapes_of
 
 
 class Port(Protocol):
@@ -90,52 +92,53 @@ class GroupPort:
     def write(self, credit: int, message: Message | None) -> None:
         """See `Port.write`."""
         if message is None:
-            self._send(torch.tensor([0, credit]))
+            self._send_all(seal(credit))
             return
         header, tensors = encode(message)
-        self._send(torch.tensor([len(header), credit]))
-        self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         with self._lane.after(message):
+            self._send_all(seal(credit, header, [tensor for tensor in tensors if is_small(tensor)]))
             for tensor in tensors:
-                if not tensor.numel():
+                if is_small(tensor):
                     continue
                 if self._payload is not None:
                     dist.send(self._lane.to_send(tensor), self._peer, group=self._payload)
                     self.sent += tensor.nbytes
                 else:
-                    self._send(self._lane.on_host(tensor))
+                    self._send_all([as_bytes(self._lane.on_host(tensor))])
 
     def read(self) -> tuple[int, Message | None]:
         """See `Port.read`."""
-        length, credit = self._receive(torch.empty(2, dtype=torch.int64)).tolist()
+        block = self._receive(torch.empty(BLOCK, dtype=torch.uint8))
         self.began = time.monotonic_ns()
-        if not length:
+        more = rest_of(block)
+        rest = self._receive(torch.empty(more, dtype=torch.uint8)) if more else None
+        header, small, credit = unseal(block, rest)
+        if not header:
             return credit, None
-        header = self._receive(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
-        tensors = []
+        shapes = shapes_of(header)
         with self._lane.entered():
-            for expected in shapes_of(header):
-                over_nccl = self._payload is not None
-                tensor = self._lane.empty(expected.shape, expected.dtype, on_device=over_nccl)
-                if tensor.numel() and self._payload is not None:
-                    dist.recv(tensor, self._peer, group=self._payload)
-                elif tensor.numel():
-                    self._receive(_bytes(tensor))
-                tensors.append(self._lane.on_device(tensor))
+            beside = iter(split(small, [(each.shape, each.dtype) for each in shapes if each.small]))
+            tensors = [next(beside) if each.small else self._receive_large(each) for each in shapes]
+            tensors = [self._lane.on_device(tensor) for tensor in tensors]
         return credit, self._lane.arrived(decode(header, tensors))
 
-    def _send(self, tensor: Tensor) -> None:
-        dist.send(_bytes(tensor), self._peer, group=self._group)
-        self.sent += tensor.nbytes
+    def _receive_large(self, expected: Shape) -> Tensor:
+        over_nccl = self._payload is not None
+        tensor = self._lane.empty(expected.shape, expected.dtype, on_device=over_nccl)
+        if self._payload is not None:
+            dist.recv(tensor, self._peer, group=self._payload)
+        else:
+            self._receive(as_bytes(tensor))
+        return tensor
+
+    def _send_all(self, parts: Sequence[Tensor]) -> None:
+        for part in parts:
+            dist.send(part, self._peer, group=self._group)
+            self.sent += part.nbytes
 
     def _receive(self, tensor: Tensor) -> Tensor:
         dist.recv(tensor, self._peer, group=self._group)
         return tensor
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as `[n]` uint8: gloo does not know every dtype."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 class Lane:

@@ -1,0 +1,107 @@
+"""How a message begins on the wire: a block of fixed size, and in one piece what does not fit into it.
+
+The block is `[3]` int64 (bytes of the header, bytes of small tensors, credit), the header, and the small
+tensors of the host's memory, each from a multiple of 8 bytes. A message with one large tensor is two
+transfers in all; each costs a wake-up of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 2048
+SMALL = 1 << 16
+_PREFIX, _ALIGNED = 24, 8
+
+
+class Opened(NamedTuple):
+    """What an envelope held.
+
+    Attributes:
+        header: empty where credit came alone.
+        small: bytes of the small tensors.
+        credit: bytes.
+    """
+
+    header: bytes
+    small: Tensor
+    credit: int
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a tensor travels within the envelope."""
+    return not tensor.is_cuda and tensor.nbytes <= SMALL
+
+
+def seal(credit: int, header: bytes = b"", tensors: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Make an envelope.
+
+    Args:
+        credit: bytes that the other direction may send again.
+        header: of a message; none = credit alone.
+        tensors: small ones.
+
+    Returns:
+        The block, and the rest where there is one; `[n]` uint8.
+    """
+    room = sum(_padded(tensor.nbytes) for tensor in tensors)
+    begin = _padded(_PREFIX + len(header))
+    whole = torch.zeros(max(begin + room, BLOCK), dtype=torch.uint8)
+    whole[:_PREFIX].view(torch.int64).copy_(torch.tensor([len(header), room, credit]))
+    if header:
+        whole[_PREFIX : _PREFIX + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for tensor in tensors:
+        whole[begin : begin + tensor.nbytes] = as_bytes(tensor)
+        begin += _padded(tensor.nbytes)
+    return [whole] if len(whole) == BLOCK else [whole[:BLOCK], whole[BLOCK:]]
+
+
+def rest_of(block: Tensor) -> int:
+    """How many bytes follow a block before its envelope is whole."""
+    header, room, _ = block[:_PREFIX].view(torch.int64).tolist()
+    return max(0, _padded(_PREFIX + header) + room - BLOCK)
+
+
+def unseal(block: Tensor, rest: Tensor | None) -> Opened:
+    """Take an envelope apart.
+
+    Args:
+        block: `[BLOCK]` uint8.
+        rest: what followed; None = nothing.
+    """
+    length, room, credit = block[:_PREFIX].view(torch.int64).tolist()
+    whole = block if rest is None else torch.cat([block, rest])
+    begin = _padded(_PREFIX + length)
+    header = whole[_PREFIX : _PREFIX + length].numpy().tobytes()
+    return Opened(header, whole[begin : begin + room], credit)
+
+
+def split(small: Tensor, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """The small tensors of an envelope, each with memory of its own.
+
+    Args:
+        small: their bytes.
+        wanted: their shapes and dtypes, in order.
+    """
+    found, begin = [], 0
+    for shape, dtype in wanted:
+        tensor = torch.empty(shape, dtype=dtype)
+        as_bytes(tensor).copy_(small[begin : begin + tensor.nbytes])
+        begin += _padded(tensor.nbytes)
+        found.append(tensor)
+    return found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as `[n]` uint8, or that of a contiguous copy: gloo does not know every dtype."""
+    # one element is contiguous with any stride, but only stride 1 can be viewed as bytes
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
