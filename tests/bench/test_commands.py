@@ -72,7 +72,8 @@ def test_script_on_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files == ["sanitizer.log", "suite.json", "suite.png", "suite.txt", "summary.txt", "tests.log"]
+    logs = ["pipeline.log", "sanitizer.log", "tests.log"]
+    assert files == sorted(["pipeline", *logs, "suite.json", "suite.png", "suite.txt", "summary.txt"])
     summary = (tmp_path / "out" / "summary.txt").read_text()
     assert summary.startswith("commit c0ffee\n")
     table = [" ".join(line.split()[:3]) for line in summary.splitlines()]
@@ -104,7 +105,7 @@ def test_script_goes_on_after_a_failure(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
-    assert [line.split()[0] for line in failed] == ["odd", "tests", "suite"]
+    assert [line.split()[0] for line in failed] == ["odd", "tests", "pipeline", "suite"]
     assert all("exit code 7" in line for line in failed)
 
 
