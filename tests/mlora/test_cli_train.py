@@ -55,9 +55,9 @@ def test_overwrite_leaves_a_run_that_began_meanwhile(
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     running = []
 
-    def prepare_slowly(*arguments: Any) -> Any:
+    def prepare_slowly(*arguments: Any, **named: Any) -> Any:
         running.append(Metrics(tmp_path / "run" / "metrics.jsonl"))
-        return prepare(*arguments)
+        return prepare(*arguments, **named)
 
     monkeypatch.setattr("mlora.run.prepare", prepare_slowly)
     line = only_line(run("train", path, "--overwrite", "--set", "seed=4"))

@@ -1,6 +1,7 @@
 """A model cut into stages: what they compute together is what the whole model computes."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from deep_models import BLOCKS, CPU, DEEP, cut, deep, spans
 from mlora.cut import Span, cut_model
 from mlora.loss import chunked_losses
-from mlora.model import BaseModel, PackedStage, load_base
+from mlora.model import BaseModel, load_base
 from mlora.packing import PackedBatch, pack
+from mlora.part import StagePart
 from peft import LoraConfig
 from tiny_models import VOCABULARY, make, samples
 from transformers import (
@@ -22,6 +24,18 @@ from transformers import (
 
 import mlora_ext
 from tests.tolerances import assert_same_up_to_rounding
+
+
+def run_stage(
+    base: BaseModel, batch: PackedBatch, steps: Sequence[int], received: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run a micro-batch through a stage."""
+    rows = batch.description()
+    module = StagePart(base, CPU).module
+    output: torch.Tensor = module(
+        received, input_ids=batch.input_ids, rows=rows, steps=steps, updates={}, ends=[]
+    )
+    return output
 
 
 def lora(family: str) -> dict[str, LoraConfig]:
@@ -57,13 +71,15 @@ def run(stages: list[BaseModel], batch: PackedBatch) -> tuple[torch.Tensor, torc
         if received is not None:
             received = received.detach().requires_grad_()
         with base.packed():
-            output = PackedStage(base)(batch, (2, 5), received)
+            output = run_stage(base, batch, (2, 5), received)
         ends.append((received, output))
         received = output
     head = stages[-1].frozen_head()
     assert head is not None
     counts = [batch.tokens[name] for name in batch.names]
-    total, _ = chunked_losses(ends[-1][1], head, batch.rows, batch.targets, counts, [1.0] * len(counts))
+    total, _ = chunked_losses(
+        ends[-1][1], head, batch.rows.long(), batch.targets.long(), counts, [1.0] * len(counts)
+    )
     gradient = None
     for base, (given, output) in reversed(list(zip(stages, ends, strict=True))):
         with base.packed():
@@ -121,7 +137,7 @@ def test_a_checkpointed_stage_recomputes_its_own_blocks_only() -> None:
         block.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
     received = torch.randn(micro_batch().input_ids.numel(), base.hidden_size, requires_grad=True)
     with base.packed():
-        PackedStage(base)(micro_batch(), (0, 0), received).sum().backward()
+        run_stage(base, micro_batch(), (0, 0), received).sum().backward()
     assert calls == [2, 2]
     assert received.grad is not None
 
@@ -155,7 +171,7 @@ def test_an_adapter_on_the_head_belongs_to_the_last_stage() -> None:
         for base in stages:
             mlora_ext.add_adapter(base.model, "a", config, seed=3)
             with base.packed():
-                received = PackedStage(base)(pack({"a": samples(3, 9, seed=1)}), (0,), received)
+                received = run_stage(base, pack({"a": samples(3, 9, seed=1)}), (0,), received)
         outputs.append(received.detach())
     assert outputs[0].shape[1] == VOCABULARY
     assert_same_up_to_rounding(outputs[1], outputs[0], "logits", 1e-6)

@@ -10,6 +10,8 @@ from mlora.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import make, samples
 
+import mlora_ext
+
 STEPS = 30
 LORAS = {
     "r4": {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
@@ -96,7 +98,7 @@ def test_one_adapter_full_of_nan_leaves_the_others_bits() -> None:
             engine.create_adapter(name, LoraConfig(**LORAS[name], init_lora_weights=False), optim(name))
         if spoil:
             with torch.no_grad():
-                for parameter in engine._parameters("r7"):
+                for parameter in mlora_ext.adapter_parameters(engine.model, "r7").values():
                     parameter.fill_(float("nan"))
         result = engine.forward_backward({name: batches(name)[0] for name in names})
         steps = {name: engine.optim_step(name) for name in names}

@@ -40,7 +40,7 @@ BODIES = {"SIGKILL": WAITING, "SIGSTOP": WAITING, "raises": RAISES, "exits": EXI
 LINES = {
     "SIGKILL": "was killed or ended; adapters in flight: a{0}, b{0}",
     "SIGSTOP": r"has not answered for [67] s; adapters in flight: a{0}, b{0}",
-    "raises": "KeyError: 'boom'",
+    "raises": "KeyError: 'boom'; adapters in flight: a{0}, b{0}",
     "exits": "was killed or ended; adapters in flight: a{0}, b{0}",
 }
 
