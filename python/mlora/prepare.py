@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -108,18 +108,22 @@ def prepare(
         reporter.warn(line)
     if not tasks:
         raise RunError("every adapter was refused; nothing to train")
-    with warnings_to(reporter):
-        engine = make_engine(config, tasks, member, trace)
-        if checkpoint:
-            groups, made = _groups(config, tasks, checkpoint), checkpoint["iteration"]
-            _restore(engine, tasks, groups, checkpoint)
-            return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
-        groups = assign(tasks, group_count(config))
-        late = _create(engine, tasks, groups, reporter)
-    _tell(late, reporter)
-    tasks = [task for task in tasks if task.name not in late]
-    if not tasks:
-        raise RunError("every adapter was refused; nothing to train")
+    with ExitStack() as unless_prepared:
+        with warnings_to(reporter):
+            engine = make_engine(config, tasks, member, trace)
+            unless_prepared.callback(engine.close)
+            if checkpoint:
+                groups, made = _groups(config, tasks, checkpoint), checkpoint["iteration"]
+                _restore(engine, tasks, groups, checkpoint)
+                unless_prepared.pop_all()
+                return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
+            groups = assign(tasks, group_count(config))
+            late = _create(engine, tasks, groups, reporter)
+        _tell(late, reporter)
+        tasks = [task for task in tasks if task.name not in late]
+        if not tasks:
+            raise RunError("every adapter was refused; nothing to train")
+        unless_prepared.pop_all()
     return Prepared(config, base, engine, tasks, faults | late, groups)
 
 
@@ -333,7 +337,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
         reporter: told of warnings and of adapters that would be refused.
 
     Returns:
-        The run as it would begin.
+        The run as it would begin; its engine is closed.
 
     Raises:
         RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
@@ -343,4 +347,6 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
     folder.check_writable()
     if folder.holds_something():
         reporter.warn(f"output_dir: {folder.path} is not empty; `mlora train` will ask for --overwrite")
-    return prepare(config, reporter)
+    prepared = prepare(config, reporter)
+    prepared.engine.close()
+    return prepared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def train(
     inputs.append(config.base_model)
     folder.check_free(overwrite=overwrite, inputs=inputs)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
-    with folder.take() as metrics:
+    with closing(prepared.engine), folder.take() as metrics:
         # loading takes long enough for another run to begin and to end
         folder.check_contents(overwrite=overwrite, inputs=inputs)
         folder.clear()
@@ -125,10 +126,11 @@ def resume(
                 config = folder.read_config()
                 check_replicas(config, member)
                 prepared = _measured(_continued(config, folder, checkpoint, reporter, member))
-                if prepared.config.pipeline != config.pipeline:
-                    folder.write_config(prepared.config)
-                metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
-                return _run(prepared, folder, metrics, reporter)
+                with closing(prepared.engine):
+                    if prepared.config.pipeline != config.pipeline:
+                        folder.write_config(prepared.config)
+                    metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+                    return _run(prepared, folder, metrics, reporter)
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
@@ -213,4 +215,3 @@ def _run(
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()
-        prepared.engine.close()

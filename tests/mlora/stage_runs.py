@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from mlora.run_folder import read_metrics
 from safetensors.torch import load_file
 
-from tests.mlora.stages import Stages, stages
+from tests.mlora.stages import ROOT, Stages, stages
 from tests.mlora.tiny_run import random_tokens, save_base, write_jsonl
 
 TOLERANCE = 1e-5
+PATHS = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 LASTING = ("wide", "queries", "head", "deep")
 COMMAND = """
 import torch

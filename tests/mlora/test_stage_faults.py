@@ -1,6 +1,5 @@
 """A stage of a run that dies, hangs, fails or runs out of memory: one line, all end, and resume continues."""
 
-import os
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import yaml
 from mlora.checkpoint import list_checkpoints
 from mlora.status import read_status
 from stage_runs import (
+    ENVIRONMENT,
     assert_alike,
     assert_equal,
     by_adapter,
@@ -27,7 +27,6 @@ from stage_runs import (
 )
 from tiny_run import write_run
 
-from tests.mlora.stages import ROOT
 from tests.mlora.test_launch import is_alive, until
 
 NOTICED = 10.0  # seconds
@@ -201,10 +200,9 @@ def test_interrupted_run_goes_on(base: Path, whole: Path, tmp_path: Path, number
 @contextmanager
 def launched(path: Path, *options: str) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
     """`mlora train` with its own launcher, at work on its steps, and the processes of its stages."""
-    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
     process = subprocess.Popen(
         [sys.executable, "-m", "mlora", "train", str(path), *options],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

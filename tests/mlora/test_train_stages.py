@@ -1,9 +1,8 @@
 """`mlora train` over several stages gives the metrics and adapters of one stage."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,21 @@ import pytest
 import torch
 import yaml
 from mlora.config_file import resolve_config
+from mlora.errors import RunError
+from mlora.prepare import validate
 from mlora.result import RunResult
 from mlora.run import train
-from stage_runs import LASTING, assert_alike, by_adapter, many_kinds, run_stages, save_deep_base, tensors
+from stage_runs import (
+    ENVIRONMENT,
+    LASTING,
+    assert_alike,
+    by_adapter,
+    many_kinds,
+    run_stages,
+    save_deep_base,
+    tensors,
+)
 from tiny_run import write_run
-
-from tests.mlora.stages import ROOT
-
-Trained = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +99,21 @@ def test_bf16_of_the_same_batches_is_the_same(base: Path, tmp_path: Path) -> Non
         assert all(torch.equal(weights[name][key], tensor) for key, tensor in other_weights[name].items())
 
 
+def stage_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "stage" in thread.name]
+
+
+def test_threads_end_with_a_run_that_does_not_begin(base: Path, tmp_path: Path) -> None:
+    data = many_kinds(base, tmp_path, pipeline={"stages": 3})
+    data["adapters"] = data["adapters"][1:2]
+    data["adapters"][0]["lora"] = {"target_modules": ["nothing"]}
+    with pytest.raises(RunError, match="every adapter was refused"):
+        train(resolve_config(data, folder=tmp_path))
+    data["adapters"][0]["lora"] = {"target_modules": ["q_proj"]}
+    validate(resolve_config(data, folder=tmp_path))
+    assert not stage_threads()
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_processes(base: Path, alone: Path, tmp_path: Path, count: int) -> None:
     path = write_run(tmp_path, many_kinds(base, tmp_path))
@@ -105,10 +126,9 @@ def test_processes(base: Path, alone: Path, tmp_path: Path, count: int) -> None:
 
 
 def command(*words: object) -> "subprocess.CompletedProcess[str]":
-    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
     return subprocess.run(
         [sys.executable, "-m", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,122 @@
+"""What a stage's process holds: its share of the model and of the micro-batches under way, and no more."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlora.pipeline.order import in_flight_of
+from mlora.profile_stage import profile_base
+from peft import LoraConfig
+from stage_runs import ENVIRONMENT, commands
+from tiny_run import random_tokens, save_base, write_jsonl, write_run
+
+MIB = 2**20
+LEFT = """
+import gc, json, pathlib
+import mlora.part, mlora.pipeline.stage
+import torch
+stages, plain, calls = [], mlora.part.StagePart.after_backward, 0
+make = mlora.pipeline.stage.Stage.__init__
+def noted(self, *arguments):
+    stages.append(self)
+    make(self, *arguments)
+mlora.pipeline.stage.Stage.__init__ = noted
+def after_backward(*arguments):
+    global calls
+    calls += 1
+    if calls in (100, 900):
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and not o.is_meta]
+        found = [len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(stages[0]._flights)]
+        with pathlib.Path({path!r}).open("a") as file:
+            file.write(json.dumps([rank, calls, *found]) + "\\n")
+    return plain(*arguments)
+mlora.part.StagePart.after_backward = after_backward
+"""
+
+
+def run_of(folder: Path, base: Path, adapters: int, **changes: Any) -> Path:
+    """A run of all-linear adapters on `data.jsonl`."""
+    lora = {"r": 8, "target_modules": "all-linear"}
+    data: dict[str, Any] = {
+        "base_model": str(base),
+        "output_dir": str(folder / "run"),
+        "device": "cpu",
+        "defaults": {"per_device_train_batch_size": 1, "save_steps": None, **changes},
+        "datasets": [{"name": "data", "path": "data.jsonl", "format": "tokens"}],
+        "adapters": [{"name": f"a{i}", "dataset": "data", "lora": lora} for i in range(adapters)],
+    }
+    return write_run(folder, data)
+
+
+def test_nothing_is_left_behind_over_many_steps(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data.jsonl", random_tokens(9, 1))
+    path = run_of(tmp_path, save_base(tmp_path / "base"), 2, max_steps=500)
+    counts = tmp_path / "counts"
+    before = dict.fromkeys(range(2), LEFT.format(path=str(counts)))
+    with commands(["train", path, "--set", "pipeline.stages=2"], 2, before) as running:
+        codes, _, errors = running.end(timeout=200)
+    assert codes == [0, 0], errors
+    found = {tuple(entry[:2]): entry[2:] for entry in map(json.loads, counts.read_text().splitlines())}
+    for rank in range(2):
+        (tensors, size, flights), (later, later_size, later_flights) = found[rank, 100], found[rank, 900]
+        assert later <= tensors + 100, (tensors, later)  # what is under way differs
+        assert later_size <= 1.1 * size
+        assert max(flights, later_flights) <= 2
+
+
+def peaks(path: Path) -> list[float]:
+    """The most resident memory of each stage's process of `mlora train` in MiB, as the system counts it."""
+    command = [sys.executable, "-m", "mlora", "train", str(path), "--stages", "3"]
+    launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    found: dict[int, float] = {}
+    while launcher.poll() is None:
+        for rank, pid in enumerate(children.read_text().split() if children.exists() else ()):
+            try:
+                line = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+            except FileNotFoundError:
+                continue
+            if line:
+                found[rank] = int(line[1]) / 1024
+        time.sleep(0.02)
+    assert launcher.returncode == 0
+    return [found[rank] for rank in range(3)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_stage_holds_its_share(tmp_path: Path) -> None:
+    """Beside what the interpreter, the libraries and a model of no size take."""
+    shape = {"layers": 12, "intermediate_size": 3072, "vocab_size": 4000, "max_position_embeddings": 512}
+    folders = {"small": {"layers": 12}, "large": {"hidden": 1024, **shape}}
+    measured = {}
+    draw = random.Random(0)
+    for name, changes in folders.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        tokens = 128 if name == "large" else 8
+        ids = [{"input_ids": [draw.randrange(1, 250) for _ in range(tokens)]} for _ in range(8)]
+        write_jsonl(folder / "data.jsonl", ids)
+        path = run_of(folder, save_base(folder / "base", **changes), 3, max_steps=4)
+        text = path.read_text() + "pipeline: {stages: 3, partition: [4, 4, 4]}\n"
+        path.write_text(text)
+        measured[name] = peaks(path)
+    lora = LoraConfig(r=8, target_modules="all-linear")
+    base = str(tmp_path / "large" / "base")
+    table = profile_base(base, (128,), torch.device("cpu"), torch.float32, lora=lora)
+    width = 2 * (1024 + 1024) + 2 * (1024 + 512) + 3 * (1024 + 3072)  # in and out, of a block's layers
+    adapters = 3 * 4 * 8 * width * 16  # weights, gradients and two moments
+    for stage in range(3):
+        parts = table.parts(4 * stage, 4 * stage + 4, stage == 0, stage == 2)
+        weights = sum(part.weight_bytes for part in parts)
+        activations = in_flight_of(stage, 3, 3) * sum(part.activation_bytes for part in parts)
+        share = (weights + adapters + activations) / MIB
+        used = measured["large"][stage] - measured["small"][stage]
+        print(stage, share, used)
