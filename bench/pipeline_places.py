@@ -14,7 +14,8 @@ NETWORK = Shape(128, 352, 2, 4, 64, 8, 4, 64)
 TINY = Shape(64, 176, 2, 2, 64, 2, 2, 8)
 ADAPTERS = 4
 RATE = "1gbit"
-SLEEP = {"forward": 0.020, "backward": 0.023}
+SLEEP = {"forward": 0.040, "backward": 0.046}
+"""Seconds; of the order of a stage's micro-batch of `REAL`."""
 QUICK_SLEEP = {"forward": 0.004, "backward": 0.005}
 DELAYS = (0.5, 0.9)
 """Shares of the shortest forward."""

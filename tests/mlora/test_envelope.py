@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mlora.pipeline.envelope import BLOCK, SMALL, is_small, rest_of, seal, split, unseal
-from mlora.pipeline.message import Message, Sort, decode, encode, shapes_of
+from mlora.pipeline.message import Header, Message, Sort, decode, encode
 
 
 def through(credit: int, header: bytes, tensors: list[torch.Tensor]) -> tuple[int, bytes, torch.Tensor, int]:
@@ -42,16 +42,16 @@ def test_messages(length: int) -> None:
     header, found = encode(Message(Sort.FORWARD, {"tensors": tensors, "number": 3}))
     _, opened, small, transfers = through(0, header, found)
     assert transfers == (1 if length == 1 else 2)
-    shapes = shapes_of(opened)
-    assert all(shape.small for shape in shapes)
-    again = decode(opened, split(small, [(shape.shape, shape.dtype) for shape in shapes]))
+    came = Header.of(opened)
+    assert all(shape.small for shape in came.shapes)
+    again = decode(came, split(small, [(shape.shape, shape.dtype) for shape in came.shapes]))
     assert again.number == 3
-    for expected, came in zip(tensors, again.content["tensors"], strict=True):
-        assert came.dtype == expected.dtype
-        assert torch.equal(came, expected.detach())
+    for expected, found_again in zip(tensors, again.content["tensors"], strict=True):
+        assert found_again.dtype == expected.dtype
+        assert torch.equal(found_again, expected.detach())
 
 
 def test_large_tensors_follow() -> None:
     sizes = [SMALL, SMALL + 1]
     message = Message(Sort.FORWARD, {"tensors": [torch.zeros(size, dtype=torch.uint8) for size in sizes]})
-    assert [shape.small for shape in shapes_of(encode(message)[0])] == [True, False]
+    assert [shape.small for shape in Header.of(encode(message)[0]).shapes] == [True, False]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from mlora.pipeline.message import Message, Sort, decode, encode, shapes_of
+from mlora.pipeline.message import Header, Message, Sort, decode, encode
 
 
 def test_content_comes_back() -> None:
@@ -20,8 +20,9 @@ def test_content_comes_back() -> None:
         "empty": tensors[2],
         "scalar": torch.tensor(2.5, dtype=torch.float64),
     }
-    header, found = encode(Message(Sort.FORWARD, content))
-    assert [(tuple(t.shape), t.dtype) for t in found] == [(s.shape, s.dtype) for s in shapes_of(header)]
+    encoded, found = encode(Message(Sort.FORWARD, content))
+    header = Header.of(encoded)
+    assert [(tuple(t.shape), t.dtype) for t in found] == [(s.shape, s.dtype) for s in header.shapes]
     message = decode(header, found)
     assert message.sort is Sort.FORWARD
     assert message.number == 7

@@ -97,7 +97,7 @@ class StageProcess:
 
 
 def _port(way: Way, device: torch.device) -> GroupPort:
-    return GroupPort(way.headers, way.peer, device, None if way.payload is way.headers else way.payload)
+    return GroupPort(way.headers, device, None if way.payload is way.headers else way.payload)
 
 
 class FirstStage(Driver):

@@ -7,6 +7,7 @@ transfers in all; each costs a wake-up of both sides.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 BLOCK = 2048
 SMALL = 1 << 16
-_PREFIX, _ALIGNED = 24, 8
+_PREFIX = struct.Struct("<qqq")
+_ALIGNED = 8
 
 
 class Opened(NamedTuple):
@@ -49,21 +51,21 @@ def seal(credit: int, header: bytes = b"", tensors: Sequence[Tensor] = ()) -> li
         The block, and the rest where there is one; `[n]` uint8.
     """
     room = sum(_padded(tensor.nbytes) for tensor in tensors)
-    begin = _padded(_PREFIX + len(header))
-    whole = torch.zeros(max(begin + room, BLOCK), dtype=torch.uint8)
-    whole[:_PREFIX].view(torch.int64).copy_(torch.tensor([len(header), room, credit]))
-    if header:
-        whole[_PREFIX : _PREFIX + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    begin = _padded(_PREFIX.size + len(header))
+    whole = bytearray(max(begin + room, BLOCK))
+    _PREFIX.pack_into(whole, 0, len(header), room, credit)
+    whole[_PREFIX.size : _PREFIX.size + len(header)] = header
     for tensor in tensors:
-        whole[begin : begin + tensor.nbytes] = as_bytes(tensor)
+        whole[begin : begin + tensor.nbytes] = as_bytes(tensor).numpy().data
         begin += _padded(tensor.nbytes)
-    return [whole] if len(whole) == BLOCK else [whole[:BLOCK], whole[BLOCK:]]
+    sealed = torch.frombuffer(whole, dtype=torch.uint8)
+    return [sealed] if len(whole) == BLOCK else [sealed[:BLOCK], sealed[BLOCK:]]
 
 
 def rest_of(block: Tensor) -> int:
     """How many bytes follow a block before its envelope is whole."""
-    header, room, _ = block[:_PREFIX].view(torch.int64).tolist()
-    return max(0, _padded(_PREFIX + header) + room - BLOCK)
+    header, room, _ = _PREFIX.unpack_from(block.numpy().data)
+    return max(0, _padded(_PREFIX.size + header) + room - BLOCK)
 
 
 def unseal(block: Tensor, rest: Tensor | None) -> Opened:
@@ -73,10 +75,10 @@ def unseal(block: Tensor, rest: Tensor | None) -> Opened:
         block: `[BLOCK]` uint8.
         rest: what followed; None = nothing.
     """
-    length, room, credit = block[:_PREFIX].view(torch.int64).tolist()
+    length, room, credit = _PREFIX.unpack_from(block.numpy().data)
     whole = block if rest is None else torch.cat([block, rest])
-    begin = _padded(_PREFIX + length)
-    header = whole[_PREFIX : _PREFIX + length].numpy().tobytes()
+    begin = _padded(_PREFIX.size + length)
+    header = whole.numpy()[_PREFIX.size : _PREFIX.size + length].tobytes()
     return Opened(header, whole[begin : begin + room], credit)
 
 

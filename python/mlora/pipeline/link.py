@@ -90,7 +90,8 @@ class Link:
         """Give the neighbour credit for a message that has left the queue of this stage."""
         with self._change:
             self._owed += message.size
-            self._change.notify_all()
+            if self._must_give_credit():
+                self._change.notify_all()
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until both threads have ended, as they do after `END`."""
@@ -134,9 +135,10 @@ class Link:
         credit, message = self._into.read()
         if message is not None:
             self._trace.add("receive", message.sort, message.number, self._into.began)
-        with self._change:
-            self._outstanding -= credit
-            self._change.notify_all()
+        if credit:
+            with self._change:
+                self._outstanding -= credit
+                self._change.notify_all()
         if message is None:
             return True
         self._deliver(message)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Sort(StrEnum):
 
 @dataclass(eq=False)
 class Message:
-    """One message.
+    """One message; its content stays as it is.
 
     Attributes:
         sort: what it is about.
@@ -46,9 +46,24 @@ class Message:
         return int(self.content.get("number", -1))
 
     @cached_property
+    def flat(self) -> tuple[Any, list[Tensor]]:
+        """The content with marks in the places of tensors, and the tensors.
+
+        Raises:
+            TypeError: if the content holds something else than plain values and tensors.
+        """
+        tensors: list[Tensor] = []
+        return _flatten(self.content, tensors), tensors
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the content, in the order of `encode`."""
+        return self.flat[1]
+
+    @cached_property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self.content))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,28 @@ class Shape:
     shape: tuple[int, ...]
     dtype: torch.dtype
     small: bool
+
+
+class Header(NamedTuple):
+    """What is sent of a message beside its tensors.
+
+    Attributes:
+        sort: of the message.
+        tree: its content with marks in the places of tensors.
+        shapes: of the tensors.
+    """
+
+    sort: Sort
+    tree: Any
+    shapes: list[Shape]
+
+    @classmethod
+    def of(cls, encoded: bytes) -> Header:
+        """What `encode` has written."""
+        sort, tree, shapes = json.loads(encoded)
+        return cls(
+            Sort(sort), tree, [Shape(tuple(size), _DTYPES[name], small) for name, small, *size in shapes]
+        )
 
 
 _DTYPES = {
@@ -90,35 +127,20 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
     Raises:
         TypeError: if the content holds something else than plain values and tensors.
     """
-    tensors: list[Tensor] = []
-    tree = _flatten(message.content, tensors)
+    tree, tensors = message.flat
     shapes = [[str(t.dtype).removeprefix("torch."), is_small(t), *t.shape] for t in tensors]
     return json.dumps([message.sort, tree, shapes], separators=(",", ":")).encode(), tensors
 
 
-def shapes_of(header: bytes) -> list[Shape]:
-    """The tensors that a header mentions."""
-    return [Shape(tuple(shape), _DTYPES[dtype], small) for dtype, small, *shape in json.loads(header)[2]]
-
-
-def decode(header: bytes, tensors: Sequence[Tensor]) -> Message:
+def decode(header: Header, tensors: Sequence[Tensor]) -> Message:
     """Put a message together again; tuples come back as lists."""
-    sort, tree, _ = json.loads(header)
-    return Message(Sort(sort), _unflatten(tree, tensors))
+    return Message(header.sort, _unflatten(header.tree, tensors))
 
 
-def tensors_of(content: Any) -> list[Tensor]:
-    """The tensors within plain values, in the order of `encode`."""
-    tensors: list[Tensor] = []
-    _flatten(content, tensors)
-    return tensors
-
-
-def map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of plain values in which each tensor is changed."""
-    tensors: list[Tensor] = []
-    tree = _flatten(content, tensors)
-    return _unflatten(tree, [change(tensor) for tensor in tensors])
+def map_tensors(message: Message, change: Callable[[Tensor], Tensor]) -> Message:
+    """A copy of a message in which each tensor is changed."""
+    tree, tensors = message.flat
+    return Message(message.sort, _unflatten(tree, [change(tensor) for tensor in tensors]))
 
 
 def _flatten(value: Any, tensors: list[Tensor]) -> Any:

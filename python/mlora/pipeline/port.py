@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .envelope import BLOCK, as_bytes, is_small, rest_of, seal, split, unseal
-from .message import Message, Shape, decode, encode, map_tensors, shapes_of
+from .message import Header, Message, Shape, decode, encode, map_tensors
 
 
 class Port(Protocol):
@@ -73,7 +72,6 @@ class GroupPort:
 
     Args:
         group: of gloo, for headers and, without `payload`, for tensors.
-        peer: the other end's rank in the whole world.
         device: where the reader's tensors shall be.
         payload: of NCCL, for tensors.
     """
@@ -81,44 +79,43 @@ class GroupPort:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        peer: int,
         device: torch.device,
         payload: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._peer, self._payload = group, peer, payload
+        self._group, self._payload = group, payload
+        self._peer = 1 - group.rank()
         self._lane = Lane(device)
         self.began = self.sent = 0
 
     def write(self, credit: int, message: Message | None) -> None:
         """See `Port.write`."""
         if message is None:
-            self._send_all(seal(credit))
+            self._send(self._group, *seal(credit))
             return
         header, tensors = encode(message)
         with self._lane.after(message):
-            self._send_all(seal(credit, header, [tensor for tensor in tensors if is_small(tensor)]))
+            self._send(self._group, *seal(credit, header, [t for t in tensors if is_small(t)]))
             for tensor in tensors:
                 if is_small(tensor):
                     continue
                 if self._payload is not None:
-                    dist.send(self._lane.to_send(tensor), self._peer, group=self._payload)
-                    self.sent += tensor.nbytes
+                    self._send(self._payload, self._lane.to_send(tensor))
                 else:
-                    self._send_all([as_bytes(self._lane.on_host(tensor))])
+                    self._send(self._group, as_bytes(self._lane.on_host(tensor)))
 
     def read(self) -> tuple[int, Message | None]:
         """See `Port.read`."""
-        block = self._receive(torch.empty(BLOCK, dtype=torch.uint8))
+        block = self._receive(self._group, torch.empty(BLOCK, dtype=torch.uint8))
         self.began = time.monotonic_ns()
         more = rest_of(block)
-        rest = self._receive(torch.empty(more, dtype=torch.uint8)) if more else None
-        header, small, credit = unseal(block, rest)
-        if not header:
+        rest = self._receive(self._group, torch.empty(more, dtype=torch.uint8)) if more else None
+        encoded, small, credit = unseal(block, rest)
+        if not encoded:
             return credit, None
-        shapes = shapes_of(header)
+        header = Header.of(encoded)
         with self._lane.entered():
-            beside = iter(split(small, [(each.shape, each.dtype) for each in shapes if each.small]))
-            tensors = [next(beside) if each.small else self._receive_large(each) for each in shapes]
+            beside = iter(split(small, [(each.shape, each.dtype) for each in header.shapes if each.small]))
+            tensors = [next(beside) if each.small else self._receive_large(each) for each in header.shapes]
             tensors = [self._lane.on_device(tensor) for tensor in tensors]
         return credit, self._lane.arrived(decode(header, tensors))
 
@@ -126,18 +123,19 @@ class GroupPort:
         over_nccl = self._payload is not None
         tensor = self._lane.empty(expected.shape, expected.dtype, on_device=over_nccl)
         if self._payload is not None:
-            dist.recv(tensor, self._peer, group=self._payload)
+            self._receive(self._payload, tensor)
         else:
-            self._receive(as_bytes(tensor))
+            self._receive(self._group, as_bytes(tensor))
         return tensor
 
-    def _send_all(self, parts: Sequence[Tensor]) -> None:
-        for part in parts:
-            dist.send(part, self._peer, group=self._group)
-            self.sent += part.nbytes
+    def _send(self, group: dist.ProcessGroup, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            # as `torch.distributed.send` without its checks, which cost as much again for a small message
+            group.send([tensor], self._peer, 0).wait()
+            self.sent += tensor.nbytes
 
-    def _receive(self, tensor: Tensor) -> Tensor:
-        dist.recv(tensor, self._peer, group=self._group)
+    def _receive(self, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+        group.recv([tensor], self._peer, 0).wait()
         return tensor
 
 
@@ -202,7 +200,6 @@ class Lane:
             if message.ready is None:
                 return message
             message.ready.synchronize()
-            return Message(message.sort, map_tensors(message.content, self.on_device))
+            return map_tensors(message, self.on_device)
         with self.after(message):
-            moved = Message(message.sort, map_tensors(message.content, self.on_device))
-            return self.arrived(moved)
+            return self.arrived(map_tensors(message, self.on_device))

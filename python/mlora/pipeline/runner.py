@@ -12,7 +12,7 @@ import torch
 
 from .actions import Kind
 from .link import Link
-from .message import Message, Sort, tensors_of
+from .message import Message, Sort
 from .order import Order, Place
 from .stage import Stage
 
@@ -217,13 +217,13 @@ class Runner:
         if message.ready is not None:
             stream = torch.cuda.current_stream(message.ready.device)
             stream.wait_event(message.ready)
-            for tensor in tensors_of(message.content):
+            for tensor in message.tensors:
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
 
     def leave(self, message: Message) -> None:
         """Note when the tensors of a message are computed."""
-        device = next((t.device for t in tensors_of(message.content) if t.is_cuda), None)
+        device = next((t.device for t in message.tensors if t.is_cuda), None)
         if device is not None:
             message.ready = torch.cuda.Event()
             message.ready.record(torch.cuda.current_stream(device))
