@@ -1,4 +1,4 @@
-"""What `bench_pipeline.py` trains: a Llama of random weights with plain LoRA on every linear layer.
+"""What `bench_pipeline.py` trains: a Llama of random weights with plain LoRA on its linear layers.
 
 Ours and the peers run the same modules: Transformers' decoder layers, `LoRALinear` below and AdamW. Every
 process makes the whole model from one seed and keeps its part.
@@ -9,6 +9,7 @@ T rows of a micro-batch, D = d_in, O = d_out, R = rank, V tokens of the vocabula
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 LEARNING_RATE = 1e-3
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,22 @@ class Shape:
     """The model, and one micro-batch of an adapter.
 
     Attributes:
-        hidden, intermediate, layers, heads, vocabulary: of the Llama.
+        hidden, intermediate, layers, heads, key_heads, vocabulary: of the Llama.
         rank: of every adapter.
         sequences, length: of a micro-batch.
+        targets: names of the layers with adapters.
     """
 
     hidden: int
     intermediate: int
     layers: int
     heads: int
+    key_heads: int
     vocabulary: int
     rank: int
     sequences: int
     length: int
+    targets: Sequence[str] = ALL_LINEAR
 
     @property
     def rows(self) -> int:
@@ -67,7 +72,7 @@ class LoRALinear(nn.Module):
     Args:
         base: W, frozen.
         rank: of every adapter.
-        adapters: how many.
+        adapters: how many; 0 = none on this layer.
         choice: which one.
     """
 
@@ -80,6 +85,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to `[..., O]`."""
+        if not self.lora_A:
+            return self.base(x)  # type: ignore[no-any-return]
         chosen = self._choice.adapter
         return self.base(x) + self.lora_B[chosen](self.lora_A[chosen](x))
 
@@ -100,7 +107,7 @@ class Model(nn.Module):
             intermediate_size=shape.intermediate,
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
-            num_key_value_heads=shape.heads,
+            num_key_value_heads=shape.key_heads,
             vocab_size=shape.vocabulary,
             attn_implementation="sdpa",
         )
@@ -114,7 +121,8 @@ class Model(nn.Module):
             for part in (layer.self_attn, layer.mlp):
                 for name, linear in list(part.named_children()):
                     if isinstance(linear, nn.Linear):
-                        setattr(part, name, LoRALinear(linear, shape.rank, adapters, self.choice))
+                        on_it = adapters if name in shape.targets else 0
+                        setattr(part, name, LoRALinear(linear, shape.rank, on_it, self.choice))
         places = torch.arange(shape.length).unsqueeze(0)
         cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), places)
         self.register_buffer("cos", cos)

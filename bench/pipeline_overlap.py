@@ -1,4 +1,4 @@
-"""Two stages on one device over gloo: are losses right, and do receive, compute and send overlap?
+"""Two processes, a stage each, on one device: are losses right, and do receive, compute and send overlap?
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 bench/pipeline_overlap.py --out OUT
 

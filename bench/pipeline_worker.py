@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mlora.malloc import keep_freed_memory
-from mlora.pipeline import Neighbours, World, neighbour_groups
+from mlora.pipeline import Neighbours, World, connect_neighbours
 from pipeline_ours import Ours
 from pipeline_sleep import NothingLearned, SleepingStage
 from pipeline_turn import Case
@@ -114,7 +115,10 @@ def main() -> None:
     keep_freed_memory()
     world = World.from_launcher()
     assert world is not None
-    neighbours = neighbour_groups(world, timeout=300.0)
+    limit = timedelta(seconds=300)
+    store = dist.PrefixStore("peers", world.store)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    neighbours = connect_neighbours(world)
     makers = _Sleeping if "sleep" in job else _Computing
     maker = makers(job, neighbours, (world.rank, world.size))
     cases = [Case(**case) for case in job["cases"]]

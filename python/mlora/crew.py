@@ -16,7 +16,7 @@ from mlora.cut import Span
 from mlora.hub import check_base
 from mlora.model import load_base
 from mlora.part import StagePart
-from mlora.pipeline import Driver, Pipeline, StageProcess, World, neighbour_groups
+from mlora.pipeline import Driver, Pipeline, StageProcess, World, connect_neighbours
 from mlora.pretrained import skeleton
 from mlora_ext.nn.routing import router_of
 
@@ -138,7 +138,7 @@ def crew_of_processes(
 
     Returns:
         The stage, and its process's place in the pipeline: the first one feeds it by `FirstStage`, the others
-        `serve`. NCCL carries tensors where each process has a GPU of its own, gloo elsewhere.
+        `serve`. NCCL carries tensors where each process has a GPU of its own, TCP elsewhere.
 
     Raises:
         ValueError: if the model cannot be loaded, cut or trained on packed rows.
@@ -150,9 +150,7 @@ def crew_of_processes(
     of_their_own = len({tuple(place) for place in places}) == len(places)
     nccl = of_their_own and all(device.startswith("cuda") for _, device in places)
     device = options.device if nccl else None
-    neighbours = neighbour_groups(
-        world, "nccl" if nccl else "gloo", replicas=replicas, device=device, timeout=IDLE
-    )
+    neighbours = connect_neighbours(world, replicas=replicas, nccl=device, timeout=IDLE)
     process = StageProcess(
         part.module,
         stage,

@@ -102,7 +102,10 @@ def test_between_namespaces(data: dict[str, Any]) -> None:
     place = place_of(data, "network")
     check_rows(place)
     assert place["rate"] == "1gbit"
-    ports, interface = lines(data, "volume", "network, ports"), lines(data, "volume", "network, interface")
+    ports, interface = (
+        lines(data, "volume", "network, bytes sent"),
+        lines(data, "volume", "network, bytes on"),
+    )
     assert len(ports) == len(interface) == 4
     # what the ports count has really left, in frames with headers of their own
     for count, sent in zip(ports.values(), interface.values(), strict=True):

@@ -21,7 +21,7 @@ FORKS.set_forkserver_preload(["mlora.run", "mlora.cli", "mlora.prepare", "peft",
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from mlora.pipeline import PeerError, Watch, World, neighbour_groups
+from mlora.pipeline import PeerError, Watch, World, connect_neighbours
 world = World.from_launcher(timeout=20)
 rank = world.rank
 def ready():

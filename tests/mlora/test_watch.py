@@ -11,28 +11,28 @@ from tests.mlora.stages import Stages, stages
 NOTICED = 10.0  # seconds
 
 BLOCKED = """
-import torch, torch.distributed as dist
+import torch
 with watch():
-    links = neighbour_groups(world)
+    links = connect_neighbours(world)
     ready()
     link = links.from_previous or links.from_next
-    dist.recv(torch.zeros(1), src=link.peer, group=link.headers)
+    link.wire.receive(torch.zeros(1, dtype=torch.uint8))
 """
 WAITING = """
 w = watch()
-neighbour_groups(world)
+connect_neighbours(world)
 ready()
 time.sleep(60)
 """
 RAISES = """
 with watch():
-    neighbour_groups(world)
+    connect_neighbours(world)
     ready()
     raise KeyError("boom")
 """
 EXITS = """
 w = watch()
-neighbour_groups(world)
+connect_neighbours(world)
 ready()
 os._exit(0)
 """

@@ -15,17 +15,17 @@ except (ValueError, PeerError) as error:
 """
 FACTS = 'facts = {"torch": "2.13.0", "config": {"adapters": [{"r": 8}], "seed": 0}}\n'
 LINKS = """
-import torch, torch.distributed as dist
-links = neighbour_groups(world)
+import torch
+links = connect_neighbours(world)
 def hand_on(source, target):
-    token = torch.zeros(1)
+    token = torch.zeros(1, dtype=torch.uint8)
     if source:
-        dist.recv(token, src=source.peer, group=source.headers)
+        source.wire.receive(token)
     if target:
-        dist.send(token + 1, dst=target.peer, group=target.payload)
+        target.wire.send([token + 1])
     return token.item()
 print(hand_on(links.from_previous, links.to_next), hand_on(links.from_next, links.to_previous))
-dist.destroy_process_group()
+links.close()
 """
 
 
@@ -85,4 +85,4 @@ def test_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_pass_messages_both_ways() -> None:
-    assert told(LINKS, "", "", "") == ["0.0 2.0\n", "1.0 1.0\n", "2.0 0.0\n"]
+    assert told(LINKS, "", "", "") == ["0 2\n", "1 1\n", "2 0\n"]

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .across import FirstStage, StageProcess
     from .beats import Fault
     from .driver import Driver, Result
-    from .neighbours import Neighbours, neighbour_groups
+    from .neighbours import Neighbours, connect_neighbours
     from .order import Place
     from .runner import PipelineError
     from .runtime import Pipeline
@@ -31,7 +31,7 @@ _HOMES = {
     "Stage": "stage",
     "Watch": "watch",
     "World": "world",
-    "neighbour_groups": "neighbours",
+    "connect_neighbours": "neighbours",
     "StageProcess": "across",
 }
 
@@ -52,7 +52,7 @@ __all__ = [
     "StageProcess",
     "Watch",
     "World",
-    "neighbour_groups",
+    "connect_neighbours",
 ]
 
 

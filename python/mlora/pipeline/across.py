@@ -12,7 +12,7 @@ from .driver import Driver
 from .link import CREDIT_BYTES, Link
 from .neighbours import Neighbours, Way
 from .order import order_of
-from .port import GroupPort
+from .port import WirePort
 from .runner import Runner
 from .stage import Hooks, LossFn, Stage
 from .trace import Trace
@@ -25,7 +25,7 @@ class StageProcess:
         module: the stage; any `nn.Module`. See `Pipeline`.
         index: of the stage.
         count: D.
-        neighbours: of `neighbour_groups`.
+        neighbours: of `connect_neighbours`.
         schedule: as for `Pipeline`; the same on all stages.
         loss_fn: of the last stage.
         device: where the stage computes.
@@ -96,8 +96,8 @@ class StageProcess:
             link.join()
 
 
-def _port(way: Way, device: torch.device) -> GroupPort:
-    return GroupPort(way.headers, device, None if way.payload is way.headers else way.payload)
+def _port(way: Way, device: torch.device) -> WirePort:
+    return WirePort(way.wire, device, way.nccl)
 
 
 class FirstStage(Driver):

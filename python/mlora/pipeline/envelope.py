@@ -99,7 +99,7 @@ def split(small: Tensor, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) 
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as `[n]` uint8, or that of a contiguous copy: gloo does not know every dtype."""
+    """The same memory as `[n]` uint8, or that of a contiguous copy."""
     # one element is contiguous with any stride, but only stride 1 can be viewed as bytes
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)

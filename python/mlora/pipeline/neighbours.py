@@ -1,4 +1,4 @@
-"""The process groups between neighbouring stages."""
+"""The links between the processes of neighbouring stages."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .wire import Wire, connect
 from .world import World
 
 
 @dataclass(frozen=True)
 class Way:
-    """One direction between two neighbours: two groups of the same two processes.
+    """One direction between two neighbours.
 
     Attributes:
         peer: the neighbour's rank.
-        headers: a gloo group, for small messages of the CPU.
-        payload: the group for tensors; the same one where these lie on the CPU.
+        wire: for what lies in the host's memory.
+        nccl: a group of the two, for tensors that go from GPU to GPU; None = these go through the host.
     """
 
     peer: int
-    headers: dist.ProcessGroup
-    payload: dist.ProcessGroup
+    wire: Wire
+    nccl: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -45,58 +46,46 @@ class Neighbours:
     to_previous: Way | None = None
     replicas: tuple[tuple[Way, Way], ...] = ()
 
+    def close(self) -> None:
+        """End the connections."""
+        ways = [self.from_previous, self.to_next, self.from_next, self.to_previous]
+        for way in (*ways, *(way for pair in self.replicas for way in pair)):
+            if way is not None:
+                way.wire.close()
 
-def neighbour_groups(
-    world: World,
-    backend: str = "gloo",
-    *,
-    replicas: int = 1,
-    device: torch.device | None = None,
-    timeout: float = 1800.0,
+
+def connect_neighbours(
+    world: World, *, replicas: int = 1, nccl: torch.device | None = None, timeout: float = 1800.0
 ) -> Neighbours:
-    """Make the groups of a pipeline, in the order of the stages, and pass one small message through each.
-
-    Every process calls it once; `torch.distributed.destroy_process_group` undoes it.
+    """Connect the stages of a pipeline; every process calls it once.
 
     Args:
         world: the pipeline's processes.
-        backend: carries the payloads: ``gloo``, or ``nccl`` between GPUs.
         replicas: pipelines that the processes form, each a run of ranks.
-        device: where this stage's payloads lie; by default the CPU for gloo, and for NCCL the GPU of the
-            world's local rank.
-        timeout: seconds after which an operation on a group fails.
+        nccl: this stage's GPU where tensors shall go from GPU to GPU. None = they go through the host, as
+            they must where stages share a GPU.
+        timeout: seconds in which the connections have to be made, and after which NCCL fails.
 
     Returns:
         This stage's links.
 
     Raises:
-        ValueError: no such backend, or the processes do not come out even.
+        ValueError: the processes do not come out even.
+        PeerError: a neighbour cannot be reached.
     """
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend: expected gloo or nccl, got {backend!r}")
     if world.size % replicas:
         raise ValueError(f"replicas: {world.size} processes do not form {replicas} pipelines of one length")
-    if device is None:
-        device = torch.device("cuda", world.local_rank) if backend == "nccl" else torch.device("cpu")
-    limit = timedelta(seconds=timeout)
-    store = dist.PrefixStore("groups", world.store)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-    links: dict[tuple[int, int], Way] = {}
     stages = world.size // replicas
     heads = range(stages, world.size, stages)
     chain = [(rank, rank + 1) for rank in range(world.size - 1) if (rank + 1) % stages]
-    for left, right in [*chain, *((0, head) for head in heads)]:
-        for source, target in ((left, right), (right, left)):
-            # a process that is in neither still counts along
-            headers = dist.new_group([left, right], timeout=limit, backend="gloo")
-            payload = headers
-            if backend != "gloo" and right not in heads:
-                payload = dist.new_group([left, right], timeout=limit, backend=backend)
-            if world.rank in (source, target):
-                link = Way(target if world.rank == source else source, headers, payload)
-                links[source, target] = link
-                _warm_up(link, sends=world.rank == source, device=device)
+    pairs = [*chain, *((0, head) for head in heads)]
+    wires = connect(world, [way for pair in pairs for way in (pair, pair[::-1])], timeout)
+    groups = {} if nccl is None else _nccl_groups(world, chain, nccl, timeout)
     me = world.rank
+    links = {
+        (source, target): Way(target if me == source else source, wire, groups.get((source, target)))
+        for (source, target), wire in wires.items()
+    }
     before, after = (0 if me in heads else me - 1), (me + 1 if (me + 1) % stages else -1)
     return Neighbours(
         from_previous=links.get((before, me)),
@@ -107,12 +96,23 @@ def neighbour_groups(
     )
 
 
-def _warm_up(link: Way, *, sends: bool, device: torch.device) -> None:
-    places = {id(link.headers): (link.headers, torch.device("cpu"))}
-    places[id(link.payload)] = (link.payload, device)
-    for group, place in places.values():
-        message = torch.zeros(1, device=place)
-        if sends:
-            dist.send(message, dst=link.peer, group=group)
-        else:
-            dist.recv(message, src=link.peer, group=group)
+def _nccl_groups(
+    world: World, chain: list[tuple[int, int]], device: torch.device, timeout: float
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group per direction, made in the same order everywhere; one small message goes through each."""
+    limit = timedelta(seconds=timeout)
+    store = dist.PrefixStore("groups", world.store)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+    for left, right in chain:
+        for source, target in ((left, right), (right, left)):
+            # a process that is in neither still counts along
+            group = dist.new_group([left, right], timeout=limit, backend="nccl")
+            if world.rank in (source, target):
+                groups[source, target] = group
+                message = torch.zeros(1, device=device)
+                if world.rank == source:
+                    dist.send(message, target, group=group)
+                else:
+                    dist.recv(message, source, group=group)
+    return groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .envelope import BLOCK, as_bytes, is_small, rest_of, seal, split, unseal
 from .message import Header, Message, Shape, decode, encode, map_tensors
+from .wire import Wire
 
 
 class Port(Protocol):
@@ -65,50 +67,51 @@ class LocalPort:
         return credit, message and self._lane.take_over(message)
 
 
-class GroupPort:
-    """One end of a process group of two ranks that carries one direction.
+class WirePort:
+    """One end of one direction between two processes.
 
-    Tensors of a GPU travel through pinned host memory over gloo, or as they are over NCCL.
+    Large tensors of a GPU travel through pinned memory of the host, or from GPU to GPU over NCCL.
 
     Args:
-        group: of gloo, for headers and, without `payload`, for tensors.
+        wire: for headers, small tensors and, without `nccl`, large ones.
         device: where the reader's tensors shall be.
-        payload: of NCCL, for tensors.
+        nccl: a group of the two processes, for large tensors.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        wire: Wire,
         device: torch.device,
-        payload: dist.ProcessGroup | None = None,
+        nccl: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._payload = group, payload
-        self._peer = 1 - group.rank()
+        self._wire, self._nccl = wire, nccl
         self._lane = Lane(device)
         self.began = self.sent = 0
 
     def write(self, credit: int, message: Message | None) -> None:
         """See `Port.write`."""
         if message is None:
-            self._send(self._group, *seal(credit))
+            self._send(seal(credit))
             return
         header, tensors = encode(message)
         with self._lane.after(message):
-            self._send(self._group, *seal(credit, header, [t for t in tensors if is_small(t)]))
-            for tensor in tensors:
-                if is_small(tensor):
-                    continue
-                if self._payload is not None:
-                    self._send(self._payload, self._lane.to_send(tensor))
-                else:
-                    self._send(self._group, as_bytes(self._lane.on_host(tensor)))
+            envelope = seal(credit, header, [tensor for tensor in tensors if is_small(tensor)])
+            large = [tensor for tensor in tensors if not is_small(tensor)]
+            if self._nccl is None:
+                self._send([*envelope, *(as_bytes(self._lane.on_host(tensor)) for tensor in large)])
+                return
+            self._send(envelope)
+            for tensor in large:
+                # as `torch.distributed.send`, whose checks cost as much again
+                self._nccl.send([self._lane.to_send(tensor)], 1 - self._nccl.rank(), 0).wait()
+                self.sent += tensor.nbytes
 
     def read(self) -> tuple[int, Message | None]:
         """See `Port.read`."""
-        block = self._receive(self._group, torch.empty(BLOCK, dtype=torch.uint8))
+        block = self._wire.receive(torch.empty(BLOCK, dtype=torch.uint8))
         self.began = time.monotonic_ns()
         more = rest_of(block)
-        rest = self._receive(self._group, torch.empty(more, dtype=torch.uint8)) if more else None
+        rest = self._wire.receive(torch.empty(more, dtype=torch.uint8)) if more else None
         encoded, small, credit = unseal(block, rest)
         if not encoded:
             return credit, None
@@ -120,23 +123,16 @@ class GroupPort:
         return credit, self._lane.arrived(decode(header, tensors))
 
     def _receive_large(self, expected: Shape) -> Tensor:
-        over_nccl = self._payload is not None
-        tensor = self._lane.empty(expected.shape, expected.dtype, on_device=over_nccl)
-        if self._payload is not None:
-            self._receive(self._payload, tensor)
+        tensor = self._lane.empty(expected.shape, expected.dtype, on_device=self._nccl is not None)
+        if self._nccl is not None:
+            self._nccl.recv([tensor], 1 - self._nccl.rank(), 0).wait()
         else:
-            self._receive(self._group, as_bytes(tensor))
+            self._wire.receive(as_bytes(tensor))
         return tensor
 
-    def _send(self, group: dist.ProcessGroup, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            # as `torch.distributed.send` without its checks, which cost as much again for a small message
-            group.send([tensor], self._peer, 0).wait()
-            self.sent += tensor.nbytes
-
-    def _receive(self, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-        group.recv([tensor], self._peer, 0).wait()
-        return tensor
+    def _send(self, parts: Sequence[Tensor]) -> None:
+        self._wire.send(parts)
+        self.sent += sum(part.nbytes for part in parts)
 
 
 class Lane:

@@ -89,7 +89,7 @@ class World:
         missing = self._missing(keys, deadline)
         if missing:
             first = min(set(range(self.size)) - set(missing))
-            raise self._error(first, f"{_stages(missing)} not come up within {timeout:g} s")
+            raise self._error(first, f"{stages_have(missing)} not come up within {timeout:g} s")
         entries = [json.loads(value) for value in self.store.multi_get(keys)]
         self._all_have_read(topic, deadline)
         for rank in range(1, self.size):
@@ -132,7 +132,8 @@ class World:
         return ValueError(line) if rank == self.rank else PeerError(line)
 
 
-def _stages(ranks: Sequence[int]) -> str:
+def stages_have(ranks: Sequence[int]) -> str:
+    """`stage 1 has`, or `stages 1, 2 have`."""
     names = ", ".join(map(str, ranks))
     return f"stage {names} has" if len(ranks) == 1 else f"stages {names} have"
 

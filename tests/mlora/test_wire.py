@@ -1,0 +1,114 @@
+"""A wire brings every byte, tells of its end, and is not shared with strangers."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from mlora.pipeline import PeerError, World
+from mlora.pipeline.processes import Process
+from mlora.pipeline.wire import Wire, connect
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Wire, Wire]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = socket.create_connection(listener.getsockname())
+        target, _ = listener.accept()
+    wires = Wire(source), Wire(target)
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+def room(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def test_every_byte_arrives_in_order(ends: tuple[Wire, Wire]) -> None:
+    """More than the system's buffers hold, in parts of odd sizes, one of them empty."""
+    source, target = ends
+    parts = [torch.randint(256, (size,), dtype=torch.uint8) for size in (5, 0, 10_000_001, 1, 3_000_000)]
+    sender = threading.Thread(target=source.send, args=(parts,))
+    sender.start()
+    found = [target.receive(room(7)), target.receive(room(12_999_998)), target.receive(room(0))]
+    found.append(target.receive(room(2)))
+    sender.join(20)
+    assert torch.equal(torch.cat(found), torch.cat(parts))
+
+
+def test_end_is_told(ends: tuple[Wire, Wire]) -> None:
+    source, target = ends
+    source.send([room(3)])
+    source.close()
+    with pytest.raises(PeerError, match="closed by the other end"):
+        target.receive(room(4))
+    target.close()
+    with pytest.raises(PeerError):
+        target.receive(room(1))
+    with pytest.raises(PeerError):
+        source.send([room(1)])
+
+
+def world(rank: int, store: Store) -> World:
+    return World(rank, 2, rank, store, Process.this())
+
+
+class Meeting:
+    """Process 1 waits for process 0, in a thread, and strangers come before."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.found: dict[tuple[int, int], Wire] = {}
+        self.error: PeerError | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.found = connect(world(1, self.store), [(0, 1)], 2.0)
+        except PeerError as error:
+            self.error = error
+
+
+def test_strangers_are_sent_away() -> None:
+    store = PrefixStore("run", TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False))
+    meeting = Meeting(store)
+    host, port, secret = world(0, store).gather("wires", ["127.0.0.1", 1, "0" * 32])[1]
+    assert host == "127.0.0.1"
+    strangers = [socket.create_connection((host, port)) for _ in range(3)]
+    strangers[0].sendall(b"0" * 32 + bytes(8))  # not the secret
+    strangers[1].close()
+    strangers[2].sendall(secret.encode() + b"\x07" + bytes(7))  # nobody who is awaited
+    with socket.create_connection((host, port)) as source:
+        source.sendall(secret.encode() + bytes(8) + b"x")
+        meeting.thread.join(20)
+        wire = meeting.found[0, 1]
+        assert bytes(wire.receive(room(1)).tolist()) == b"x"
+    with pytest.raises(PeerError):
+        wire.receive(room(1))
+    wire.close()
+    for stranger in strangers[::2]:
+        assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_process_that_does_not_come_is_named() -> None:
+    store = HashStore()
+    meeting = Meeting(store)
+    world(0, store).gather("wires", ["", 1, ""])
+    meeting.thread.join(20)
+    assert str(meeting.error) == "stage 0 has not connected in time"
+
+
+def test_process_that_cannot_be_reached_is_named() -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    meeting = threading.Thread(target=world(1, store).gather, args=("wires", ["127.0.0.1", port, ""]))
+    meeting.start()
+    with pytest.raises(PeerError, match=f"stage 1 cannot be reached at 127.0.0.1:{port}: Connection refused"):
+        connect(world(0, store), [(0, 1)], 2.0)
+    meeting.join(20)
