@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.measures import measure
+from mlora.pipeline.measures import Window, measure
 from mlora.pipeline.simulate import simulate
 from mlora.pipeline.timeline import OPTIMIZER, Event, Timeline
 from mlora.pipeline.workload import Link, StageTime, Stream, Workload
@@ -32,13 +32,11 @@ def row_of(case: Case, turns: Sequence[Ranks], rows: int) -> dict[str, Any]:
     each = [_numbers(ranks, rows) for ranks in turns]
     row = {key: _median([one[key] for one in each]) for key in each[0]}
     row |= {"spread": spread([one["seconds"] for one in each]), "turns": len(each)}
+    row["each"] = {
+        key: [one[key] for one in each] for key in ("tokens_per_second", "steady_tokens_per_second")
+    }
     if turns[0][0]["spans"]:
-        times = times_of(turns)
-        slowest = max(sum(stage.values()) for stage in times["stages"])
-        row |= {"times": times, "slowest_stage_tokens_per_second": rows / slowest}
-        row["of_slowest_stage"] = row["steady_tokens_per_second"] and (
-            row["steady_tokens_per_second"] / row["slowest_stage_tokens_per_second"]
-        )
+        row["times"] = times_of(turns)
     if case.way == "ours":
         row["simulated_bubble"] = simulated_bubble(case, row["times"])
     return row
@@ -61,12 +59,27 @@ def _numbers(ranks: Ranks, rows: int) -> dict[str, Any]:
         "delay": ranks[0]["delay"],
         "bubble": None,
         "steady_tokens_per_second": None,
+        "of_slowest_stage": None,
     }
     if ranks[0]["spans"]:
-        measures = measure(timeline_of(ranks))
+        timeline = timeline_of(ranks)
+        measures = measure(timeline)
         numbers["bubble"] = measures.bubble_ratio
-        numbers["steady_tokens_per_second"] = measures.throughput and measures.throughput * rows
+        if measures.throughput is not None and measures.window is not None:
+            numbers["steady_tokens_per_second"] = measures.throughput * rows
+            numbers["of_slowest_stage"] = measures.throughput * _slowest(timeline, measures.window)
     return numbers
+
+
+def _slowest(timeline: Timeline, window: Window) -> float:
+    """Seconds that a micro-batch takes on the slowest stage, on average over a window."""
+    events = timeline.events
+    inside = events[(events["begin"] >= window.begin) & (events["begin"] < window.end)]
+    found = []
+    for stage in range(timeline.stages):
+        own = inside[inside["stage"] == stage]
+        found.append(float((own["end"] - own["begin"]).sum()) / (own["kind"] == KINDS["backward"]).sum())
+    return max(found)
 
 
 def timeline_of(ranks: Ranks) -> Timeline:

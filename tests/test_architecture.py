@@ -14,6 +14,7 @@ ENGINE = [
     "account",
     "crew",
     "engine",
+    "traffic",
     "part",
     "memory",
     "learning_rate",
@@ -40,7 +41,11 @@ LAYERS = [
     ["mlora.cli", "mlora.__main__"],
 ]
 # `Sample` is the currency between a run's data and the engine.
-ALLOWED_BACK = {("mlora.packing", "mlora.data.Sample"), ("mlora.engine", "mlora.data.Sample")}
+ALLOWED_BACK = {
+    ("mlora.packing", "mlora.data.Sample"),
+    ("mlora.engine", "mlora.data.Sample"),
+    ("mlora.traffic", "mlora.data.Sample"),
+}
 
 # It looks at what the user has set in the environment that the processes it starts inherit.
 READS_ENVIRONMENT = {"mlora.launch"}

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlora.optimizer import StepRule, Update
-from mlora.packing import PackedBatch
 from mlora.scaler import LossScaler
 
 
@@ -45,19 +44,6 @@ class StepResult:
     finite: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Ticket:
-    """A batch that is under way.
-
-    Attributes:
-        parts: its micro-batches, each with its number in the pipeline, or none if it has nothing to train.
-        ends: adapters whose accumulation it completes.
-    """
-
-    parts: Sequence[tuple[PackedBatch, int | None]]
-    ends: Sequence[str]
-
-
 @dataclass(eq=False)
 class Account:
     """The counts of one adapter, and what was decided and not yet told to the stages.
@@ -71,6 +57,7 @@ class Account:
         rows: rows since the last step.
         squares: sum of the squares of its gradients, where that has come back with a micro-batch.
         update: what the stages have to make just before the adapter's next forward.
+        under_way: micro-batches that have entered the pipeline and not come back.
     """
 
     replica: int
@@ -81,17 +68,24 @@ class Account:
     rows: int = 0
     squares: float | None = None
     update: Update | None = None
+    under_way: int = 0
 
     def entered(self, rows: int, tokens: int) -> None:
-        """Count a batch that has entered the pipeline."""
+        """Count a micro-batch that has entered the pipeline."""
         self.rows += rows
         self.tokens += tokens
+        self.under_way += 1
         self.squares = None
 
+    def came_back(self) -> None:
+        """Count one that has passed it."""
+        self.under_way -= 1
+
     def failed(self, rows: int, tokens: int) -> None:
-        """Take back the count of a batch that did not come back."""
+        """Take back the count of a micro-batch that did not come back."""
         self.rows -= rows
         self.tokens -= tokens
+        self.under_way -= 1
 
     def decide(self, squares: float) -> StepResult:
         """Decide a step on what was accumulated.
@@ -131,3 +125,35 @@ class Account:
         self.rule.steps, self.steps = state["updates"], state["steps"]
         self.tokens, self.rows = state["tokens"], state["rows"]
         self.squares = self.update = None
+
+
+class Accounts(dict[str, Account]):
+    """The accounts of an engine's adapters by name, in the order in which these were created."""
+
+    def of(self, name: str) -> Account:
+        """The account of an adapter.
+
+        Raises:
+            ValueError: if there is none of this name.
+        """
+        if name not in self:
+            raise ValueError(f"no adapter {name!r} in this engine; its adapters: {', '.join(self) or 'none'}")
+        return self[name]
+
+    def at_rest(self, name: str) -> Account:
+        """The account of an adapter that is not under way.
+
+        Raises:
+            ValueError: if there is none of this name, or a batch of it has yet to be finished.
+        """
+        account = self.of(name)
+        if account.under_way:
+            raise ValueError(
+                f"adapter {name!r}: a batch of it is under way; call finish with its ticket first"
+            )
+        return account
+
+    def updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The updates of these adapters that the stages have yet to make, and are told of now."""
+        told = {name: self[name].told() for name in names}
+        return {name: update for name, update in told.items() if update is not None}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.account import Account, BatchResult, StepResult, Ticket
+from mlora.account import Account, Accounts, BatchResult, StepResult
 from mlora.crew import Crew, PartOptions, crew_of_threads
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import StepRule, Update
-from mlora.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.part import plain_lora, put_adapter
-from mlora.pipeline import Place
 from mlora.pipeline.trace import Entry
 from mlora.scaler import LossScaler
+from mlora.traffic import Ticket, Traffic
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_weights
 from mlora_ext.nn.routing import router_of
@@ -38,8 +35,8 @@ class Engine:
     Accumulating and stepping are separate: call `forward_backward` once or several times, then `optim_step`
     for each adapter whose batch is complete. Nothing that happens to an adapter depends on the others.
 
-    Over several stages `start` and `finish` keep the pipeline full: adapters that are not under way may
-    start while others are.
+    Over several stages `start` and `finish` keep the pipeline full: batches may start while others are under
+    way. Until an adapter's batches are finished, other calls for it raise ValueError.
 
     Args:
         base_model: a folder, a hub id, or a Transformers model, which is converted in place.
@@ -106,14 +103,15 @@ class Engine:
         self.model = self._base.model
         self.alone = self._crew.stages * self._crew.replicas == 1
         self.registry: PreTrainedModel = self.model if self._crew.replicas == 1 else self._crew.skeleton()
-        self._micro_batches = micro_batches
-        self._adapters: dict[str, Account] = {}
-        self._peak_memory = 0
+        self._accounts = Accounts()
+        self._traffic = Traffic(
+            self._pipeline, self._accounts, self.device, self._base.vocab_size, micro_batches
+        )
 
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters, in the order in which they were created."""
-        return list(self._adapters)
+        return list(self._accounts)
 
     @property
     def stages(self) -> int:
@@ -133,7 +131,7 @@ class Engine:
     @property
     def peak_memory(self) -> int:
         """The most memory that a stage was known to have used when its last results came, in bytes."""
-        return self._peak_memory
+        return self._traffic.peak_memory
 
     @property
     def base_gemm(self) -> str | None:
@@ -178,7 +176,7 @@ class Engine:
             ValueError: if the name is taken, a config is not supported, targets match nothing, or the folder
                 does not fit.
         """
-        if name in self._adapters:
+        if name in self._accounts:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
@@ -191,7 +189,7 @@ class Engine:
             put_adapter(self.registry, name, lora, folder, seed)
         else:
             self._part.create(name, lora, optim, folder, seed)
-        self._adapters[name] = Account(replica, rule, LossScaler.for_dtype(self.dtype))
+        self._accounts[name] = Account(replica, rule, LossScaler.for_dtype(self.dtype))
         if not self.alone:
             arguments = {
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
@@ -207,11 +205,11 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        self._get(name)
+        self._accounts.of(name)
         self._control("remove", name)
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)
-        del self._adapters[name]
+        del self._accounts[name]
 
     def forward_backward(
         self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
@@ -236,35 +234,14 @@ class Engine:
         """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
 
         Args:
-            batches: samples by adapter name, of adapters of one replica that are not under way.
+            batches: samples by adapter name, of adapters of one replica.
             ends: adapters whose accumulation this completes.
 
         Raises:
             ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
                 samples, or a sample is malformed; nothing has entered then.
         """
-        for name in ends:
-            if name not in batches:
-                raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
-        replicas = {self._get(name).replica for name in batches}
-        if len(replicas) > 1:
-            raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
-        rows = {name: self._adapters[name].rows for name in batches}
-        packed = []
-        for pieces in _cut(batches, self._micro_batches):
-            packed.append(self._pack(pieces, rows))
-            for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
-                rows[name] += length
-        trained = [batch for batch in packed if batch.rows.numel()]
-        parts = []
-        for batch in packed:
-            last = bool(trained) and batch is trained[-1]
-            place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
-            parts.append((batch, self._enter(batch, ends if last else (), place, train=True)))
-        for batch in packed:
-            for name, length in zip(batch.names, batch.lengths, strict=True):
-                self._adapters[name].entered(length, batch.tokens[name])
-        return Ticket(parts, ends if trained else ())
+        return self._traffic.start(batches, ends)
 
     def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
         """Work until one of some batches has passed its pipeline.
@@ -275,8 +252,7 @@ class Engine:
         Returns:
             The first of those that have.
         """
-        last = {max((n for _, n in ticket.parts if n is not None), default=0): ticket for ticket in tickets}
-        return last[0] if 0 in last else last[self._pipeline.first_done(list(last))]
+        return self._traffic.first_done(tickets)
 
     def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
         """Wait until a batch has passed the pipeline.
@@ -287,27 +263,7 @@ class Engine:
         Returns:
             By adapter name.
         """
-        results: dict[str, BatchResult] = {}
-        for place, (batch, number) in enumerate(ticket.parts):
-            with ExitStack() as stack:
-                stack.callback(self._take_back, ticket.parts[place:])
-                notes, losses = self._leave(batch, number)
-                stack.pop_all()
-            for name, loss in losses.items():
-                before = results.get(name)
-                total, tokens = loss, batch.tokens[name]
-                if before is not None:
-                    total, tokens = before.loss_sum + loss, before.tokens + tokens
-                results[name] = BatchResult(total, tokens, math.isfinite(total))
-            for name in ticket.ends:
-                if notes and all(name in note["squares"] for note in notes):
-                    self._adapters[name].squares = sum(float(note["squares"][name]) for note in notes)
-        return results
-
-    def _take_back(self, parts: Sequence[tuple[PackedBatch, int | None]]) -> None:
-        for batch, _ in parts:
-            for name, length in zip(batch.names, batch.lengths, strict=True):
-                self._adapters[name].failed(length, batch.tokens[name])
+        return self._traffic.finish(ticket)
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
         """Losses without gradients or dropout.
@@ -321,15 +277,7 @@ class Engine:
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
         """
-        for name in batches:
-            if name not in (None, BASE):
-                self._get(str(name))
-        found: dict[str, BatchResult] = {}
-        packed = [self._pack(part, None) for part in self._by_replica(batches)]
-        for batch, number in [(b, self._enter(b, (), Place(), train=False)) for b in packed]:
-            for name, loss in self._leave(batch, number)[1].items():
-                found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
-        return found
+        return self._traffic.evaluate(batches)
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """The most likely next token of sequences, without dropout.
@@ -343,16 +291,7 @@ class Engine:
         Raises:
             ValueError: if a name is unknown, or a sequence is empty.
         """
-        for name in batches:
-            if name not in (None, BASE):
-                self._get(str(name))
-        found: dict[str, list[int]] = {}
-        for part in self._by_replica(batches):
-            number = self._enter(pack_prompts(part, device=self.device), (), Place(), train=False)
-            assert number is not None
-            tokens = iter(self._pipeline.finish(number).report.tolist())
-            found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
-        return found
+        return self._traffic.next_tokens(batches)
 
     def optim_step(self, name: str) -> StepResult:
         """Step an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
@@ -368,7 +307,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter, or it has accumulated no trained token.
         """
-        adapter = self._get(name)
+        adapter = self._accounts.at_rest(name)
         if adapter.tokens == 0:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
@@ -385,7 +324,7 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        adapter = self._get(name)
+        adapter = self._accounts.at_rest(name)
         self._flush(name)
         adapter.leave(Update())
         if self.alone:
@@ -397,7 +336,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter.
         """
-        adapter = self._get(name)
+        adapter = self._accounts.of(name)
         self._flush(name)
         parts = self._control("state", name)
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
@@ -410,7 +349,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter, or the state is that of another one.
         """
-        adapter = self._get(name)
+        adapter = self._accounts.of(name)
         weights = mlora_ext.adapter_parameters(self.registry, name)
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
@@ -433,7 +372,7 @@ class Engine:
             ValueError: if there is no adapter of this name.
             OSError: if the folder cannot be written.
         """
-        self._get(name)
+        self._accounts.of(name)
         self._flush(name)
         weights = _merged(self._control("weights", name))
         mlora_ext.save_adapter(self.registry, name, folder, weights)
@@ -460,87 +399,19 @@ class Engine:
         """End the pipeline; with one stage the model stays usable."""
         self._pipeline.close()
 
-    def _get(self, name: str) -> Account:
-        if name not in self._adapters:
-            known = ", ".join(self._adapters) or "none"
-            raise ValueError(f"no adapter {name!r} in this engine; its adapters: {known}")
-        return self._adapters[name]
-
     def _control(
         self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False
     ) -> list[Any]:
         """Ask the stages that have an adapter."""
         arguments = {"name": name, **(arguments or {})}
-        replica = self._adapters[name].replica
+        replica = self._accounts.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
 
     def _flush(self, name: str) -> None:
         """Let the stages make the update that was decided, if they have not."""
-        updates = self._updates([name])
+        updates = self._accounts.updates([name])
         if updates:
-            self._pipeline.control("update", {"updates": updates}, replica=self._get(name).replica)
-
-    def _updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The updates of these adapters that the stages have yet to make, and are told of now."""
-        told = {name: self._adapters[name].told() for name in names}
-        return {name: update for name, update in told.items() if update is not None}
-
-    def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Batches by adapter name, apart for each replica; the base model's go to the first."""
-        found: dict[int, dict[Any, Any]] = {}
-        for name, rows in batches.items():
-            replica = 0 if name in (None, BASE) else self._adapters[name].replica
-            found.setdefault(replica, {})[name] = rows
-        return list(found.values())
-
-    def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
-        return pack(batches, row0=row0, vocab_size=self._base.vocab_size, device=self.device)
-
-    def _enter(self, batch: PackedBatch, ends: Sequence[str], place: Place, *, train: bool) -> int | None:
-        """Let a micro-batch enter the pipeline; None where it has nothing to compute."""
-        if not batch.rows.numel():
-            return None
-        adapters = [name for name in batch.names if name != BASE]
-        common = {
-            "rows": batch.description(),
-            "steps": [self._adapters[name].steps for name in adapters],
-            "updates": self._updates(adapters),
-            "ends": list(ends),
-        }
-        targets = {
-            "rows": batch.rows,
-            "targets": batch.targets,
-            "counts": [batch.tokens[name] for name in batch.names],
-            "scales": [1.0 if n == BASE else self._adapters[n].scaler.scale for n in batch.names],
-        }
-        inputs = {"input_ids": batch.input_ids}
-        return self._pipeline.start(
-            inputs,
-            targets,
-            common=common,
-            train=train,
-            place=place,
-            stream="+".join(batch.names),
-            rows=sum(batch.lengths),
-            replica=self._adapters[adapters[0]].replica if adapters else 0,
-        )
-
-    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
-        """The stages' notes on a micro-batch, and the sums of its losses by name."""
-        if number is None:
-            return (), dict.fromkeys(batch.names, 0.0)
-        result = self._pipeline.finish(number)
-        self._peak_memory = max([self._peak_memory, *(note["peak_memory"] for note in result.notes)])
-        return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
-
-
-def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
-    """Each adapter's samples in runs of about the same number; pieces without samples are left out."""
-    cut = []
-    for i in range(pieces):
-        piece = {name: s[i * len(s) // pieces : (i + 1) * len(s) // pieces] for name, s in batches.items()}
-        cut.append(piece if pieces == 1 else {name: samples for name, samples in piece.items() if samples})
-    return [piece for piece in cut if piece]
+            self._pipeline.control("update", {"updates": updates}, replica=self._accounts[name].replica)
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

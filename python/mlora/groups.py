@@ -22,11 +22,13 @@ class Group:
         place: counts the groups of the run.
         tasks: all of them, also those that have ended.
         iteration: batches that have passed.
+        batched: the tasks of the batch that has passed last, or is under way.
     """
 
     place: int
     tasks: Sequence[Task]
     iteration: int
+    batched: Sequence[Task] = ()
 
     def running(self) -> list[Task]:
         """The tasks that still train."""
@@ -72,7 +74,7 @@ def group_count(config: RunConfig) -> int:
 
 
 def in_flight_of(config: RunConfig) -> int:
-    """Return how many micro-batches a run has under way at once: those of all groups.
+    """Return how many micro-batches a run has under way at once in a pipeline: those of all its groups.
 
     Each stage bounds its share of them by it, see `mlora.pipeline.order.in_flight_of`.
 
@@ -81,7 +83,7 @@ def in_flight_of(config: RunConfig) -> int:
     """
     pipeline = config.pipeline
     groups = min(group_count(config), len(config.adapters))
-    return max(groups // pipeline.replicas, 1) * pipeline.micro_batches
+    return -(-groups // pipeline.replicas) * pipeline.micro_batches
 
 
 def _tokens(task: Task) -> float:
@@ -127,6 +129,7 @@ class Rounds:
         if group.iteration > self._saved and self._save_due(group.iteration):
             return None
         self._waiting.remove(group)
+        group.batched = group.running()
         self._under_way += 1
         self._most = max(self._most, group.iteration + 1)
         return group
@@ -158,18 +161,25 @@ class Rounds:
         return any(
             _saves(task, iteration - group.iteration)
             for group in self.groups
-            for task in group.tasks
             if iteration >= group.iteration
+            for task in (group.batched if iteration == group.iteration else group.running())
         )
 
 
 def _saves(task: Task, ahead: int) -> bool:
-    """Whether a task makes a step that asks for a checkpoint with its batch `ahead` from its last one."""
+    """Whether a task makes a step that asks for a checkpoint with its batch `ahead` from its last one.
+
+    Args:
+        task: one that was in its group's last batch, or, for batches to come, one that is running.
+        ahead: 0 = that last batch.
+    """
     progress, every = task.progress, task.every(task.config.save_steps)
-    if progress.state == "stopped" or (ahead and progress.state != "running") or not every:
+    if progress.state == "stopped" or not every:
         return False
     step, batches = progress.step, progress.batches
     for _ in range(ahead):
+        if step >= task.total_steps:
+            return False  # it will have ended
         step += task.plan.ends_step(batches)
         batches += 1
     return batches > 0 and step % every == 0 and task.plan.ends_step(batches - 1)

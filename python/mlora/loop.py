@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from mlora.account import BatchResult, Ticket
+from mlora.account import BatchResult
 from mlora.checkpoint import save_checkpoint
 from mlora.device import is_out_of_memory
 from mlora.errors import RunError, first_line
@@ -27,6 +27,7 @@ from mlora.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.stages import less_memory
 from mlora.tasks import Task
+from mlora.traffic import Ticket
 
 
 @contextmanager

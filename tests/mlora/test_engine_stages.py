@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.account import Ticket
 from mlora.crew import spans_of
 from mlora.engine import Engine
 from mlora.optim_config import OptimConfig
+from mlora.traffic import Ticket
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, samples
@@ -331,7 +331,12 @@ def test_refusals() -> None:
         engine.start({"b": samples(1, 5, seed=0)})
     with pytest.raises(ValueError, match=r"ends: expected adapters of the batch \(a\), got 'b'"):
         engine.start(batch("a", 0, 0), ends=["b"])
-    engine.forward_backward(batch("a", 0, 0), ends=["a"])
+    ticket = engine.start(batch("a", 0, 0), ends=["a"])
+    calls = (engine.optim_step, engine.discard_gradients, engine.state_dict, engine.remove_adapter)
+    for call in calls:
+        with pytest.raises(ValueError, match="adapter 'a': a batch of it is under way; call finish"):
+            call("a")
+    engine.finish(ticket)
     engine.optim_step("a")
     engine.close()
 

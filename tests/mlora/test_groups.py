@@ -27,9 +27,12 @@ def passed(rounds: Rounds, group: Group) -> None:
     rounds.ended(group)
 
 
-def checkpoints(tasks: list[Any], ends: list[int]) -> list[tuple[int, list[int]]]:
-    """Run each task as a group; `ends` says, again and again, which of those under way ends next."""
-    rounds = Rounds(tasks, {one.name: place for place, one in enumerate(tasks)}, 0)
+def checkpoints(
+    tasks: list[Any], ends: list[int], places: list[int] | None = None
+) -> list[tuple[int, list[int]]]:
+    """Run each task in its group; `ends` says, again and again, which group of those under way ends next."""
+    places = places or list(range(len(tasks)))
+    rounds = Rounds(tasks, {one.name: place for one, place in zip(tasks, places, strict=True)}, 0)
     under_way: list[Group] = []
     found, turn = [], 0
     while True:
@@ -59,3 +62,32 @@ def test_checkpoints_hold_all_groups_after_as_many_iterations(ends: list[int]) -
 def test_a_group_that_has_ended_holds_nobody_back(ends: list[int]) -> None:
     found = checkpoints([task("short", 3, 2), task("long", 9, 4)], ends)
     assert found == [(2, [2, 2]), (4, [3, 4]), (8, [3, 8])]
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_a_task_that_has_ended_in_a_group_that_goes_on_asks_no_more(every: int) -> None:
+    found = checkpoints([task("short", 4, every), task("long", 12, None)], [0], [0, 0])
+    assert [iteration for iteration, _ in found] == list(range(every, 5, every))
+
+
+def test_steps_that_will_not_be_made_ask_for_nothing() -> None:
+    """While the first group lags behind, nobody waits for the save of a step beyond its last one."""
+    rounds = Rounds([task("short", 3, 4), task("long", 9, None)], {"short": 0, "long": 1}, 0)
+    first, second = rounds.next(stopping=False), rounds.next(stopping=False)
+    assert first is not None
+    assert second is not None
+    for _ in range(6):
+        passed(rounds, second)
+        assert rounds.next(stopping=False) is second
+
+
+def test_ended_tasks_of_a_resumed_run_have_no_plan() -> None:
+    ended, running = task("ended", 4, 2), task("running", 9, 3)
+    ended.progress = SimpleNamespace(state="finished", step=4, batches=4)
+    ended.plan.ends_step = None
+    running.progress.step = running.progress.batches = 5
+    rounds = Rounds([ended, running], {"ended": 0, "running": 0}, 5)
+    group = rounds.next(stopping=False)
+    assert group is not None
+    passed(rounds, group)
+    assert rounds.checkpoint_due() == 6

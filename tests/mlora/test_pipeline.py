@@ -119,7 +119,7 @@ class Counting(Hooks):
         return [self.name, arguments["x"]]
 
 
-def test_controls_reach_every_stage_in_order_with_micro_batches() -> None:
+def test_controls_reach_every_stage_between_micro_batches() -> None:
     hooks = [Counting(name) for name in "abc"]
     pipeline = Pipeline(blocks(3), "lorapp", mean_square, hooks=hooks)
     numbers = [pipeline.start({"input": x}, t) for x, t in batches(3)]

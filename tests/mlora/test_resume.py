@@ -110,6 +110,20 @@ def test_the_data_of_an_adapter_that_has_ended_is_not_read_again(tiny_base: Path
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
+def test_an_adapter_that_ended_with_a_checkpoint_asks_for_no_more(tiny_base: Path, tmp_path: Path) -> None:
+    """Its last step is a multiple of `save_steps`, and the other one of its group goes on."""
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"max_steps": 2, "save_steps": 2}
+    data["adapters"][1] |= {"max_steps": 9, "save_steps": None, "gradient_accumulation_steps": 1}
+    train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
+    assert len(list_checkpoints(tmp_path / "whole" / "checkpoints")) == 1
+    result = train(resolve_config(data, folder=tmp_path), reporter=Interrupting(7))
+    assert result.adapters["first"].state == "finished"
+    assert resume(tmp_path / "run").exit_code == 0
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
 def test_an_ended_adapter_that_is_lost_is_told_of(tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["max_steps"] = 1

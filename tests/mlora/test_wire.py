@@ -39,6 +39,29 @@ def test_every_byte_arrives_in_order(ends: tuple[Wire, Wire]) -> None:
     assert torch.equal(torch.cat(found), torch.cat(parts))
 
 
+def test_more_parts_than_one_call_takes(ends: tuple[Wire, Wire]) -> None:
+    source, target = ends
+    source.send([torch.full((1,), index % 256, dtype=torch.uint8) for index in range(3000)])
+    assert target.receive(room(3000)).tolist() == [index % 256 for index in range(3000)]
+
+
+def test_closing_wakes_who_waits(ends: tuple[Wire, Wire]) -> None:
+    _, target = ends
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            target.receive(room(1))
+        except PeerError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    target.close()
+    waiting.join(20)
+    assert len(found) == 1
+
+
 def test_end_is_told(ends: tuple[Wire, Wire]) -> None:
     source, target = ends
     source.send([room(3)])
@@ -95,12 +118,15 @@ def test_strangers_are_sent_away() -> None:
         stranger.close()
 
 
-def test_process_that_does_not_come_is_named() -> None:
+@pytest.mark.parametrize("comes", [False, True])
+def test_process_that_does_not_come_is_named(comes: bool) -> None:
     store = HashStore()
     meeting = Meeting(store)
-    world(0, store).gather("wires", ["", 1, ""])
+    if comes:
+        world(0, store).gather("wires", ["", 1, ""])
     meeting.thread.join(20)
-    assert str(meeting.error) == "stage 0 has not connected in time"
+    how = "connected in time" if comes else "come up within 2 s"
+    assert str(meeting.error) == f"stage 0 has not {how}"
 
 
 def test_process_that_cannot_be_reached_is_named() -> None:

@@ -180,9 +180,10 @@ class Driver:
         first_done: bool = False,
         replica: int = 0,
     ) -> list[Any]:
-        """Let every stage do something, in order with the micro-batches, and wait for their answers.
+        """Let every stage do something between micro-batches, and wait for their answers.
 
-        The first stage does it at once: nothing that is under way may depend on it.
+        It may overtake micro-batches that have started and that the first stage has not begun, and is
+        overtaken by none that starts later: nothing that is under way may depend on it.
 
         Args:
             verb: what `Hooks.control` is asked for.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 from .message import Message, Sort
@@ -58,6 +59,7 @@ class Link:
         self._queue: deque[tuple[float, int, Message]] = deque()
         self._outstanding = 0  # bytes that the neighbour has not given credit for
         self._owed = 0  # bytes that the neighbour has not been given credit for
+        self._has_no_limit = False
         self._threads = [
             threading.Thread(target=run, name=f"{role} {name}", daemon=True)
             for role, run in (("send to", self._send_all), ("receive from", self._receive_all))
@@ -99,7 +101,7 @@ class Link:
             thread.join(seconds)
 
     def _send_all(self) -> None:
-        self._until_end(self._send_next)
+        self._until_end(self._send_next, self._out, self._into)
 
     def _send_next(self) -> bool:
         with self._change:
@@ -121,7 +123,8 @@ class Link:
             return False
         size = self._queue[0][1]
         few = self._outstanding <= self._credit_bytes // 4
-        return not size or few or self._outstanding + size <= self._credit_bytes
+        enough = few or self._outstanding + size <= self._credit_bytes
+        return not size or enough or self._has_no_limit
 
     def _must_give_credit(self) -> bool:
         """Credit rides on messages. Alone it goes where the neighbour may be waiting for it: that has more
@@ -129,37 +132,50 @@ class Link:
         return self._owed > self._credit_bytes // 4
 
     def _receive_all(self) -> None:
-        self._until_end(self._receive_next)
+        # the sender still tells the neighbour why
+        self._until_end(self._receive_next, self._into)
 
     def _receive_next(self) -> bool:
         credit, message = self._into.read()
         if message is not None:
             self._trace.add("receive", message.sort, message.number, self._into.began)
-        if credit:
+        is_last = message is not None and message.sort in (Sort.END, Sort.FAULT)
+        if credit or is_last:
             with self._change:
                 self._outstanding -= credit
+                if is_last:
+                    self._has_no_limit = True  # the neighbour's sender has ended, and credit will not come
                 self._change.notify_all()
         if message is None:
             return True
         self._deliver(message)
         if not self._keeps:
             self.consumed(message)
-        return message.sort not in (Sort.END, Sort.FAULT)
+        return not is_last
 
-    def _until_end(self, step: Callable[[], bool]) -> None:
+    def _until_end(self, step: Callable[[], bool], *ports: Port) -> None:
+        """Work until there is no more.
+
+        Args:
+            step: whether there is more.
+            ports: closed on an error, so that nobody waits for them.
+        """
         with ExitStack() as stack:
-            stack.push(self._has_broken)
+            stack.push(partial(self._has_broken, ports))
             while step():
                 pass
 
     def _has_broken(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        ports: Sequence[Port],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         """Tell of any error; one that is no broken connection or full memory is raised, too."""
         if error is not None:
-            self._broken(error)
+            text = " ".join(str(error).split())
+            self._deliver(Message(Sort.FAULT, {"message": f"the link with {self._name} broke: {text}"}))
+            for port in ports:
+                port.close()
         return isinstance(error, RuntimeError | OSError | MemoryError)
-
-    def _broken(self, error: BaseException) -> None:
-        text = " ".join(str(error).split())
-        self._deliver(Message(Sort.FAULT, {"message": f"the link with {self._name} broke: {text}"}))

@@ -104,7 +104,8 @@ def bubble_ratio(timeline: Timeline, window: Window) -> float:
     events = timeline.events
     busy = np.minimum(events["end"], window.end) - np.maximum(events["begin"], window.begin)
     whole = timeline.stages * (window.end - window.begin)
-    return 1.0 - float(busy.clip(min=0).sum()) / whole if whole else 0.0
+    idle = 1.0 - float(busy.clip(min=0).sum()) / whole if whole else 0.0
+    return max(0.0, idle)  # sums of times are rounded
 
 
 def throughput(timeline: Timeline, window: Window) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from .envelope import BLOCK, as_bytes, is_small, rest_of, seal, split, unseal
 from .message import Header, Message, Shape, decode, encode, map_tensors
 from .wire import Wire
+from .world import PeerError
 
 
 class Port(Protocol):
@@ -41,7 +42,14 @@ class Port(Protocol):
         """
 
     def read(self) -> tuple[int, Message | None]:
-        """Wait for what `write` handed over at the other end."""
+        """Wait for what `write` handed over at the other end.
+
+        Raises:
+            PeerError: if that end was closed.
+        """
+
+    def close(self) -> None:
+        """End the direction: both ends' calls raise."""
 
 
 class LocalPort:
@@ -52,7 +60,7 @@ class LocalPort:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Message | None] | None] = queue.SimpleQueue()
         self._lane = Lane(device)
         self.began = self.sent = 0
 
@@ -62,9 +70,16 @@ class LocalPort:
 
     def read(self) -> tuple[int, Message | None]:
         """See `Port.read`."""
-        credit, message = self._queue.get()
+        found = self._queue.get()
+        if found is None:
+            raise PeerError("closed by the other end")
+        credit, message = found
         self.began = time.monotonic_ns()
         return credit, message and self._lane.take_over(message)
+
+    def close(self) -> None:
+        """See `Port.close`."""
+        self._queue.put(None)
 
 
 class WirePort:
@@ -98,7 +113,10 @@ class WirePort:
             envelope = seal(credit, header, [tensor for tensor in tensors if is_small(tensor)])
             large = [tensor for tensor in tensors if not is_small(tensor)]
             if self._nccl is None:
-                self._send([*envelope, *(as_bytes(self._lane.on_host(tensor)) for tensor in large)])
+                for tensor in large:  # one after the other on the host: a model's weights are thousands
+                    self._send([*envelope, as_bytes(self._lane.on_host(tensor))])
+                    envelope = []
+                self._send(envelope)
                 return
             self._send(envelope)
             for tensor in large:
@@ -121,6 +139,10 @@ class WirePort:
             tensors = [next(beside) if each.small else self._receive_large(each) for each in header.shapes]
             tensors = [self._lane.on_device(tensor) for tensor in tensors]
         return credit, self._lane.arrived(decode(header, tensors))
+
+    def close(self) -> None:
+        """See `Port.close`."""
+        self._wire.close()
 
     def _receive_large(self, expected: Shape) -> Tensor:
         tensor = self._lane.empty(expected.shape, expected.dtype, on_device=self._nccl is not None)

@@ -54,30 +54,26 @@ class Runner:
 
     def from_before(self, message: Message) -> None:
         """Take a message of the stage before, or of the driver; from any thread."""
-        with self._change:
-            if message.sort is Sort.FAULT:
-                self._forwards.clear()
-            self._forwards.append(message)
-            self._change.notify()
+        self._take(self._forwards, message)
 
     def from_after(self, message: Message) -> None:
         """Take a message of the stage after; from any thread."""
-        with self._change:
-            if message.sort is Sort.FAULT:
-                self._backwards.clear()
-            self._backwards.append(message)
-            self._change.notify()
+        self._take(self._backwards, message)
 
     def from_replica(self, message: Message) -> None:
         """Take a result of a further pipeline, at the driver's stage; from any thread."""
         if message.sort is Sort.END:
             return
+        self._take(self._backwards if message.sort is Sort.FAULT else self.results, message)
+
+    def _take(self, waiting: deque[Message], message: Message) -> None:
+        """Queue a message; a fault takes the place of all others, and the first one tells of the cause."""
         with self._change:
             if message.sort is Sort.FAULT:
-                self._backwards.clear()
-                self._backwards.append(message)
-            else:
-                self.results.append(message)
+                if waiting and waiting[0].sort is Sort.FAULT:
+                    return
+                waiting.clear()
+            waiting.append(message)
             self._change.notify()
 
     def run(self) -> None:

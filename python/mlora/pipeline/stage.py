@@ -41,7 +41,7 @@ class Hooks:
         return {}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Do what the first stage asks all stages to do, in order with the micro-batches.
+        """Do what the first stage asks all stages to do, between micro-batches; see `Driver.control`.
 
         Args:
             verb: what.

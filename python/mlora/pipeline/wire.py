@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from .world import PeerError, World, stages_have
 
 _HELLO = struct.Struct("<32sq")  # the listener's secret, and the source's rank
 _HELLO_SECONDS = 5.0
+_MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
+# seconds: a neighbour's machine that is gone without a word, or a way that forgets idle connections
+_KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Wire:
@@ -34,6 +37,10 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPING.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection = connection
 
     def send(self, parts: Sequence[Tensor]) -> None:
@@ -47,7 +54,7 @@ class Wire:
         """
         views = [memoryview(part.numpy().data) for part in parts]
         while views:
-            count = _done(self._connection.sendmsg, views)
+            count = _done(self._connection.sendmsg, views[:_MOST_PARTS])
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if count:
@@ -74,7 +81,9 @@ class Wire:
         return into
 
     def close(self) -> None:
-        """End the connection; the other end reads what was sent, and then its end."""
+        """End the connection; the other end reads what was sent, and then its end. So does a thread here."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
@@ -94,21 +103,22 @@ def connect(world: World, pairs: Sequence[tuple[int, int]], timeout: float) -> d
     Args:
         world: the processes.
         pairs: `(source, target)`: their ranks. Those that this process is not in are of no account.
-        timeout: seconds in which the connections have to be made.
+        timeout: seconds in which all processes have to come, and then again to connect.
 
     Returns:
         This process's end of each of its pairs.
 
     Raises:
         PeerError: if another process cannot be reached, or does not come.
+        RuntimeError: if this one cannot listen.
     """
-    deadline = time.monotonic() + timeout
     host, everywhere = _own_address(world.store)
     secret = secrets.token_hex(16)
     with closing(_listener("" if everywhere else host)) as listener:
         port = listener.getsockname()[1]
         # one that is known by the store's name only is where the store is
-        addresses = world.gather("wires", ["" if everywhere else host, port, secret])
+        addresses = world.gather("wires", ["" if everywhere else host, port, secret], timeout)
+        deadline = time.monotonic() + timeout
         wires = {
             (world.rank, target): _call(world, target, addresses[target], deadline)
             for source, target in pairs
@@ -124,10 +134,10 @@ def _call(world: World, target: int, address: Sequence[object], deadline: float)
     place = (str(host) or _store_host(world.store), int(str(port)))
     try:
         connection = socket.create_connection(place, max(0.1, deadline - time.monotonic()))
+        connection.sendall(_HELLO.pack(str(secret).encode(), world.rank))
     except OSError as error:
         reason = error.strerror or error
         raise PeerError(f"stage {target} cannot be reached at {place[0]}:{place[1]}: {reason}") from error
-    connection.sendall(_HELLO.pack(str(secret).encode(), world.rank))
     return Wire(connection)
 
 
@@ -139,7 +149,9 @@ def _awaited(
         listener.settimeout(max(0.1, deadline - time.monotonic()))
         try:
             connection, _ = listener.accept()
-        except TimeoutError as error:
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                raise RuntimeError(f"stage {own} cannot be reached: {error.strerror or error}") from error
             raise PeerError(f"{stages_have(sorted(sources))} not connected in time") from error
         source = _greeted(connection, secret)
         if source in sources:
@@ -152,10 +164,10 @@ def _awaited(
 
 def _greeted(connection: socket.socket, secret: str) -> int:
     """Who has called, or -1 for one that does not know the secret."""
-    connection.settimeout(_HELLO_SECONDS)
-    hello = bytearray()
+    hello, deadline = bytearray(), time.monotonic() + _HELLO_SECONDS
     try:
         while len(hello) < _HELLO.size:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
             more = connection.recv(_HELLO.size - len(hello))
             if not more:
                 return -1
@@ -172,10 +184,13 @@ def _own_address(store: dist.Store) -> tuple[str, bool]:
     A machine may know its own name as one of its loopback addresses, which others cannot call.
     """
     host = _store_host(store)
-    family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing
-        own = str(probe.getsockname()[0])
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise RuntimeError(f"no way to the launcher's store at {host}: {error.strerror or error}") from error
     is_local = own.startswith("127.") or own == "::1"
     return own, is_local and host not in (own, "localhost")
 
@@ -187,6 +202,10 @@ def _store_host(store: dist.Store) -> str:
 
 
 def _listener(host: str) -> socket.socket:
-    if ":" in host:
-        return socket.create_server((host, 0), family=socket.AF_INET6)
-    return socket.create_server((host, 0))
+    """A port of its own at an address, or at all of them."""
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise RuntimeError(f"cannot listen at {host or 'any address'}: {error.strerror or error}") from error

@@ -97,19 +97,25 @@ class World:
             if difference:
                 raise self._error(rank, difference)
 
-    def gather(self, topic: str, value: Any) -> list[Any]:
-        """Wait for a value of every process, however long it takes: `Watch` ends it where one is dead.
+    def gather(self, topic: str, value: Any, timeout: float = math.inf) -> list[Any]:
+        """Wait for a value of every process; without a limit `Watch` ends it where one is dead.
 
         Args:
             topic: what it is about; each may be gathered once.
             value: this process's, plain as JSON has it.
+            timeout: seconds in which every process has to come here.
 
         Returns:
             All of them, by rank.
+
+        Raises:
+            PeerError: some have not come.
         """
         self.store.set(f"{topic}/{self.rank}", json.dumps(value))
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        self._missing(keys, math.inf)
+        missing = self._missing(keys, time.monotonic() + timeout)
+        if missing:
+            raise PeerError(f"{stages_have(missing)} not come up within {timeout:g} s")
         return [json.loads(found) for found in self.store.multi_get(keys)]
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[int]:

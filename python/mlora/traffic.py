@@ -1,0 +1,187 @@
+"""Batches on their way through the pipeline: packed, cut into micro-batches, and what comes back of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mlora.account import Accounts, BatchResult
+from mlora.packing import BASE, PackedBatch, pack, pack_prompts
+from mlora.pipeline import Driver, Place
+
+if TYPE_CHECKING:
+    from mlora.data import Sample
+
+
+class Ticket:
+    """A batch that is under way.
+
+    Args:
+        parts: its micro-batches, each with its number in the pipeline, or none if it has nothing to train.
+        ends: adapters whose accumulation it completes.
+    """
+
+    def __init__(self, parts: Sequence[tuple[PackedBatch, int | None]], ends: Sequence[str]) -> None:
+        self.parts, self.ends = parts, ends
+
+    @property
+    def last(self) -> int:
+        """The number of its last micro-batch, 0 if it has none."""
+        return max((number for _, number in self.parts if number is not None), default=0)
+
+
+class Traffic:
+    """What enters an engine's pipeline, and leaves it. See the methods of `Engine` of the same names.
+
+    Args:
+        pipeline: where they go.
+        accounts: of the adapters.
+        device: of the first stage.
+        vocab_size: of the base model.
+        micro_batches: into how many each batch is cut.
+
+    Attributes:
+        peak_memory: the most memory that a stage was known to have used when its last results came, in bytes.
+    """
+
+    def __init__(
+        self, pipeline: Driver, accounts: Accounts, device: torch.device, vocab_size: int, micro_batches: int
+    ) -> None:
+        self.peak_memory = 0
+        self._pipeline, self._accounts = pipeline, accounts
+        self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
+
+    def start(self, batches: Mapping[str, Sequence[Sample]], ends: Sequence[str]) -> Ticket:
+        """Let a batch enter."""
+        for name in ends:
+            if name not in batches:
+                raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
+        replicas = {self._accounts.of(name).replica for name in batches}
+        if len(replicas) > 1:
+            raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
+        rows = {name: self._accounts[name].rows for name in batches}
+        packed = []
+        for pieces in _cut(batches, self._micro_batches):
+            packed.append(self._pack(pieces, rows))
+            for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
+                rows[name] += length
+        trained = [batch for batch in packed if batch.rows.numel()]
+        parts = []
+        for batch in packed:
+            last = bool(trained) and batch is trained[-1]
+            place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
+            parts.append((batch, self._enter(batch, ends if last else (), place, train=True)))
+        for batch in packed:
+            for name, length in zip(batch.names, batch.lengths, strict=True):
+                self._accounts[name].entered(length, batch.tokens[name])
+        return Ticket(parts, ends if trained else ())
+
+    def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
+        """Work until one of some batches has come back."""
+        by_last = {ticket.last: ticket for ticket in tickets}
+        return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
+
+    def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
+        """Work until a batch has come back."""
+        results: dict[str, BatchResult] = {}
+        for place, (batch, number) in enumerate(ticket.parts):
+            with ExitStack() as stack:
+                stack.callback(self._take_back, ticket.parts[place:])
+                notes, losses = self._leave(batch, number)
+                stack.pop_all()
+            for name, loss in losses.items():
+                self._accounts[name].came_back()
+                before = results.get(name)
+                total, tokens = loss, batch.tokens[name]
+                if before is not None:
+                    total, tokens = before.loss_sum + loss, before.tokens + tokens
+                results[name] = BatchResult(total, tokens, math.isfinite(total))
+            for name in ticket.ends:
+                if notes and all(name in note["squares"] for note in notes):
+                    self._accounts[name].squares = sum(float(note["squares"][name]) for note in notes)
+        return results
+
+    def _take_back(self, parts: Sequence[tuple[PackedBatch, int | None]]) -> None:
+        for batch, _ in parts:
+            for name, length in zip(batch.names, batch.lengths, strict=True):
+                self._accounts[name].failed(length, batch.tokens[name])
+
+    def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
+        """Losses without gradients."""
+        found: dict[str, BatchResult] = {}
+        packed = [self._pack(part, None) for part in self._by_replica(batches)]
+        for batch, number in [(b, self._enter(b, (), Place(), train=False)) for b in packed]:
+            for name, loss in self._leave(batch, number)[1].items():
+                found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
+        return found
+
+    def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
+        """The most likely next token of sequences."""
+        found: dict[str, list[int]] = {}
+        for part in self._by_replica(batches):
+            number = self._enter(pack_prompts(part, device=self._device), (), Place(), train=False)
+            assert number is not None
+            tokens = iter(self._pipeline.finish(number).report.tolist())
+            found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
+        return found
+
+    def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+        """Batches by adapter name, apart for each replica; the base model's go to the first."""
+        found: dict[int, dict[Any, Any]] = {}
+        for name, rows in batches.items():
+            replica = 0 if name in (None, BASE) else self._accounts.of(name).replica
+            found.setdefault(replica, {})[name] = rows
+        return list(found.values())
+
+    def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
+        return pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
+
+    def _enter(self, batch: PackedBatch, ends: Sequence[str], place: Place, *, train: bool) -> int | None:
+        """Let a micro-batch enter the pipeline; None where it has nothing to compute."""
+        if not batch.rows.numel():
+            return None
+        adapters = [name for name in batch.names if name != BASE]
+        common = {
+            "rows": batch.description(),
+            "steps": [self._accounts[name].steps for name in adapters],
+            "updates": self._accounts.updates(adapters),
+            "ends": list(ends),
+        }
+        targets = {
+            "rows": batch.rows,
+            "targets": batch.targets,
+            "counts": [batch.tokens[name] for name in batch.names],
+            "scales": [1.0 if n == BASE else self._accounts[n].scaler.scale for n in batch.names],
+        }
+        inputs = {"input_ids": batch.input_ids}
+        return self._pipeline.start(
+            inputs,
+            targets,
+            common=common,
+            train=train,
+            place=place,
+            stream="+".join(batch.names),
+            rows=sum(batch.lengths),
+            replica=self._accounts[adapters[0]].replica if adapters else 0,
+        )
+
+    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
+        """The stages' notes on a micro-batch, and the sums of its losses by name."""
+        if number is None:
+            return (), dict.fromkeys(batch.names, 0.0)
+        result = self._pipeline.finish(number)
+        self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
+        return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
+
+
+def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
+    """Each adapter's samples in runs of about the same number; pieces without samples are left out."""
+    cut = []
+    for i in range(pieces):
+        piece = {name: s[i * len(s) // pieces : (i + 1) * len(s) // pieces] for name, s in batches.items()}
+        cut.append(piece if pieces == 1 else {name: samples for name, samples in piece.items() if samples})
+    return [piece for piece in cut if piece]
