@@ -324,6 +324,11 @@ class RunConfig(_Strict):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
+        replicas, count = self.pipeline.replicas, len(self.adapters)
+        if replicas > count:
+            raise ValueError(
+                f"pipeline.replicas: is {replicas}, but each trains adapters of its own and there are {count}"
+            )
         by_case: dict[str, str] = {}
         for adapter in self.adapters:  # their folders would be one where the disk knows no case
             other = by_case.setdefault(adapter.name.casefold(), adapter.name)

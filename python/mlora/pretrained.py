@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mlora.hub import check_base
@@ -53,7 +54,11 @@ def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
     """
     check_base(source)
     with told_in_one_line(source), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+        config = AutoConfig.from_pretrained(source)
+        with _EmptyOnMeta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if any(buffer.is_meta for buffer in model.buffers()):  # made empty, and filled then
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
     return model.eval()
 
@@ -66,6 +71,20 @@ def refuse_missing(source: str, missing: list[str]) -> None:
     """
     if missing:
         raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Inside, `torch.empty` takes no memory.
+
+    `init_empty_weights` drops what was taken, but glibc finds no use for it again: the process would hold
+    room for a whole model, and what comes later would spread in it.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
 
 
 @contextmanager

@@ -207,11 +207,18 @@ def _run(
 ) -> RunResult:
     loop = TrainingLoop(prepared, folder, metrics, reporter)
     reporter.start(prepared.tasks)
+    engine = prepared.engine
+    if not engine.alone:
+        times = f"{engine.replicas} pipelines of " if engine.replicas > 1 else ""
+        blocks = ", ".join(map(str, engine.blocks))
+        groups = len(set(prepared.groups.values()))
+        reporter.note(f"{times}{engine.stages} stages with {blocks} blocks; groups of adapters: {groups}")
     try:
         with catch_signals() as caught:
             loop.train(caught)
             if trace:
-                TraceFiles(*prepared.engine.trace(), prepared.engine.replicas).write(folder.path)
+                written = TraceFiles(*engine.trace(), engine.replicas).write(folder.path)
+                reporter.note(f"trace: {', '.join(map(str, written))}")
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()

@@ -147,7 +147,8 @@ def _check_size(size: int, config: RunConfig) -> None:
     if size != pipeline.processes:
         times = f" times pipeline.replicas {pipeline.replicas}" if pipeline.replicas > 1 else ""
         raise RunError(
-            f"pipeline.stages: is {pipeline.stages}{times}, but the launcher has started {size} processes"
+            f"pipeline.stages: is {pipeline.stages}{times}, but the launcher has started {size} processes; "
+            "start one process for each stage of each replica, or say --stages"
         )
 
 

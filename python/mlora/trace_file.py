@@ -126,6 +126,8 @@ class TraceFiles:
     def _draw(self, path: Path, timeline: Timeline, measures: Measures) -> None:
         window, bubble = measures.window, measures.bubble_ratio
         title = f"{timeline.stages} stages, measured; bubble "
+        if len(self._stages) > self._count:
+            title = f"the first of {len(self._stages) // self._count} pipelines: {title}"
         title += f"{bubble:.1%} in the steady window, " if bubble is not None else ""
         title += f"{measures.makespan_bubble_ratio:.1%} of the whole trace"
         events = as_events(timeline.events)

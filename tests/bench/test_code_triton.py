@@ -39,7 +39,7 @@ def run(program: str, *arguments: str, tmp_path: Path) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("architecture", ["80", "90"])
+@pytest.mark.parametrize("architecture", [pytest.param("80", marks=pytest.mark.soak), "90"])
 def test_no_spills_and_matrix_instructions(architecture: str, tmp_path: Path) -> None:
     report = run(PROGRAM, architecture, tmp_path=tmp_path)
     names = {code["name"] for code in report}

@@ -182,6 +182,11 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ),
         ("pipeline.stages", 0, "pipeline.stages: must be greater than or equal to 1, got 0"),
         ("pipeline.schedule", "pipedream", "pipeline.schedule: must be one of"),
+        (
+            "pipeline.replicas",
+            9,
+            "pipeline.replicas: is 9, but each trains adapters of its own and there are ",
+        ),
         ("pipeline.partition", [3, 1], "partition: has the blocks of 2 stages, but stages is 1; remove it"),
         ("base_model", "./nowhere", "base_model: no such folder:"),
         ("base_model", "model/nowhere", "base_model: no such folder:"),

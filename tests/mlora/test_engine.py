@@ -155,7 +155,7 @@ def test_fp16_overflow_skips_that_adapter_only() -> None:
     engine = Engine(make("llama").half(), fp16=True, dtype=torch.float16)
     for name in ("a", "b"):
         engine.create_adapter(name, lora(), OPTIM)
-    scaler = engine._adapters["a"].scaler
+    scaler = engine._accounts["a"].scaler
     scaler.scale = 2.0**40
     weights = [p.detach().clone() for p in parameters(engine, "a")]
     batch = {name: samples(2, 9, seed=2) for name in ("a", "b")}
@@ -173,7 +173,7 @@ def test_the_loss_scale_does_not_change_gradients() -> None:
         engine = Engine(make("llama"))
         engine.create_adapter("a", lora(), OPTIM, seed=1)
         engine.create_adapter("b", lora(), OPTIM, seed=1)
-        engine._adapters["a"].scaler = LossScaler(True, scale)
+        engine._accounts["a"].scaler = LossScaler(True, scale)
         engine.forward_backward({"a": samples(2, 9, seed=2), "b": samples(2, 9, seed=3)})
         results.append([g / scale for g in gradients(engine, "a")] + gradients(engine, "b"))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -214,7 +214,7 @@ def test_adapters_join_and_leave_while_others_train() -> None:
     engine.forward_backward({"b": batch, "a": batch})
     engine.remove_adapter("b")
     expected = 2 * sum(sample.trained_tokens for sample in batch)
-    assert engine._adapters["a"].tokens == expected
+    assert engine._accounts["a"].tokens == expected
     assert engine.optim_step("a").finite
     assert engine.adapters == ["a"]
 

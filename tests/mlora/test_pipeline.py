@@ -219,6 +219,15 @@ def test_refusals() -> None:
     pipeline.close()
     with pytest.raises(RuntimeError, match="closed"):
         pipeline.submit({"input": torch.zeros(1, 1)}, torch.zeros(1, 1))
+    pipeline = Pipeline(blocks(2), "lorapp", mean_square)
+    for enter in (pipeline.submit, pipeline.start):
+        with pytest.raises(TypeError, match="inputs: expected a dict of the first stage"):
+            enter(torch.ones(1, 5), torch.ones(1, 5))  # type: ignore[arg-type, operator]
+    pipeline.close()
+    alone = Pipeline(blocks(1), "lorapp", lambda y, _: y.sum())  # type: ignore[arg-type, return-value]
+    alone.submit({"input": torch.ones(1, 5)}, None)
+    with pytest.raises(TypeError, match=r"loss_fn: expected \(loss, report\), got a tensor"):
+        alone.step()
 
 
 def test_every_message_waits_for_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_weights_that_one_stage_lacks(base: Path, tmp_path: Path) -> None:
 def test_number_of_processes(base: Path, tmp_path: Path, stages: int, processes: int) -> None:
     line = refused(tmp_path, base, [{"pipeline": {"stages": stages}}] * processes)
     expected = f"error: pipeline.stages: is {stages}, but the launcher has started {processes} processes"
-    assert line == expected
+    assert line.startswith(expected)
 
 
 CUTS = [

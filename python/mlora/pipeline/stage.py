@@ -76,6 +76,16 @@ class MicroBatch:
     train: bool = True
     place: Place = ALONE
 
+    def __post_init__(self) -> None:
+        """Check what callers get wrong first.
+
+        Raises:
+            TypeError: if `inputs` are no keyword arguments.
+        """
+        if not isinstance(self.inputs, Mapping):
+            kind = type(self.inputs).__name__
+            raise TypeError(f"inputs: expected a dict of the first stage's keyword arguments, got {kind}")
+
     def message(self) -> Message:
         """What the first stage begins with."""
         content = {
@@ -165,7 +175,10 @@ class Stage:
             with self._span(message):
                 received, output = self._call(content)
                 with torch.set_grad_enabled(content["train"]):
-                    loss, report = self._loss_fn(output, content["targets"])
+                    found = self._loss_fn(output, content["targets"])
+                if isinstance(found, Tensor):
+                    raise TypeError("loss_fn: expected (loss, report), got a tensor")
+                loss, report = found
             if content["train"]:
                 with self._span(message, "backward"):
                     torch.autograd.backward(loss)
@@ -191,8 +204,8 @@ class Stage:
             for output, gradient in zip(flight.outputs, message.content["gradients"], strict=True)
             if gradient is not None and output.requires_grad
         ]
-        if pairs:
-            with self.hooks.around(True), self._span(message):
+        with self.hooks.around(True), self._span(message):
+            if pairs:
                 torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         notes = [self.hooks.after_backward(flight.common), *message.content["notes"]]
         gradients = [tensor.grad for tensor in flight.received]

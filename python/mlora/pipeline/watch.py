@@ -83,6 +83,8 @@ class Watch:
         from_peer = isinstance(error, PeerError | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         message = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+        if isinstance(error, SystemExit):
+            message = "was told to end"
         self.report(message, after=self._patience + _ELECTION if from_peer else _OWN_ERROR)
 
     @contextmanager
