@@ -44,7 +44,9 @@ def _title(place: Mapping[str, Any]) -> str:
             f"{place['name']}: {place['stages']} processes of SLEEP KERNELS ({ms[0]:g} ms forward, "
             f"{ms[1]:g} ms backward); micro-batches/s instead of tokens/s"
         )
-    shape = ", ".join(f"{name} {value}" for name, value in place["shape"].items())
+    sizes = {name: value for name, value in place["shape"].items() if name != "targets"}
+    shape = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    shape += f"; LoRA on {', '.join(place['shape']['targets'])}"
     wire = f", between two network namespaces at {place['rate']}" if place["network"] else ""
     return f"{place['name']}: {place['stages']} processes of one thread{wire}; {shape}"
 
@@ -141,4 +143,4 @@ def _completion(axes: Any, place: Mapping[str, Any]) -> None:
 
 def _name(axes: Any, place: Mapping[str, Any], names: Sequence[str]) -> None:
     axes.set_xticks(range(len(names)), names, fontsize=6, rotation=25, ha="right", rotation_mode="anchor")
-    axes.set_title(_title(place), fontsize=8)
+    axes.set_title(_title(place).partition(";")[0], fontsize=8)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import torch
 
 from mlora.config import RunConfig
@@ -52,6 +55,17 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
 def dtype_of(config: RunConfig) -> torch.dtype:
     """Return the dtype of a run's base model."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+
+
+def kind_of(device: torch.device) -> str:
+    """Name what equally fast devices have in common: the GPU's model, or the processor's and this process's
+    number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor()}, {torch.get_num_threads()} threads"
 
 
 def own_device(device: str | None, dtype: torch.dtype, local_rank: int) -> str:

@@ -5,7 +5,7 @@ import random
 from math import fsum, inf
 
 import pytest
-from mlora.pipeline.partition import Cost, Partition, Table, partition
+from mlora.pipeline.partition import Cost, Partition, Table, fastest, partition
 
 
 def table(blocks: list[float], embedding: float = 0.0, head: float = 0.0, weight: int = 1) -> Table:
@@ -99,3 +99,8 @@ def test_refusals() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_devices_of_one_kind_are_as_fast_as_the_fastest_in_each_part() -> None:
+    found = fastest([table([1.0, 3.0], 9.0, 0.5), table([2.0, 1.5], 0.1, 4.0), table([5.0, 5.0], 5.0, 5.0)])
+    assert found == table([1.0, 1.5], 0.1, 0.5)
