@@ -222,6 +222,8 @@ def simulate(
     with command():
         from mlora.forecast import Options, forecast
 
+        if out is not None and out.suffix.lower() != ".png":
+            raise RunError(f"--out: expected the name of a .png file, got {str(out)!r}")
         found = forecast(
             Options(
                 schedule=schedule,

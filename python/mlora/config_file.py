@@ -263,6 +263,10 @@ def _message(fault: Any, location: Sequence[Any]) -> str:
     if kind == "too_short":
         return "must not be empty"
     text = fault["msg"].replace("Input should be", "must be")
+    if kind == "model_type":
+        keys = list(MODELS[str(location[0])].model_fields) if location[0] in MODELS else []
+        some = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
+        text = f"must be keys and values ({some})" if keys else "must be keys and values"
     if kind == "literal_error":
         expected = re.findall(r"'([^']+)'", fault["msg"])
         return f"must be one of {', '.join(expected)}, got {value!r}"

@@ -130,15 +130,11 @@ class Forecast:
         from mlora.plot_timeline import plot_timeline
 
         events = as_events(self.timeline.events)
-        window, bubble = self.measures.window, self.measures.bubble_ratio
         until = self._until()
-        title = f"{self.lines()[0]}, simulated; bubble " + (
-            f"{bubble:.1%} in the steady window, " if bubble is not None else ""
-        )
-        title += f"{self.measures.makespan_bubble_ratio:.1%} of the whole run"
+        title = f"{self.lines()[0]}, simulated; {self.measures.bubbles('run')}"
         if until is not None:
             title += f"; shown: the first {until / self.measures.makespan:.0%}"
-        plot_timeline(path, events, title, window=window, until=until)
+        plot_timeline(path, events, title, window=self.measures.window, until=until)
 
     def _until(self) -> float | None:
         """Where a picture ends; None where it shows everything."""

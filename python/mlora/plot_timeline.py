@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FEW_STREAMS = 9
+_LONGEST_NAME = 22  # characters of a stream's name
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 IDLE, STEPPING = "#ededed", "#222222"
 
@@ -27,6 +28,7 @@ def plot_timeline(
     *,
     window: tuple[float, float] | None = None,
     until: float | None = None,
+    names: Sequence[str] = (),
 ) -> None:
     """Draw what each stage did when.
 
@@ -36,6 +38,7 @@ def plot_timeline(
         title: over the picture.
         window: the steady window, in seconds.
         until: seconds at which the picture ends; default: with the last event.
+        names: of the streams, by their numbers; default: the numbers.
 
     Raises:
         RunError: the file cannot be written.
@@ -66,7 +69,8 @@ def plot_timeline(
     _busy(axes, events, window or (first, max(event.end for event in events)), stages)
     if window:
         _mark(axes, (window[0] - first) / scale, (window[1] - first) / scale)
-    _legend(axes, streams, colours, any(event.kind == OPTIMIZER for event in shown))
+    labels = {stream: _label(stream, names) for stream in streams}
+    _legend(axes, labels, colours, any(event.kind == OPTIMIZER for event in shown))
     try:
         write_file(path, lambda file: canvas.print_png(file))
     except OSError as error:
@@ -163,8 +167,15 @@ def _mark(axes: Axes, begin: float, end: float) -> None:
         axes.text(begin, 1.01, f" {text}", transform=axes.get_xaxis_transform(), fontsize=8, va="bottom")
 
 
+def _label(stream: int, names: Sequence[str]) -> str:
+    if not names:
+        return f"stream {stream}"
+    name = names[stream]
+    return f"{stream}: {name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + '…'}"
+
+
 def _legend(
-    axes: Axes, streams: Sequence[int], colours: dict[int, tuple[float, float, float]], stepping: bool
+    axes: Axes, labels: dict[int, str], colours: dict[int, tuple[float, float, float]], stepping: bool
 ) -> None:
     from matplotlib.patches import Patch
 
@@ -175,12 +186,13 @@ def _legend(
         *([Patch(color=STEPPING, label="optimizer step")] if stepping else []),
         Patch(color=IDLE, label="idle"),
     ]
+    streams = list(labels)
     if len(streams) == 1:
         handles.append(Patch(color=colours[streams[0]], label="numbers: micro-batches"))
-    elif len(streams) <= FEW_STREAMS:
-        handles += [Patch(color=colours[stream], label=f"stream {stream}") for stream in streams]
     else:
-        handles += [Patch(color=colours[s], label=f"stream {s}") for s in (streams[0], streams[-1])]
+        chosen = streams if len(streams) <= FEW_STREAMS else [streams[0], streams[-1]]
+        handles += [Patch(color=colours[stream], label=labels[stream]) for stream in chosen]
+    columns = min(len(handles), 8)
     axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7.5, frameon=False
+        handles=handles, loc="outside lower center", ncols=columns, fontsize=7.5, frameon=False
     )

@@ -217,8 +217,7 @@ def _run(
         with catch_signals() as caught:
             loop.train(caught)
             if trace:
-                written = TraceFiles(*engine.trace(), engine.replicas).write(folder.path)
-                reporter.note(f"trace: {', '.join(map(str, written))}")
+                reporter.note(f"trace: {TraceFiles(*engine.trace(), engine.replicas).write(folder.path)}")
             return loop.finish(caught[0] if caught else None)
     finally:
         reporter.close()

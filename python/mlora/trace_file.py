@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mlora.checkpoint import write_file
 from mlora.errors import RunError
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.measures import Measures, measure
+from mlora.pipeline.measures import Window, measure
 from mlora.pipeline.timeline import Event, Timeline, as_events
 from mlora.pipeline.trace import ROLES, Entry
 from mlora.plot_timeline import plot_timeline
@@ -48,49 +48,51 @@ class TraceFiles:
         self._stages = [[_Span(*span) for span in spans] for spans in stages]
         self._entries = {entry.number: entry for entry in entries}
         self._zero = min((span.begin for spans in self._stages for span in spans), default=0)
+        self._computed = [
+            {(s.number, _KINDS[s.sort]): s for s in spans if s.role == "compute" and s.sort in _KINDS}
+            for spans in self._stages[: self._count]
+        ]
+        self._whole = [
+            entry for entry in entries if entry.train and not entry.replica and self._is_whole(entry)
+        ]
+        self.streams = list(dict.fromkeys(entry.stream for entry in self._whole))
 
-    def write(self, folder: Path) -> list[Path]:
+    def _is_whole(self, entry: Entry) -> bool:
+        return all((entry.number, kind) in found for found in self._computed for kind in Kind)
+
+    def write(self, folder: Path) -> str:
         """Write `trace.json`, `timeline.png` and `times.json`.
 
         Args:
             folder: the run's.
 
         Returns:
-            What was written; without the last two where no micro-batch was traced through all stages.
+            What was written, without the last two where no micro-batch was traced through all stages, and
+            the bubble, as a line for the user.
 
         Raises:
             RunError: a file cannot be written.
         """
         written = [_write_json(folder / "trace.json", {"traceEvents": self._perfetto()})]
         timeline = self.timeline()
-        if timeline is None:
-            return written
-        measures = measure(timeline)
-        self._draw(folder / "timeline.png", timeline, measures)
-        times = _write_json(folder / "times.json", self.times(timeline).model_dump())
-        return [*written, folder / "timeline.png", times]
+        bubble = "no micro-batch passed all stages"
+        if timeline:
+            measures = measure(timeline)
+            bubble = measures.bubbles("trace")
+            written.append(self._draw(folder / "timeline.png", timeline, measures.window, bubble))
+            written.append(_write_json(folder / "times.json", self.times(timeline).model_dump()))
+        return f"{bubble}; {', '.join(map(str, written))}"
 
     def timeline(self) -> Timeline | None:
         """The trained micro-batches that every stage has run, or none."""
-        computed = [
-            {(s.number, _KINDS[s.sort]): s for s in spans if s.role == "compute" and s.sort in _KINDS}
-            for spans in self._stages[: self._count]
-        ]
-        whole = [
-            entry
-            for entry in self._entries.values()
-            if entry.train
-            and not entry.replica
-            and all((entry.number, kind) in found for found in computed for kind in Kind)
-        ]
-        if not whole:
+        if not self._whole:
             return None
-        streams = {name: index for index, name in enumerate(dict.fromkeys(e.stream for e in whole))}
+        streams = {name: index for index, name in enumerate(self.streams)}
         steps = dict.fromkeys(streams, -1)
         events = []
-        for entry in whole:
+        for entry in self._whole:
             steps[entry.stream] += entry.place == 0 or steps[entry.stream] < 0
-            for stage, found in enumerate(computed):
+            for stage, found in enumerate(self._computed):
                 for kind in Kind:
                     begin, end = (self._seconds(t) for t in found[entry.number, kind][3:])
                     place = (streams[entry.stream], steps[entry.stream], entry.place)
@@ -123,19 +125,21 @@ class TraceFiles:
     def _seconds(self, nanoseconds: int) -> float:
         return (nanoseconds - self._zero) / 1e9
 
-    def _draw(self, path: Path, timeline: Timeline, measures: Measures) -> None:
-        window, bubble = measures.window, measures.bubble_ratio
-        title = f"{timeline.stages} stages, measured; bubble "
+    def _draw(self, path: Path, timeline: Timeline, window: Window | None, bubble: str) -> Path:
+        events = as_events(timeline.events)
+        whole = Window(min(event.begin for event in events), max(event.end for event in events))
+        begin = window.begin if window else whole.begin
+        first = sorted(e.begin for e in events if e.stage == 0 and e.begin >= begin)
+        until = first[min(2 * _SHOWN, len(first) - 1)] if first else whole.end
+        shown = [event for event in events if event.end > begin and event.begin <= until] or events
+        title = f"{timeline.stages} stages, measured; {bubble}"
         if len(self._stages) > self._count:
             title = f"the first of {len(self._stages) // self._count} pipelines: {title}"
-        title += f"{bubble:.1%} in the steady window, " if bubble is not None else ""
-        title += f"{measures.makespan_bubble_ratio:.1%} of the whole trace"
-        events = as_events(timeline.events)
-        begin = window.begin if window else min(event.begin for event in events)
-        first = sorted(e.begin for e in events if e.stage == 0 and e.begin >= begin)
-        until = first[min(2 * _SHOWN, len(first) - 1)] if first else None
-        shown = [event for event in events if event.end > begin and (until is None or event.begin <= until)]
-        plot_timeline(path, shown or events, title)
+        if len(shown) < len(events):
+            seconds = max(event.end for event in shown) - min(event.begin for event in shown)
+            title += f"; shown: {seconds:.3g} of {whole.end - whole.begin:.3g} s"
+        plot_timeline(path, shown, title, names=self.streams)
+        return path
 
     def _perfetto(self) -> list[Mapping[str, Any]]:
         """Chrome's trace format: a process per stage, a thread per role."""

@@ -97,6 +97,11 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ),
         ("defaults.lr", 3, "defaults.lr: unknown key; did you mean 'learning_rate'?"),
         ("defaults.warmup_step", 3, "defaults.warmup_step: unknown key; did you mean 'warmup_steps'?"),
+        (
+            "pipeline",
+            2,
+            "pipeline: must be keys and values (stages, schedule, micro_batches, partition, replicas), got 2",
+        ),
         ("outptu_dir", "x", "outptu_dir: unknown key; did you mean 'output_dir'?"),
         ("datasets.0.paht", "x", "datasets[0].paht: unknown key; did you mean 'path'?"),
         (

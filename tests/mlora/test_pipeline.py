@@ -177,9 +177,12 @@ def test_a_stage_that_raises_ends_all(place: int, backward: bool) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_close_ends_a_round_that_is_not_whole(schedule: str) -> None:
+    before = threading.active_count()
     pipeline = Pipeline(blocks(3), schedule, mean_square)
     pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5), place=Place(0, 2))
+    assert threading.active_count() > before
     pipeline.close()
+    assert threading.active_count() == before
 
 
 def test_spans_tell_what_each_role_did() -> None:

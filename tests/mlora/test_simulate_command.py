@@ -134,6 +134,7 @@ def test_faults_of_measured_times(run: Run, tmp_path: Path, text: str, fault: st
         (["--bytes", "1", "--hidden", "2"], "--bytes: --hidden says it; give one of them"),
         (["--bytes", "nan"], "--bytes: expected a number of at least 0, got nan"),
         (["--times", "/no/such"], "/no/such: cannot be read: No such file or directory"),
+        (["--out", "a.jpg"], "--out: expected the name of a .png file, got 'a.jpg'"),
         (["--out", "/no/such/a.png"], "/no/such/a.png: cannot be saved: No such file or directory"),
     ],
 )

@@ -47,7 +47,11 @@ def test_a_timeline_and_times_of_known_spans(tmp_path: Path) -> None:
     measures = measure(timeline)
     assert measures.makespan == pytest.approx(38e-3)
     assert measures.makespan_bubble_ratio == pytest.approx(1 - 4 * 6 / (2 * 38))
-    assert {path.name for path in files.write(tmp_path)} == {"trace.json", "timeline.png", "times.json"}
+    line = files.write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "timeline.png", "times.json"}
+    assert line.startswith("bubble ")
+    assert " 68.4% of the whole trace; " in line
+    assert files.streams == ["b", "a"]
     times = read_times(tmp_path / "times.json")
     assert times.rows == 32
     spent = [seconds for stage in times.stages for seconds in (stage.forward, stage.backward)]
@@ -69,8 +73,9 @@ def test_tracks_for_perfetto(tmp_path: Path) -> None:
 
 def test_nothing_traced_through_all_stages(tmp_path: Path) -> None:
     first, _ = two_stages()
-    written = TraceFiles([first, []], ENTRIES).write(tmp_path)
-    assert [path.name for path in written] == ["trace.json"]
+    line = TraceFiles([first, []], ENTRIES).write(tmp_path)
+    assert line == f"no micro-batch passed all stages; {tmp_path / 'trace.json'}"
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
 def test_the_first_of_two_replicas_is_drawn() -> None:

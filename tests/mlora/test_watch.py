@@ -20,19 +20,19 @@ with watch():
 """
 WAITING = """
 w = watch()
-connect_neighbours(world)
+links = connect_neighbours(world)
 ready()
 time.sleep(60)
 """
 RAISES = """
 with watch():
-    connect_neighbours(world)
+    links = connect_neighbours(world)
     ready()
     raise KeyError("boom")
 """
 EXITS = """
 w = watch()
-connect_neighbours(world)
+links = connect_neighbours(world)
 ready()
 os._exit(0)
 """

@@ -25,8 +25,11 @@ STAGES = 3
 def test_random_work_over_stages() -> None:
     seed = int(time.time())
     rng = random.Random(seed)
-    found = [attempt(rng.randrange(2**31)) for _ in range(RUNS)]
-    print(f"pipeline soak: seed {seed}, {RUNS} runs, of which {sum(found)} met a fault")
+    outcomes = [attempt(rng.randrange(2**31)) for _ in range(RUNS)]
+    faults = sum(met_fault for met_fault, _ in outcomes)
+    print(f"pipeline soak: seed {seed}, {RUNS} runs, of which {faults} met a fault")
+    assert [problem for _, problem in outcomes if problem] == []
+    assert 0 < faults < RUNS
 
 
 @pytest.mark.soak

@@ -44,6 +44,15 @@ class Measures:
     in_flight: list[int]
     rows_in_flight: list[int]
 
+    def bubbles(self, whole: str) -> str:
+        """The bubble ratios, in words.
+
+        Args:
+            whole: what the makespan is that of, `run` or `trace`.
+        """
+        steady = "" if self.bubble_ratio is None else f"{self.bubble_ratio:.1%} in the steady window, "
+        return f"bubble {steady}{self.makespan_bubble_ratio:.1%} of the whole {whole}"
+
 
 def measure(timeline: Timeline) -> Measures:
     """Measure a timeline.
