@@ -73,7 +73,7 @@ def group_count(config: RunConfig) -> int:
     return 2 * pipeline.processes
 
 
-def in_flight_of(config: RunConfig) -> int:
+def most_under_way(config: RunConfig) -> int:
     """Return how many micro-batches a run has under way at once in a pipeline: those of all its groups.
 
     Each stage bounds its share of them by it, see `mlora.pipeline.order.in_flight_of`.

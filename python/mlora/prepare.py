@@ -17,7 +17,7 @@ from mlora.device import choose_device, dtype_of, is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
-from mlora.groups import assign, group_count, in_flight_of
+from mlora.groups import assign, group_count, most_under_way
 from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
@@ -216,7 +216,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             stages=pipeline.partition or pipeline.stages,
             schedule=pipeline.schedule,
             micro_batches=pipeline.micro_batches,
-            in_flight=in_flight_of(config),
+            in_flight=most_under_way(config),
             trace=trace,
             crew=_crew(config, tasks, member, trace) if member else None,
         )

@@ -21,7 +21,7 @@ from mlora.config import RunConfig
 from mlora.crew import Crew, PartOptions, crew_of_processes
 from mlora.device import dtype_of, is_out_of_memory, kind_of, own_device
 from mlora.errors import RunError, first_line
-from mlora.groups import in_flight_of
+from mlora.groups import most_under_way
 from mlora.malloc import keep_freed_memory
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
 from mlora.pipeline.partition import Table, fastest, partition, table_of
@@ -225,7 +225,7 @@ def crew_of(
         pipeline.schedule,
         world,
         replicas=pipeline.replicas,
-        in_flight=in_flight_of(config),
+        in_flight=most_under_way(config),
         trace=trace,
     )
     member.describe.append(lambda: part.in_flight)
