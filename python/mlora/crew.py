@@ -162,6 +162,7 @@ def crew_of_processes(
         hooks=part,
         in_flight=in_flight,
         trace=trace,
+        name=f"stage {world.rank}",
     )
     return part, process
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from mlora.cut import Cut, Span, cut_model
 from mlora.pretrained import refuse_missing, skeleton, told_in_one_line
+from mlora.tensor_file import TensorFile
 
 
 def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype) -> Cut:
@@ -60,14 +60,13 @@ def stage_to(model: PreTrainedModel, device: torch.device) -> None:
 
 
 class _Lazy:
-    """A tensor in a file, read when it is indexed, as safetensors' slices are, but into its own memory."""
+    """A tensor in a file, read when it is indexed, as safetensors' slices are."""
 
-    def __init__(self, file: Any, key: str) -> None:
+    def __init__(self, file: TensorFile, key: str) -> None:
         self._file, self._key = file, key
 
     def __getitem__(self, _: object) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(self._key)
-        return tensor
+        return self._file.read(self._key)
 
 
 def _files(source: str, named: str | None) -> dict[str, str]:
@@ -76,7 +75,7 @@ def _files(source: str, named: str | None) -> dict[str, str]:
     for name in wholes:
         path = _cached(source, name)
         if path is not None:
-            with safe_open(path, framework="pt", backend="pread") as file:
+            with TensorFile(path) as file:
                 return dict.fromkeys(file.keys(), name)
     index = _cached(source, SAFE_WEIGHTS_INDEX_NAME if named is None else named)
     if index is None:
@@ -101,15 +100,14 @@ def _open(
     source: str, wanted: Mapping[str, str], files: Mapping[str, str], stack: ExitStack
 ) -> dict[str, Any]:
     """Lazy tensors by key or name; `wanted` says which key each is read from."""
-    handles: dict[str, Any] = {}
+    handles: dict[str, TensorFile] = {}
     for key in wanted.values():
         name = files[key]
         if name not in handles:
             path = _cached(source, name)
             if path is None:
                 raise ValueError(f"it lacks the file {name}")
-            # Not mapped: pages of a mapped file count as this process's memory, beside the tensors.
-            handles[name] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
+            handles[name] = stack.enter_context(TensorFile(path))
     return {name: _Lazy(handles[files[key]], key) for name, key in wanted.items()}
 
 

@@ -34,6 +34,7 @@ class StageProcess:
         credit_bytes: as for `Pipeline`.
         delay: as for `Pipeline`.
         trace: spans to keep.
+        name: under which the others are told of its errors; default: with its index.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class StageProcess:
         credit_bytes: int = CREDIT_BYTES,
         delay: float = 0.0,
         trace: int = 0,
+        name: str = "",
     ) -> None:
         place = torch.device(device)
         stage = Stage(module, index, count, loss_fn, hooks, Trace(trace))
-        self.runner = Runner(stage, order_of(schedule, index, count, in_flight))
+        self.runner = Runner(stage, order_of(schedule, index, count, in_flight), name)
 
         options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": stage.trace}
         before, after = neighbours.from_previous, neighbours.from_next

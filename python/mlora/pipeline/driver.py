@@ -218,8 +218,21 @@ class Driver:
         """The micro-batches that entered, the latest ones; empty without a trace."""
         return list(self._entries)
 
+    def abort(self, reason: str) -> None:
+        """End the stages as a fault does, with what they have not begun: each raises PipelineError.
+
+        Args:
+            reason: what they are told.
+        """
+        if not self._closed and self._first.failure is None:
+            self._first.fail(PipelineError(reason))
+            self._drop()
+        self.close()
+
     def close(self) -> None:
         """Drop what is queued, end the stages, and refuse further work.
+
+        Where micro-batches are under way, that is to `abort`.
 
         Raises:
             PipelineError: if another stage failed before it could end.
@@ -227,11 +240,16 @@ class Driver:
         self._waiting.clear()
         if self._closed:
             return
+        if self._under_way and self._first.failure is None:
+            self.abort("the pipeline was closed with micro-batches under way")
+            return
         self._closed = True
+        if self._first.failure is not None:
+            return
         self._first.from_before(Message(Sort.END))
         for link in self._replicas:
             link.send(Message(Sort.END))
-        while self._first.failure is None and self._first.work():
+        while self._first.work():
             self._first.results.clear()  # nobody will ask for them; of other pipelines they come first
 
     def _check_open(self) -> None:
@@ -242,17 +260,27 @@ class Driver:
 
     def _await(self, number: int) -> Message:
         if number not in self._under_way:
-            raise ValueError(f"number: no micro-batch {number} is under way")
+            self._check_open()
+            raise ValueError(f"number: no micro-batch {number} is under way; after an error none is")
         self._under_way.remove(number)
         while number not in self._results:
             self._take_results()
         return self._results.pop(number)
 
+    def _drop(self) -> None:
+        """After an error nothing of what is under way comes back."""
+        self._under_way.clear()
+        self._results.clear()
+
     def _take_results(self) -> None:
         """Work until something has come back, and keep it."""
         while not self._first.results:
             self._check_open()
-            self._first.work()
+            try:
+                self._first.work()
+            except BaseException:
+                self._drop()
+                raise
         while self._first.results:
             message = self._first.results.popleft()
             self._first.arrive(message)

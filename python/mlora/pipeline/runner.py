@@ -30,6 +30,7 @@ class Runner:
     Args:
         stage: what is run.
         order: what is run next.
+        name: under which the others are told of its errors; default: with its index.
 
     Attributes:
         before: the link with the stage before, None at the first.
@@ -39,15 +40,15 @@ class Runner:
         failure: what ended its work before the pipeline's end.
     """
 
-    def __init__(self, stage: Stage, order: Order) -> None:
+    def __init__(self, stage: Stage, order: Order, name: str = "") -> None:
         self.stage = stage
+        self._name = name or f"stage {stage.index}"
         self.before: Link | None = None
         self.after: Link | None = None
         self.others: Sequence[Link] = ()
         self.results: deque[Message] = deque()
         self.failure: BaseException | None = None
         self._order = order
-        self._closing = False
         self._change = threading.Condition()
         self._forwards: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
@@ -124,8 +125,6 @@ class Runner:
         if forward is not None and (forward.sort is not Sort.FORWARD or not forward.content["train"]):
             return Kind.FORWARD
         backward = self._backwards[0] if self._backwards else None
-        if self._closing and backward is not None:
-            return Kind.BACKWARD  # of a round that will never be whole
         return self._order.choose(_place(forward), _place(backward))
 
     def _run(self, kind: Kind, message: Message) -> bool:
@@ -191,7 +190,6 @@ class Runner:
 
     def _end(self, kind: Kind, message: Message) -> bool:
         if kind is Kind.FORWARD and self.after is not None:
-            self._closing = True
             self.after.send(message)
             return True
         if self.before is not None:
@@ -199,12 +197,23 @@ class Runner:
         return False
 
     def _tell(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Remember an error that ends the work, and tell the other stages of it."""
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Drop what waits, remember an error that ends the work, and tell the other stages of it.
+
+        Args:
+            error: what happened. Alone, the stage may go on with what comes after it.
+        """
+        with self._change:
+            self._forwards.clear()
+            self._backwards.clear()
         links = [link for link in (self.before, self.after, *self.others) if link is not None]
-        if error is None or not links:
-            return  # alone, the caller sees the error and may go on
+        if not links:
+            return
         self.failure = error
-        text = str(error) if isinstance(error, PipelineError) else f"stage {self.stage.index}: {_line(error)}"
+        text = str(error) if isinstance(error, PipelineError) else f"{self._name}: {_line(error)}"
         for link in links:
             link.send(Message(Sort.FAULT, {"message": text}))
 

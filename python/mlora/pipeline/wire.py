@@ -24,7 +24,7 @@ _HELLO = struct.Struct("<32sq")  # the listener's secret, and the source's rank
 _HELLO_SECONDS = 5.0
 _MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
 # seconds: a neighbour's machine that is gone without a word, or a way that forgets idle connections
-_KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+_KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
 
 
 class Wire:

@@ -1,0 +1,96 @@
+"""Reading tensors of a safetensors file while other threads run."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_PIECE = 16 << 20  # bytes of one read
+_LARGE = 1 << 20  # bytes from which on a tensor's memory is a mapping, which leaves no hole when it is cast
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorFile(AbstractContextManager["TensorFile"]):
+    """A safetensors file that is read by name.
+
+    `safe_open` keeps Python's lock while it reads a tensor, and so the process can give no sign of life while
+    a large one comes from a slow disk; and pages of a file that is mapped count as the process's memory,
+    beside the tensors.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: if it cannot be read.
+        SafetensorError: if it is no whole safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        with safe_open(path, framework="pt", backend="pread"):
+            pass  # it checks the header and the length
+        self._path = os.fspath(path)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        (length,) = struct.unpack("<Q", self._file.read(8))
+        self._begin = 8 + length
+        self._entries: dict[str, Any] = json.loads(self._file.read(length))
+        self._entries.pop("__metadata__", None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def keys(self) -> Iterable[str]:
+        """The names of its tensors."""
+        return self._entries.keys()
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor into memory of its own.
+
+        Args:
+            key: its name.
+
+        Raises:
+            ValueError: if its dtype is not one of torch's.
+            OSError: if it cannot be read.
+        """
+        entry = self._entries[key]
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{self._path}: {key}: dtype {entry['dtype']} is not one that torch has")
+        shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
+        place, end = (self._begin + offset for offset in entry["data_offsets"])
+        if place == end:
+            return torch.empty(shape, dtype=dtype)
+        size = end - place
+        buffer = mmap.mmap(-1, size) if size >= _LARGE else bytearray(size)
+        view = memoryview(buffer)
+        while view:
+            count = os.preadv(self._file.fileno(), [view[:_PIECE]], place)
+            if not count:
+                raise OSError(f"{self._path}: ends before {key} does")
+            place, view = place + count, view[count:]
+        return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
