@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 import mlora_ext
 from mlora.account import Account, Accounts, BatchResult, StepResult
 from mlora.crew import Crew, PartOptions, crew_of_threads
+from mlora.errors import first_line
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import StepRule, Update
 from mlora.part import plain_lora, put_adapter
@@ -398,6 +400,19 @@ class Engine:
     def close(self) -> None:
         """End the pipeline; with one stage the model stays usable."""
         self._pipeline.close()
+
+    def __enter__(self) -> Engine:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it; an error ends the stages of other processes with an error, too."""
+        if error is None:
+            self.close()
+        else:
+            self._pipeline.abort(f"stage 0: {first_line(error)}")
 
     def _control(
         self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing import (
 
 _LOOK_AGAIN = 0.1  # seconds
 _GRACE = 20.0  # seconds for the others to end, once one has failed or the first stage has ended
+_PATIENCE = 3.0  # seconds in which the others see for themselves that one has failed
 _AFTER_SECOND_SIGNAL = 5.0  # seconds
 _CATCHES = (signal.SIGINT, signal.SIGTERM)
 _TORCH_CATCHES = (*_CATCHES, signal.SIGHUP, signal.SIGQUIT)
@@ -45,8 +46,8 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
 
     SIGINT and SIGTERM are passed on to stage 0, which ends the run in order, in whatever time it takes. A
     second one is passed on too, and a few seconds later all that are left are killed. When one process has
-    failed or stage 0 has ended, the others get some seconds to end. However this process itself ends, the
-    others end too.
+    failed or stage 0 has ended, the others get some seconds to end; those that have not met it yet cannot see
+    that, and are sent SIGTERM, as torchrun does. However this process itself ends, the others end too.
 
     Args:
         stages: how many processes.
@@ -102,7 +103,8 @@ def _caught(processes: Sequence[Process]) -> list[int]:
 
 def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
     """Pass signals on until every process has ended."""
-    passed, failed, deadline = 0, None, math.inf
+    passed, failed, deadline, patience = 0, None, math.inf, math.inf
+    terminated: list[Process] | None = None
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
         if len(caught) > passed:
@@ -112,13 +114,26 @@ def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
         failed = _first_failure(processes) if failed is None else failed
         if failed is not None or processes[0].poll() is not None:
             deadline = min(deadline, now + _GRACE)
+            patience = min(patience, now + _PATIENCE)
+        if terminated is None and failed is not None and now > patience:
+            terminated = _terminate(processes)
         if now > deadline:
             left = _kill(processes)
-            if passed < 2:
+            if not passed:
                 print(f"error: {_why(processes, failed)}stages {left} did not end; killed", file=sys.stderr)
         time.sleep(_LOOK_AGAIN)
     failed = _first_failure(processes) if failed is None else failed
+    if terminated and not passed and all(_code(process) == 128 + signal.SIGTERM for process in terminated):
+        print(f"error: {_why(processes, failed)}the others had not met it yet", file=sys.stderr)
     return 0 if failed is None else _code(processes[failed])
+
+
+def _terminate(processes: Sequence[Process]) -> list[Process]:
+    """Ask those that are left to end, and return them."""
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
+        process.terminate()
+    return left
 
 
 def _kill(processes: Sequence[Process]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +76,13 @@ def train(
     inputs.append(config.base_model)
     folder.check_free(overwrite=overwrite, inputs=inputs)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
-    with closing(prepared.engine), folder.take() as metrics:
+    with prepared.engine, folder.take() as metrics:
         # loading takes long enough for another run to begin and to end
         folder.check_contents(overwrite=overwrite, inputs=inputs)
         folder.clear()
         metrics.cut(0)
         folder.write_config(prepared.config)
-        return _run(prepared, folder, metrics, reporter, trace=trace)
+        return _run(prepared, folder, metrics, reporter, member, trace=trace)
 
 
 def _measured(prepared: Prepared) -> Prepared:
@@ -126,11 +125,11 @@ def resume(
                 config = folder.read_config()
                 check_replicas(config, member)
                 prepared = _measured(_continued(config, folder, checkpoint, reporter, member))
-                with closing(prepared.engine):
+                with prepared.engine:
                     if prepared.config.pipeline != config.pipeline:
                         folder.write_config(prepared.config)
                     metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
-                    return _run(prepared, folder, metrics, reporter)
+                    return _run(prepared, folder, metrics, reporter, member)
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
@@ -203,9 +202,17 @@ def finished_result(folder: RunFolder) -> RunResult | None:
 
 
 def _run(
-    prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter, *, trace: bool = False
+    prepared: Prepared,
+    folder: RunFolder,
+    metrics: Metrics,
+    reporter: Reporter,
+    member: Member | None,
+    *,
+    trace: bool = False,
 ) -> RunResult:
     loop = TrainingLoop(prepared, folder, metrics, reporter)
+    if member:
+        member.put_right = reporter.close
     reporter.start(prepared.tasks)
     engine = prepared.engine
     if not engine.alone:

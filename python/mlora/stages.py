@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -42,19 +42,23 @@ LOCAL: Any = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Member:
     """This process's part in a pipeline.
 
     Attributes:
         world: the pipeline's processes.
         watch: watches the others.
-        describe: once the stage is there, says which adapters it is working on.
+        in_flight: says which adapters its stage is working on; before there is one, none.
+        put_right: called before a fault of another process ends this one.
+        met: whether the processes have told each other of a usual micro-batch.
     """
 
     world: World
-    watch: Watch
-    describe: list[Callable[[], list[str]]]
+    watch: Watch = field(init=False)
+    in_flight: Callable[[], list[str]] = list
+    put_right: Callable[[], None] = lambda: None
+    met: bool = False
 
 
 def is_launched() -> bool:
@@ -101,13 +105,15 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
         return
     end_with_parent(os.getppid())
     _set_signals(world)
-    describe: list[Callable[[], list[str]]] = []
-    with Watch(world, lambda: ", ".join(name for names in describe for name in names())) as watch:
+    member = Member(world)
+    with Watch(world, lambda: ", ".join(member.in_flight()), lambda _: member.put_right()) as watch:
+        member.watch = watch
         try:
             _agree(world, config)
-            member = Member(world, watch, describe)
+            if world.rank:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             yield member
-            if world.rank == 0 and not describe:
+            if world.rank == 0 and not member.met:
                 usual_lengths_of(member, None)  # there was nothing to do, for which the others wait
         except (PeerError, PipelineError) as error:
             watch.report(first_line(error), after=PEERS_FIRST)
@@ -122,12 +128,14 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
 
 
 def _set_signals(world: World) -> None:
-    """Stage 0 alone ends a run that a signal interrupts; the others end when it does."""
+    """Stage 0 alone ends a run that a signal interrupts; the others end when it does.
+
+    Until all have met, SIGTERM ends each: a launcher sends it when a process has ended that the others do not
+    see yet.
+    """
     if world.rank:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-    else:
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -187,6 +195,7 @@ def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int]
         Those of stage 0, or none where it has nothing to do.
     """
     found: list[int] | None = member.world.gather("lengths", lengths)[0]
+    member.met = True
     return found
 
 
@@ -228,7 +237,7 @@ def crew_of(
         in_flight=most_under_way(config),
         trace=trace,
     )
-    member.describe.append(lambda: part.in_flight)
+    member.in_flight = lambda: part.in_flight
     return Crew(FirstStage(process), part, blocks, pipeline.replicas, config.base_model), process
 
 
