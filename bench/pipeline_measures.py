@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from mlora.pipeline.actions import Kind
 from mlora.pipeline.measures import Window, measure
 from mlora.pipeline.simulate import simulate
-from mlora.pipeline.timeline import OPTIMIZER, Event, Timeline
+from mlora.pipeline.timeline import OPTIMIZER, Event, Timeline, as_events
+from mlora.pipeline.trace import Entry, Span
 from mlora.pipeline.workload import Link, StageTime, Stream, Workload
-from pipeline_turn import Case, Item, Span
+from mlora.trace_file import TraceFiles
+from pipeline_turn import Case, Item
 from timing import spread
 
-KINDS = {"forward": str(Kind.FORWARD), "backward": str(Kind.BACKWARD), "optimizer": OPTIMIZER}
+GIGABIT = 125e6  # bytes per second, the rate of the links between network namespaces
 Ranks = Sequence[Mapping[str, Any]]
 """One turn as each process told of it."""
 
@@ -38,7 +40,7 @@ def row_of(case: Case, turns: Sequence[Ranks], rows: int) -> dict[str, Any]:
     if turns[0][0]["spans"]:
         row["times"] = times_of(turns)
     if case.way == "ours":
-        row["simulated_bubble"] = simulated_bubble(case, row["times"])
+        row["simulated_bubble"] = simulated_bubble(case, row)
     return row
 
 
@@ -78,77 +80,100 @@ def _slowest(timeline: Timeline, window: Window) -> float:
     found = []
     for stage in range(timeline.stages):
         own = inside[inside["stage"] == stage]
-        found.append(float((own["end"] - own["begin"]).sum()) / (own["kind"] == KINDS["backward"]).sum())
+        found.append(float((own["end"] - own["begin"]).sum()) / (own["kind"] == str(Kind.BACKWARD)).sum())
     return max(found)
 
 
 def timeline_of(ranks: Ranks) -> Timeline:
     """A turn's forwards, backwards and optimizer steps on all stages."""
-    items = [Item(*item) for item in ranks[0]["items"]]
-    zero = ranks[0]["begin"]
-    events = []
-    for stage, rank in enumerate(ranks):
-        for span in map(Span._make, rank["spans"]):
-            if span.role == "compute" and span.sort in KINDS:
-                times = (span.begin / 1e9 - zero, span.end / 1e9 - zero)
-                events.append(Event(stage, KINDS[span.sort], *items[span.number - 1], *times))
-    return Timeline.of(events)
+    items, stages = ranks[0]["items"], _spans(ranks)
+    traced = _traced(items, stages).timeline()
+    assert traced is not None, "every stage has run every micro-batch"
+    steps = [
+        Event(stage, OPTIMIZER, *items[span.number - 1], span.begin / 1e9, span.end / 1e9)
+        for stage, spans in enumerate(stages)
+        for span in spans
+        if span.sort == "optimizer"
+    ]
+    return Timeline.of([*as_events(traced.events), *steps])
+
+
+def _spans(ranks: Ranks) -> list[list[Span]]:
+    """Those of each stage, since the begin of the first one."""
+    stages = [[Span(*span) for span in rank["spans"]] for rank in ranks]
+    zero = min(span.begin for spans in stages for span in spans)
+    return [[span._replace(begin=span.begin - zero, end=span.end - zero) for span in own] for own in stages]
+
+
+def _traced(items: Sequence[Sequence[int]], stages: Sequence[Sequence[Span]]) -> TraceFiles:
+    entries = [
+        Entry(number, str(adapter), micro_batch, rows=1, train=True)
+        for number, (adapter, _step, micro_batch) in enumerate(items, 1)
+    ]
+    return TraceFiles(stages, entries)
 
 
 def times_of(turns: Sequence[Ranks]) -> dict[str, Any]:
-    """Median seconds of each stage, and of links: from the end of computing to the message's arrival.
+    """Seconds of each stage, and of links: from the end of computing to the message's arrival.
 
-    `optimizer` is that of a micro-batch: the step's, divided by how many micro-batches it has.
+    Medians over turns of medians. `optimizer` is that of a micro-batch: the step's, divided by how many
+    micro-batches it has.
     """
-    stages = range(len(turns[0]))
-    pairs = list(pairwise(stages))
+    each = [_times_of_turn(ranks) for ranks in turns]
+    stages = [
+        {sort: median(times["stages"][stage][sort] for times in each) for sort in times}
+        for stage, times in enumerate(each[0]["stages"])
+    ]
+    links = {
+        way: [median(link) for link in zip(*(times[way] for times in each), strict=True)]
+        for way in ("links_forward", "links_backward")
+    }
+    return {"stages": stages, **links}
+
+
+def _times_of_turn(ranks: Ranks) -> dict[str, Any]:
+    items, stages = ranks[0]["items"], _spans(ranks)
+    traced = _traced(items, stages)
+    timeline = traced.timeline()
+    assert timeline is not None, "every stage has run every micro-batch"
+    times = traced.times(timeline)
+    spent = [[(s.end - s.begin) / 1e9 for s in own if s.sort == "optimizer"] for own in stages]
+    optimizer = [median(own) * len(own) / len(items) if own else 0.0 for own in spent]
     return {
-        "stages": [_stage_times(turns, stage) for stage in stages],
-        "links_forward": [_latency(turns, a, b, "forward") for a, b in pairs],
-        "links_backward": [_latency(turns, b, a, "backward") for a, b in pairs],
+        "stages": [
+            {"forward": stage.forward, "backward": stage.backward, "optimizer": seconds}
+            for stage, seconds in zip(times.stages, optimizer, strict=True)
+        ],
+        "links_forward": [link.latency for link in times.forward],
+        "links_backward": [link.latency for link in times.backward],
     }
 
 
-def _stage_times(turns: Sequence[Ranks], stage: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {sort: [] for sort in KINDS}
-    for ranks in turns:
-        for span in map(Span._make, ranks[stage]["spans"]):
-            if span.role == "compute" and span.sort in KINDS:
-                found[span.sort].append((span.end - span.begin) / 1e9)
-    middle = {sort: median(values) if values else 0.0 for sort, values in found.items()}
-    middle["optimizer"] *= len(found["optimizer"]) / len(found["backward"])
-    return middle
-
-
-def _latency(turns: Sequence[Ranks], source: int, target: int, sort: str) -> float:
-    waits = []
-    for ranks in turns:
-        sent = {s.number: s.end for s in _spans(ranks[source], "compute", sort)}
-        waits += [(s.end - sent[s.number]) / 1e9 for s in _spans(ranks[target], "receive", sort)]
-    return max(median(waits), 0.0) if waits else 0.0
-
-
-def _spans(rank: Mapping[str, Any], role: str, sort: str) -> list[Span]:
-    return [span for span in map(Span._make, rank["spans"]) if (span.role, span.sort) == (role, sort)]
-
-
-def simulated_bubble(case: Case, times: Mapping[str, Any]) -> float | None:
+def simulated_bubble(case: Case, row: Mapping[str, Any]) -> float | None:
     """The bubble of the steady window that the simulator gives for measured times.
+
+    A link is occupied for as long as the bytes that were on the wire need at its rate, and the rest of what
+    was measured is latency; without a rate all of it is.
 
     Args:
         case: what ran.
-        times: of `times_of`.
+        row: its `times` and `wire_bytes_per_micro_batch`.
     """
-    size = case.micro_batches
+    times, size = row["times"], case.micro_batches
     stages = [
         StageTime(t["forward"], t["backward"], optimizer=t["optimizer"] * size) for t in times["stages"]
     ]
-    forward, backward = ([Link(each) for each in times[f"links_{way}"]] for way in ("forward", "backward"))
-    streams = [Stream(max(case.steps, 4), size)] * case.adapters
-    in_flight = case.adapters * size if case.schedule == "lorapp" else None
-    return measure(
-        simulate(Workload(stages, streams, case.schedule, forward, backward, in_flight))
-    ).bubble_ratio
+    on_wire = row["wire_bytes_per_micro_batch"] / (2 * max(len(stages) - 1, 1)) / GIGABIT
+    forward, backward = (
+        [Link(max(seconds - on_wire, 0.0), overhead=on_wire) for seconds in times[f"links_{way}"]]
+        for way in ("forward", "backward")
+    )
+    # until the first adapter ends, those that wait for a place do nothing
+    adapters = case.at_once or case.adapters
+    streams = [Stream(max(case.steps, 4), size)] * adapters
+    in_flight = adapters * size if case.schedule == "lorapp" else None
+    workload = Workload(stages, streams, case.schedule, forward, backward, in_flight)
+    return measure(simulate(workload)).bubble_ratio
 
 
 def losses_of(ranks: Ranks) -> dict[Item, float]:
@@ -163,20 +188,26 @@ def losses_of(ranks: Ranks) -> dict[Item, float]:
 def worst_difference(turns: Sequence[tuple[Case, Ranks]]) -> float:
     """The largest relative difference of losses between contenders that began with the same adapters.
 
-    Micro-batches are compared where N is the same.
+    Losses of all steps count; those behind an update show whether the gradients were the same ones, but for a
+    constant factor, which AdamW does not see. Micro-batches are compared where N is the same.
+
+    Returns:
+        It; infinite where a loss is no number.
 
     Raises:
-        ValueError: contenders of the same N have no micro-batch in common.
+        ValueError: contenders of the same N have no micro-batch behind an update in common.
     """
     worst = 0.0
-    first: dict[int, dict[Item, float]] = {}
+    known: dict[int, dict[Item, float]] = {}
     for case, ranks in turns:
         losses = losses_of(ranks)
-        other = first.setdefault(case.micro_batches, losses)
-        common = losses.keys() & other.keys()
-        if not common:
-            raise ValueError(f"{case.name}: told no losses to compare")
-        worst = max(worst, *(abs(losses[item] / other[item] - 1) for item in common))
+        others = known.setdefault(case.micro_batches, losses)
+        common = losses.keys() & others.keys()
+        if not any(item.step for item in common):
+            raise ValueError(f"{case.name}: told no losses behind an update to compare")
+        found = [abs(losses[item] / others[item] - 1) for item in common]
+        worst = max(worst, *(each if math.isfinite(each) else math.inf for each in found))
+        known[case.micro_batches] = losses | others
     return worst
 
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from mlora.pipeline import FirstStage, Hooks, Neighbours, Place, StageProcess
-from pipeline_turn import Case, Item, Span, Turn, rounds
+from mlora.pipeline.trace import Span
+from pipeline_turn import Case, Item, Turn, rounds
 from torch import Tensor, nn
 
 _SPANS = 1 << 18
@@ -73,7 +74,7 @@ class Ours:
             process.serve()
         else:
             _Feed(FirstStage(process), case, steps, self._batch, turn).run()
-        turn.spans = [Span(*span) for span in process.runner.stage.trace.spans()] + after.spans
+        turn.spans = process.runner.stage.trace.spans() + after.spans
         links = (process.runner.before, process.runner.after)
         turn.sent = sum(link.sent for link in links if link is not None)
         self._measure(turn)

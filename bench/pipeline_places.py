@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ RATE = "1gbit"
 SLEEP = {"forward": 0.040, "backward": 0.046}
 """Seconds; of the order of a stage's micro-batch of `REAL`."""
 QUICK_SLEEP = {"forward": 0.004, "backward": 0.005}
+WARM_UP_STEPS = 2
+"""Of each adapter; what the second one's losses are, shows what the first one's update was."""
 DELAYS = (0.5, 0.9)
 """Shares of the shortest forward."""
 
@@ -53,7 +55,24 @@ class Place:
         """As `pipeline_worker.py` reads it."""
         what = {"shape": asdict(self.shape)} if self.shape else {"sleep": self.sleep}
         cases = [asdict(case) for case in self.cases]
-        return what | {"cases": cases, "repeats": self.repeats, "warm_up_steps": 1}
+        return what | {"cases": cases, "repeats": self.repeats, "warm_up_steps": WARM_UP_STEPS}
+
+
+def place_of(result: Mapping[str, Any]) -> Place:
+    """The place that a result is of.
+
+    Args:
+        result: one of the places of `pipeline.json`.
+    """
+    return Place(
+        result["name"],
+        result["stages"],
+        [Case(**case) for case in result["cases"]],
+        max(row["turns"] for row in result["rows"].values()),
+        Shape(**result["shape"]) if result["shape"] else None,
+        result["sleep"],
+        result["network"],
+    )
 
 
 def places(sections: Sequence[str], *, quick: bool, repeats: int) -> list[Place]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ _COLUMNS = (
 def text(data: Mapping[str, Any]) -> str:
     """Everything as a table."""
     machine = data["machine"]
+    command = re.sub(r" --out \S+", "", machine["command"])
     lines = [
         f"{machine['processor']}, {machine['logical_cores']} cores, torch {machine['torch']}, "
-        f"commit {machine['commit']}, {machine['date']}: {machine['command']}",
+        f"commit {machine['commit']}, {machine['date']}: {command}",
     ]
     if data["quick"]:
         lines.append("--quick: sizes that show nothing")
@@ -32,9 +35,26 @@ def text(data: Mapping[str, Any]) -> str:
         titles = "".join(f"{title:>{_width(spec) + 1}}" for title, _, spec, _ in _COLUMNS)
         lines.append(f"  {'':34}{titles}")
         lines += [_row(name, row) for name, row in place["rows"].items()]
-    lines += ["", *(_line(line) for line in data["lines"])]
+    missed = misses(data)
+    lines += ["", *(_line(line) + (" MISSED" if line in missed else "") for line in data["lines"])]
     lines += [f"not run: {name}: {reason}" for name, reason in data["not_run"].items()]
     return "\n".join(lines) + "\n"
+
+
+def misses(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The lines whose value is not what it must be; none of `--quick`, whose sizes show nothing."""
+    return [] if data["quick"] else [line for line in data["lines"] if not _reached(line)]
+
+
+def _reached(line: Mapping[str, Any]) -> bool:
+    value: float = line["value"]
+    if "between" in line:
+        least, most = line["between"]
+    elif line["must"] is None:
+        return True
+    else:
+        least, most = (line["must"], inf) if line["at_least"] else (-inf, line["must"])
+    return bool(least <= value <= most)
 
 
 def _title(place: Mapping[str, Any]) -> str:

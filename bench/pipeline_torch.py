@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_turn import Case, Item, Span, Turn, rounds
+from mlora.pipeline.trace import Span
+from pipeline_turn import Case, Item, Turn, rounds
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -106,16 +107,15 @@ class TorchPipeline:
         return turn
 
     def _flush(self, turn: Turn, kept: list[Tensor], adapters: list[int], step: int) -> None:
-        case, sequences = self._case, 1
+        case = self._case
         items = [Item(k, step, index) for k in adapters for index in range(case.micro_batches)]
         self._stage.first_number = len(turn.items) + 1
         turn.items += items
         ids = [self._batch(item) for item in items]
-        sequences = len(ids[0])
         options: dict[str, Any] = {"return_outputs": False}
         if case.joint:
             owners = torch.tensor([item.adapter for item in items])
-            options["adapter"] = owners.repeat_interleave(sequences)
+            options["adapter"] = owners.repeat_interleave(len(ids[0]))
         else:
             self._module.choice.adapter = adapters[0]
         whole = torch.cat(ids)

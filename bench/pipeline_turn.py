@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mlora.pipeline.trace import Span
+
 
 @dataclass(frozen=True)
 class Case:
@@ -46,30 +48,13 @@ class Item(NamedTuple):
     micro_batch: int
 
 
-class Span(NamedTuple):
-    """Something that a process did, in nanoseconds of the machine's monotonic clock.
-
-    Attributes:
-        role: `compute`, `send` or `receive`.
-        sort: `forward`, `backward` or `optimizer`.
-        number: of the micro-batch.
-        begin, end: when.
-    """
-
-    role: str
-    sort: str
-    number: int
-    begin: int
-    end: int
-
-
 @dataclass
 class Turn:
     """What one process tells of a turn.
 
     Attributes:
         items: what entered, as the first stage knows.
-        spans: what it did; none where the contender is no pipeline.
+        spans: what it did, optimizer steps as `optimizer`; none where the contender is no pipeline.
         losses: by item, where the loss is computed.
         ended: monotonic seconds at which each adapter ended, as the first process knows.
         sent: bytes to neighbours that the contender counted.

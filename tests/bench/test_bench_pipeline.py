@@ -1,6 +1,7 @@
 """The benchmark of pipelines runs, and its numbers have the form that they must have; no time is judged."""
 
 import json
+import math
 import subprocess
 import sys
 from importlib import import_module
@@ -73,7 +74,7 @@ def lines(data: dict[str, Any], section: str, word: str = "") -> dict[str, float
 def test_stages_that_compute(data: dict[str, Any]) -> None:
     place = place_of(data, "real")
     check_rows(place)
-    assert place["losses_differ_by"] < 1e-4
+    assert place["losses_differ_by"] < 1e-5
     assert set(place["rows"]) >= PEERS
     ratios = lines(data, "throughput")
     assert ratios["lorapp / gpipe"] > 0
@@ -91,8 +92,8 @@ def test_stages_that_sleep(out: Path, data: dict[str, Any]) -> None:
     assert place["stages"] == 3
     assert "SLEEP KERNELS" in (out / "pipeline.txt").read_text()
     sleeping = [line for line in data["lines"] if line.get("place") == "sleep D=3" and "measured" in line]
-    names = {line["what"].split(", ")[1].split(":")[0] for line in sleeping}
-    assert names == {"lorapp L=3", "lorapp L=4", "lorapp L=6", "gpipe N=3", "1f1b N=3"}
+    names = {line["what"].removeprefix("sleep D=3, ").split(":")[0] for line in sleeping}
+    assert names == set(place["rows"]), "every row that has a bubble is compared with the simulator"
     assert len(lines(data, "overlap")) == 4
 
 
@@ -110,6 +111,9 @@ def test_between_namespaces(data: dict[str, Any]) -> None:
     # what the ports count has really left, in frames with headers of their own
     for count, sent in zip(ports.values(), interface.values(), strict=True):
         assert 1 < count < sent
+    compared = [line for line in data["lines"] if line.get("place") == "network"]
+    assert compared, "the simulator is compared here, too"
+    assert all(line["must"] is None and "between" not in line for line in compared)
     links = subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
     assert "mlora0" not in links, "nothing is left behind"
 
@@ -128,6 +132,87 @@ def test_refuses_an_unknown_section() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "sections: expected some of throughput, network, volume, bubbles, overlap, tasks" in done.stderr
+
+
+def report(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, BENCH / "bench_pipeline.py", "--from", path, "--out", out]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_kept_result_is_reported_again(out: Path, tmp_path: Path) -> None:
+    done = report(out / "pipeline.json", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"pipeline.txt", "pipeline.png"}
+    assert (tmp_path / "again" / "pipeline.txt").read_text() == (out / "pipeline.txt").read_text()
+    done = report(tmp_path / "none.json", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "none.json" in done.stderr
+
+
+def test_what_misses_is_marked_and_fails(out: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    place = place_of(data, "sleep D=3")
+    for row in place["rows"].values():
+        row["bubble"] = 0.5
+    (tmp_path / "pipeline.json").write_text(
+        json.dumps(data | {"quick": False, "sections": ["bubbles"], "places": [place]})
+    )
+    done = report(tmp_path / "pipeline.json", tmp_path)
+    assert done.returncode == 1
+    assert "missed: sleep D=3, lorapp L=3: bubble measured - simulated" in done.stderr
+    marked = [line for line in done.stdout.splitlines() if line.endswith(" MISSED")]
+    assert any("lorapp L=3: bubble" in line for line in marked)
+
+
+@pytest.mark.parametrize(
+    ("line", "missed"),
+    [
+        ({"value": 2.0, "must": 2.0, "at_least": True}, False),
+        ({"value": 1.9, "must": 2.0, "at_least": True}, True),
+        ({"value": 1.9, "must": 2.0, "at_least": False}, False),
+        ({"value": 2.1, "must": 2.0, "at_least": False}, True),
+        ({"value": math.nan, "must": 2.0, "at_least": False}, True),
+        ({"value": 0.2, "between": [0.2, 0.5]}, False),
+        ({"value": -0.04, "must": None, "between": [-0.03, 0.03]}, True),
+        ({"value": 9.0, "must": None}, False),
+    ],
+)
+def test_misses(bench_folder: Path, line: dict[str, Any], missed: bool) -> None:
+    misses = import_module("pipeline_report").misses
+    assert bool(misses({"quick": False, "lines": [line]})) == missed
+    assert not misses({"quick": True, "lines": [line]})
+
+
+def losses(*values: float) -> list[dict[str, Any]]:
+    """What one process told of steps 0, 1, ... of one adapter."""
+    return [{"losses": [((0, step, 0), value) for step, value in enumerate(values)]}]
+
+
+def test_losses_behind_an_update_are_compared(bench_folder: Path) -> None:
+    measures = import_module("pipeline_measures")
+    case = import_module("pipeline_turn").Case("a", "ours")
+
+    def worst(*turns: Any) -> float:
+        return float(measures.worst_difference([(case, turn) for turn in turns]))
+
+    assert worst(losses(4.0, 3.0), losses(4.0, 3.0)) == 0.0
+    assert worst(losses(4.0, 3.0), losses(4.0, 3.3)) == pytest.approx(0.1)
+    assert worst(losses(4.0, 3.0), losses(4.0, math.nan)) == math.inf
+    with pytest.raises(ValueError, match="a: told no losses behind an update"):
+        worst(losses(4.0), losses(4.0))
+
+
+def test_simulated_with_as_many_adapters_as_run_at_once(bench_folder: Path) -> None:
+    measures, case = import_module("pipeline_measures"), import_module("pipeline_turn").Case
+    stage = {"forward": 1.0, "backward": 1.0, "optimizer": 0.0}
+    times = {"stages": [stage] * 4, "links_forward": [0.0] * 3, "links_backward": [0.0] * 3}
+    row = {"times": times, "wire_bytes_per_micro_batch": 0.0}
+
+    def bubble(adapters: int, at_once: int | None) -> float:
+        chosen = case("", "ours", "lorapp", adapters, steps=6, tasks=True, at_once=at_once)
+        return float(measures.simulated_bubble(chosen, row))
+
+    assert bubble(4, None) < 0.01
+    assert bubble(4, 2) == bubble(2, None) == pytest.approx(0.5)
 
 
 def test_as_many_tokens_per_step_for_all(places: ModuleType) -> None:
