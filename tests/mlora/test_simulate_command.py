@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from closed_forms import lorapp_bubble, slowest_stage_bubble
 from command_line import Run, only_line
 from matplotlib.image import imread
 from mlora.errors import RunError
-from mlora.pipeline.closed_form import least_bubble, lorapp_bubble, slowest_stage_bubble
+from mlora.pipeline.closed_form import least_bubble
 from mlora.pipeline.timeline import Event
 from mlora.plot_timeline import plot_timeline
 
