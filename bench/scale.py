@@ -54,12 +54,15 @@ def fewest_adapters(stages: Sequence[StageTime], link: Link, rows: int) -> tuple
 
 
 def pipeline_row(model: Trained, depth: int, name: str, network: Network) -> dict[str, Any]:
-    """One pipeline with as many adapters as it needs, and with as many as stages."""
+    """One pipeline with as many streams as it needs, with as many as stages, and twice as many.
+
+    A stream is an adapter; `mlora train` makes at most 2D of them.
+    """
     stages, link = model.stages(depth), model.link(network)
     works = [stage.seconds() for stage in stages]
     adapters, found = fewest_adapters(stages, link, model.rows)
     per_device = model.rows / sum(works)
-    few = run(stages, link, depth, model.rows)
+    few, most = (run(stages, link, factor * depth, model.rows) for factor in (1, 2))
     return {
         "model": model.name,
         "stages": depth,
@@ -72,6 +75,7 @@ def pipeline_row(model: Trained, depth: int, name: str, network: Network) -> dic
         "adapters": adapters,
         "efficiency": found.throughput / depth / per_device,
         "efficiency_with_D_adapters": few.throughput / depth / per_device,
+        "efficiency_with_2D_adapters": most.throughput / depth / per_device,
         "tokens_per_second": found.throughput,
         "most_in_flight": max(found.in_flight),
         "memory_gb": model.memory(depth, found.in_flight, adapters) / 1e9,

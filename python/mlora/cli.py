@@ -191,7 +191,12 @@ def simulate(
         int | None, typer.Option(min=1, help="default: as many as --forward has values, else 4")
     ] = None,
     adapters: Annotated[
-        int, typer.Option(min=1, help="streams of lorapp; 1f1b and gpipe run all adapters as one batch")
+        int,
+        typer.Option(
+            min=1,
+            help="streams of lorapp: adapters, or groups that share batches, as mlora train makes of more "
+            "than 2 * stages; 1f1b and gpipe run all adapters as one batch",
+        ),
     ] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="of each optimizer step")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of each adapter")] = 20,
@@ -210,7 +215,10 @@ def simulate(
     rows: Annotated[int | None, typer.Option(min=1, help="tokens of a micro-batch [1]")] = None,
     itemsize: Annotated[int | None, typer.Option(min=1, help="bytes of a number [2]")] = None,
     in_flight: Annotated[
-        int | None, typer.Option(min=1, help="the most micro-batches at once, for lorapp [any number]")
+        int | None,
+        typer.Option(
+            min=1, help="the most micro-batches at once, for lorapp [adapters * micro-batches, as in a run]"
+        ),
     ] = None,
     times: Annotated[
         Path | None, typer.Option(help="JSON file with measured times of stages and links")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mlora.errors import RunError
-from mlora.pipeline.closed_form import least_bubble
+from mlora.pipeline.closed_form import is_reached, least_bubble
 from mlora.pipeline.measures import Measures, measure
+from mlora.pipeline.schedules import FLUSHED
 from mlora.pipeline.simulate import simulate
 from mlora.pipeline.timeline import Timeline, as_events
 from mlora.pipeline.workload import Link, StageTime, Stream, Workload
@@ -19,6 +20,9 @@ from mlora.stage_times import read_times
 
 BARS, MOST_BARS = 60, 60_000
 """What a picture shows: of stage 0 at least, and of all stages at most."""
+
+GROUPS_OF_A_STAGE = 2
+"""Into so many groups for each stage a run spreads its adapters at most, see `mlora.groups.group_count`."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,15 @@ class Forecast:
         workload: what was simulated.
         timeline: what came of it.
         measures: its numbers.
-        closed_form: the bubble ratio of the closed form; of unequal stages, a lower bound.
+        closed_form: a lower bound of an endless run's bubble ratio.
+        exact: whether such a run is known to come to it.
     """
 
     workload: Workload
     timeline: Timeline
     measures: Measures
     closed_form: float
+    exact: bool
 
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints: seconds, bytes and rows."""
@@ -74,23 +80,32 @@ class Forecast:
             "streams": [asdict(stream) for stream in workload.streams],
             "in_flight_limit": workload.in_flight,
             "closed_form": self.closed_form,
+            "closed_form_is_exact": self.exact,
             **asdict(self.measures),
         }
 
     def lines(self) -> list[str]:
         """What the command prints over its table."""
         workload, measures = self.workload, self.measures
-        first, equal = workload.streams[0], len(set(workload.stages)) == 1
-        streams = f"{len(workload.streams)} streams" if len(workload.streams) > 1 else "1 stream"
+        first, stages, streams = workload.streams[0], len(workload.stages), len(workload.streams)
+        steps = _counted(first.steps, "step")
         lines = [
-            f"{workload.schedule}: {len(workload.stages)} stages, {streams} of {first.micro_batches} "
-            f"micro-batch{'es' if first.micro_batches > 1 else ''} a step, {first.steps} steps"
+            f"{workload.schedule}: {_counted(stages, 'stage')}, {_counted(streams, 'stream')} of "
+            f"{_counted(first.micro_batches, 'micro-batch', 'es')} a step, {steps}"
         ]
-        closed = f"{'closed form' if equal else 'lower bound'} {self.closed_form:.1%}"
+        groups = GROUPS_OF_A_STAGE * stages
+        if streams > groups and stages > 1:
+            lines.append(
+                f"mlora train runs {streams} adapters as {groups} streams, groups that share batches; to "
+                f"forecast that, give --adapters {groups} and the times of a group's batch"
+            )
+        closed = f"{'closed form' if self.exact else 'lower bound'} {self.closed_form:.1%}"
         if measures.bubble_ratio is None or measures.throughput is None:
-            lines.append(f"bubble ratio: no steady window in {first.steps} steps, {closed}")
+            lines.append(f"bubble ratio: no steady window in {steps}, {closed}")
             rate = measures.makespan_throughput
         else:
+            if round(measures.bubble_ratio, 3) < round(self.closed_form, 3):
+                closed += " of an endless run: the begin still shows, more --steps come closer"
             lines.append(f"bubble ratio: {measures.bubble_ratio:.1%} simulated, {closed}")
             rate = measures.throughput
         lines.append(
@@ -166,10 +181,15 @@ def forecast(options: Options) -> Forecast:
         raise
     except ValueError as error:
         raise RunError(str(error)) from error
-    return Forecast(workload, timeline, measure(timeline), _closed_form(workload))
+    return Forecast(workload, timeline, measure(timeline), _closed_form(workload), is_reached(workload))
+
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural if count > 1 else ''}"
 
 
 def _workload(options: Options) -> Workload:
+    _check_used(options)
     rows = options.rows or 1
     if options.times is not None:
         given = ("stages", "forward", "backward", "latency", "bandwidth", "message_bytes", "hidden")
@@ -191,8 +211,22 @@ def _workload(options: Options) -> Workload:
         )
         forward = backward = [link] * (len(stages) - 1)
     stream = Stream(options.steps, options.micro_batches, (rows,))
-    streams = [stream] * (options.adapters if options.schedule == "lorapp" else 1)
-    return Workload(stages, streams, options.schedule, forward, backward, options.in_flight)
+    if options.schedule != "lorapp":
+        return Workload(stages, [stream], options.schedule, forward, backward)
+    in_flight = options.in_flight or options.adapters * options.micro_batches
+    return Workload(stages, [stream] * options.adapters, options.schedule, forward, backward, in_flight)
+
+
+def _check_used(options: Options) -> None:
+    """Refuse an option that the others leave without effect."""
+    if options.in_flight is not None and options.schedule in FLUSHED:
+        raise RunError(f"--in-flight: is for lorapp; {options.schedule} says itself what is in flight")
+    if options.itemsize is not None and options.hidden is None:
+        raise RunError("--itemsize: is that of --hidden, which is not given")
+    if options.bandwidth is None and options.times is None:
+        for name, value in (("bytes", options.message_bytes), ("hidden", options.hidden)):
+            if value is not None:
+                raise RunError(f"--{name}: takes no time without --bandwidth, which is not given")
 
 
 def _stages(options: Options) -> list[StageTime]:
@@ -212,9 +246,10 @@ def _values(name: str, text: str) -> list[float]:
     values = []
     for part in text.split(","):
         try:
-            values.append(_at_least(name, float(part), 0.0))
+            value = float(part)
         except ValueError as error:
             raise RunError(f"--{name}: expected milliseconds such as 1.5 or 1,2,2,1, got {text!r}") from error
+        values.append(_at_least(name, value, 0.0))
     return values
 
 

@@ -3,16 +3,18 @@
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from closed_forms import flushed_bubble, lorapp_adapters, lorapp_bubble, slowest_stage_bubble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.pipeline.actions import Kind, check_schedule
-from mlora.pipeline.closed_form import flushed_bubble, lorapp_adapters, lorapp_bubble, slowest_stage_bubble
+from mlora.pipeline.closed_form import is_reached, least_bubble
 from mlora.pipeline.measures import measure
 from mlora.pipeline.order import order_of
+from mlora.pipeline.schedules import gpipe
 from mlora.pipeline.simulate import simulate
 from mlora.pipeline.timeline import Event, Timeline, action_lists, as_events
 from mlora.pipeline.workload import Link, StageTime, Stream, Workload
@@ -63,6 +65,46 @@ def test_closed_forms_agree_with_each_other() -> None:
     assert lorapp_bubble(4, 4, latency=0.05) == pytest.approx(1 - 4 / (4 + 2 * 3 * 0.05))
     assert [lorapp_adapters(8, c) for c in (0, 0.1, 0.5, 0.6)] == [8, 15, 15, 22]
     assert slowest_stage_bubble([1, 1, 2]) == pytest.approx(1 / 3)
+
+
+def test_where_the_lower_bound_is_reached() -> None:
+    """Wherever `is_reached` says so a long run comes to the bound; elsewhere some stay far from it."""
+    gaps: dict[bool, list[float]] = {True: [], False: []}
+    for stages, adapters, size, latency, backward in product(
+        (1, 3, 8), (1, 3, 8, 11), (1, 3), (0.0, 0.25), (0.5, 2.0)
+    ):
+        plain = equal(stages, adapters, backward=backward, latency=latency, micro_batches=size, steps=40)
+        for in_flight in {adapters * size, max(adapters * size // 2, 1)}:
+            workload = replace(plain, in_flight=in_flight)
+            hops = [2 * latency * (1 + backward)] * (stages - 1)
+            least = least_bubble([1 + backward] * stages, hops, adapters, size, in_flight=in_flight)
+            gaps[is_reached(workload)].append(bubble(workload) - least)
+    assert -1e-9 < min(gaps[True]) <= max(gaps[True]) < HALF_A_POINT
+    assert len(gaps[True]) > 50
+    assert max(gaps[False]) > 0.1
+
+
+def test_the_lower_bound_is_not_always_reached() -> None:
+    stage, stream, late = StageTime(1, 1), Stream(9), Link(0.1)
+    fits = Workload([stage] * 4, [stream] * 4, in_flight=4)
+    assert is_reached(fits)
+    assert is_reached(replace(fits, streams=[stream] * 9, in_flight=None))
+    assert is_reached(replace(fits, forward=late, backward=late))
+    assert is_reached(replace(fits, streams=[Stream(9, 8)], schedule="1f1b", in_flight=None))
+    for changed in (
+        {"stages": [stage] * 3 + [StageTime(1, 2)]},
+        {"stages": [replace(stage, optimizer=0.1)] * 4},
+        {"streams": [stream] * 3 + [Stream(9, 2)]},
+        {"streams": [Stream(9, rows=(1, 2))] * 4},
+        {"in_flight": 3},
+        {"forward": late},
+        {"forward": late, "backward": late, "in_flight": None},
+        {"forward": late, "backward": late, "streams": [stream] * 5, "in_flight": 5},
+        {"forward": late, "backward": late, "streams": [stream], "schedule": "1f1b"},
+        {"schedule": "gpipe"},
+        {"streams": [Stream(9, 8)], "schedule": gpipe(4, 8)},
+    ):
+        assert not is_reached(replace(fits, **changed)), changed
 
 
 def test_one_stage_is_never_idle() -> None:
@@ -333,6 +375,12 @@ def test_an_order_that_waits_for_ever_is_named() -> None:
 
     with pytest.raises(ValueError, match="stream 0 stands still in its step 0"):
         simulate(Workload([StageTime(1, 1)] * 2, [Stream(1)]), lambda _s, _d: Idle())
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(1e6, 1), (1e300, 1), (1.0, 10**20)])
+def test_what_does_not_fit_the_clock_is_refused(seconds: float, rows: int) -> None:
+    with pytest.raises(ValueError, match="times or rows: too large; a run may take 106 days"):
+        simulate(Workload([StageTime(seconds, 1)] * 2, [Stream(20, rows=(rows,))]))
 
 
 def test_many_stages_and_streams() -> None:

@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from closed_forms import lorapp_bubble, slowest_stage_bubble
 from command_line import Run, only_line
 from matplotlib.image import imread
 from mlora.errors import RunError
-from mlora.pipeline.closed_form import least_bubble, lorapp_bubble, slowest_stage_bubble
+from mlora.forecast import GROUPS_OF_A_STAGE
+from mlora.groups import group_count, most_under_way
+from mlora.pipeline.closed_form import least_bubble
 from mlora.pipeline.timeline import Event
 from mlora.plot_timeline import plot_timeline
 
@@ -35,7 +39,7 @@ def test_it_prints_ratios_throughput_and_memory(run: Run) -> None:
         "stage  forward ms  backward ms  most in flight",
         "0      1           3            3",
         "1      1           3            3",
-        "2      1           3            3",
+        "2      1           3            2",
         "3      1           3            1",
     ]
 
@@ -49,7 +53,7 @@ def test_flushed_schedules_are_one_stream(run: Run) -> None:
 
 
 def test_links_and_limits(run: Run) -> None:
-    options = ("--stages", 4, "--adapters", 4, "--latency", 0.1, "--in-flight", 4)
+    options = ("--stages", 4, "--adapters", 4, "--latency", 0.1)
     found = output(run, *options)
     assert found["bubble_ratio"] == pytest.approx(lorapp_bubble(4, 4, latency=0.05))
     assert found["in_flight"] == [4, 3, 2, 1]
@@ -59,6 +63,54 @@ def test_links_and_limits(run: Run) -> None:
     assert by_rows["throughput"] == pytest.approx(64 * by_bytes["throughput"])
     slow = output(run, "--adapters", 9, "--bytes", 1e6, "--bandwidth", 1)
     assert slow["throughput"] == pytest.approx(125, rel=0.01), "8 ms for each message"
+
+
+def test_it_limits_what_is_in_flight_as_a_run_does(run: Run) -> None:
+    options = ("--stages", 8, "--adapters", 8, "--backward", 1.15, "--latency", 0.1075)
+    found = output(run, *options)
+    assert found["in_flight_limit"] == 8
+    assert found["bubble_ratio"] == pytest.approx(0.080, abs=0.001)
+    assert output(run, *options, "--in-flight", 64)["bubble_ratio"] == pytest.approx(0.239, abs=0.001)
+    for stages, micro_batches in ((2, 1), (4, 3)):
+        pipeline = SimpleNamespace(
+            processes=stages, replicas=1, schedule="lorapp", micro_batches=micro_batches
+        )
+        config: Any = SimpleNamespace(pipeline=pipeline, adapters=[None] * (stages + 1))
+        assert group_count(config) == GROUPS_OF_A_STAGE * stages
+        given = ("--stages", stages, "--adapters", stages + 1, "--micro-batches", micro_batches)
+        assert output(run, *given)["in_flight_limit"] == most_under_way(config)
+
+
+def test_more_streams_than_a_run_makes_are_told_of(run: Run) -> None:
+    line = (
+        "mlora train runs 9 adapters as 8 streams, groups that share batches; to forecast that, give "
+        "--adapters 8 and the times of a group's batch"
+    )
+    assert line in run("simulate", "--stages", 4, "--adapters", 9).stdout.splitlines()
+    for arguments in (["--adapters", 8], ["--stages", 1, "--adapters", 9], ["--schedule", "gpipe"]):
+        assert "mlora train" not in run("simulate", *arguments).stdout
+
+
+def test_a_bound_that_may_not_be_reached_is_called_one(run: Run) -> None:
+    def said(*arguments: object) -> str:
+        result = run("simulate", *arguments)
+        return next(line for line in result.stdout.splitlines() if line.startswith("bubble ratio"))
+
+    locked = ("--stages", 8, "--adapters", 11, "--latency", 0.5)
+    assert said(*locked) == "bubble ratio: 13.6% simulated, lower bound 4.3%"
+    assert output(run, *locked)["closed_form_is_exact"] is False
+    alike = ("--stages", 8, "--adapters", 8, "--latency", 0.1)
+    assert said(*alike) == "bubble ratio: 8.0% simulated, closed form 8.0%"
+    assert output(run, *alike)["closed_form_is_exact"] is True
+    flushed = ("--schedule", "1f1b", "--micro-batches", 8)
+    assert said(*flushed) == "bubble ratio: 27.3% simulated, closed form 27.3%"
+    assert "lower bound 32.8%" in said(*flushed, "--latency", 0.3)
+    early = ("--forward", "1,2", "--backward", "1,2", "--adapters", 4, "--steps", 3, "--micro-batches", 3)
+    assert said(*early) == (
+        "bubble ratio: 24.5% simulated, lower bound 25.0% of an endless run: the begin still shows, more "
+        "--steps come closer"
+    )
+    assert said("--steps", 1) == "bubble ratio: no steady window in 1 step, closed form 0.0%"
 
 
 def test_unequal_stages(run: Run) -> None:
@@ -126,13 +178,23 @@ def test_faults_of_measured_times(run: Run, tmp_path: Path, text: str, fault: st
         (["--schedule", "pipedream"], "schedule: expected one of lorapp, 1f1b, gpipe, got 'pipedream'"),
         (["--forward", "a"], "--forward: expected milliseconds such as 1.5 or 1,2,2,1, got 'a'"),
         (["--forward", "1,"], "--forward: expected milliseconds"),
-        (["--backward=-1"], "--backward: expected"),
+        (["--backward=-1"], "--backward: expected a number of at least 0, got -1.0"),
+        (["--forward", "1,nan"], "--forward: expected a number of at least 0, got nan"),
+        (["--forward", "1e9"], "times or rows: too large; a run may take 106 days"),
         (["--forward", "1,2", "--stages", "3"], "--forward: expected 1 value or 3 for 3 stages, got 2"),
         (["--latency=-1"], "--latency: expected a number of at least 0, got -1.0"),
         (["--bandwidth", "0", "--bytes", "1"], "--bandwidth: expected a number above 0, got 0.0"),
         (["--bandwidth", "1"], "--bandwidth: needs the size of a message"),
-        (["--bytes", "1", "--hidden", "2"], "--bytes: --hidden says it; give one of them"),
-        (["--bytes", "nan"], "--bytes: expected a number of at least 0, got nan"),
+        (
+            ["--bytes", "1", "--hidden", "2", "--bandwidth", "1"],
+            "--bytes: --hidden says it; give one of them",
+        ),
+        (["--bytes", "nan", "--bandwidth", "1"], "--bytes: expected a number of at least 0, got nan"),
+        (["--bytes", "1"], "--bytes: takes no time without --bandwidth, which is not given"),
+        (["--hidden", "1"], "--hidden: takes no time without --bandwidth, which is not given"),
+        (["--itemsize", "4"], "--itemsize: is that of --hidden, which is not given"),
+        (["--schedule", "1f1b", "--in-flight", "1"], "--in-flight: is for lorapp; 1f1b says itself what"),
+        (["--schedule", "gpipe", "--in-flight", "9"], "--in-flight: is for lorapp; gpipe says itself what"),
         (["--times", "/no/such"], "/no/such: cannot be read: No such file or directory"),
         (["--out", "a.jpg"], "--out: expected the name of a .png file, got 'a.jpg'"),
         (["--out", "/no/such/a.png"], "/no/such/a.png: cannot be saved: No such file or directory"),

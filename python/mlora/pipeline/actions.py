@@ -41,6 +41,11 @@ class Action:
 
         Raises:
             ValueError: if the text is none.
+
+        Example:
+            >>> lists = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+            >>> schedule = [[Action.parse(text) for text in stage.split()] for stage in lists]
+            >>> pipeline = Pipeline(modules, schedule, loss_fn)
         """
         match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
         if match is None:

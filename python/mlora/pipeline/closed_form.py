@@ -1,62 +1,14 @@
-"""Bubble ratios of the steady window in closed form, for equal stages.
+"""The bubble ratio of the steady window: a lower bound in closed form, and where it is reached.
 
-D stages, L adapters, N micro-batches of each step, T = forward + backward of a micro-batch on a stage, c the
-latency of a hop between neighbours.
+D stages, L streams, N micro-batches of each step, T = forward + backward of a micro-batch on a stage, c the
+latency of a hop between neighbours, W micro-batches in flight at most.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-
-def lorapp_bubble(stages: int, adapters: int, micro_batches: int = 1, latency: float = 0.0) -> float:
-    """LoRAPP: `max(0, 1 - L N / (D + N - 1 + 2 (D - 1) c / T))`.
-
-    A step of one adapter takes at least `(D + N - 1) T + 2 (D - 1) c`, in which every stage works `L N T`.
-    With c = 0 this is `max((D - 1 + N - L N) / (D + N - 1), 0)`, and with N = 1 `max((D - L) / D, 0)` (mLoRA,
-    section 4). Simulated, it is reached for c = 0, and with N = 1 and as many micro-batches in flight as
-    adapters for L <= D. Between there and `lorapp_adapters` it is a lower bound only.
-
-    Args:
-        stages: D.
-        adapters: L.
-        micro_batches: N.
-        latency: c / T.
-    """
-    period = stages + micro_batches - 1 + 2 * (stages - 1) * latency
-    return max(0.0, 1.0 - adapters * micro_batches / period)
-
-
-def lorapp_adapters(stages: int, latency: float = 0.0) -> int:
-    """Adapters with one micro-batch each that leave no bubble: `D + (D - 1) ceil(2 c / T)`.
-
-    A saturated stage repeats itself every T, so that a hop and its way back take a whole number of T more.
-
-    Args:
-        stages: D.
-        latency: c / T.
-    """
-    return stages + (stages - 1) * math.ceil(2 * latency)
-
-
-def flushed_bubble(stages: int, micro_batches: int) -> float:
-    """GPipe and 1F1B over a round of N micro-batches: `(D - 1) / (N + D - 1)` (GPipe, section 2.3).
-
-    Args:
-        stages: D.
-        micro_batches: N.
-    """
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
-def slowest_stage_bubble(seconds: Sequence[float]) -> float:
-    """The least bubble ratio of unequal stages: `1 - mean(T_s) / max(T_s)`, as the slowest one never waits.
-
-    Args:
-        seconds: T of each stage.
-    """
-    return 1.0 - sum(seconds) / len(seconds) / max(seconds) if max(seconds) else 0.0
+from .workload import Workload
 
 
 def least_bubble(
@@ -68,11 +20,14 @@ def least_bubble(
     optimizer: Sequence[float] | None = None,
     in_flight: int | None = None,
 ) -> float:
-    """A lower bound of the bubble ratio for any stages; for equal ones the closed forms above.
+    """A lower bound of the bubble ratio of an endless run; see `is_reached`.
 
     A round, in which each of L adapters makes a step of N micro-batches, takes at least as long as a stage
     works in it; as long as a step: the way to a stage and back, and the stage's N micro-batches; and, with at
-    most W micro-batches in flight, `L N / W` times the way through all stages.
+    most W micro-batches in flight, `L N / W` times the way through all stages. For equal stages without
+    optimizer times and W it is `max(0, 1 - L N / (D + N - 1 + 2 (D - 1) c / T))`: with c = 0 and N = 1
+    `max(0, (D - L) / D)` (mLoRA, section 4), with c = 0 and L = 1 that of GPipe and 1F1B,
+    `(D - 1) / (N + D - 1)` (GPipe, section 2.3).
 
     Args:
         seconds: T of each stage.
@@ -91,3 +46,27 @@ def least_bubble(
     if in_flight is not None:
         least = max(least, adapters * micro_batches * (sum(seconds) + sum(hops)) / in_flight)
     return max(0.0, 1.0 - adapters * sum(works) / len(seconds) / least) if least else 0.0
+
+
+def is_reached(workload: Workload) -> bool:
+    """Whether a long simulated run is known to come to `least_bubble`, which else is only a lower bound.
+
+    Known for equal stages without optimizer times and equal streams, where links take no time and W is at
+    least L N; and for `lorapp` where all links are alike, N = 1 and W = L <= D. What a finite run has beyond
+    it is of its begin, and shrinks with the number of steps.
+
+    Args:
+        workload: one stream for `gpipe` and `1f1b`; of lists of actions nothing is known.
+    """
+    first, depth, count = workload.streams[0], len(workload.stages), len(workload.streams)
+    alike = set(workload.streams) == {first} and len(set(first.rows)) == 1
+    if not alike or len(set(workload.stages)) > 1 or workload.stages[0].optimizer:
+        return False
+    links = [*workload.links(workload.forward), *workload.links(workload.backward)]
+    spent = {(link.latency, link.seconds(first.rows[0])) for link in links}
+    if workload.schedule != "lorapp":
+        return isinstance(workload.schedule, str) and count == 1 and spent <= {(0.0, 0.0)}
+    most = workload.in_flight
+    if spent <= {(0.0, 0.0)}:
+        return most is None or most >= count * first.micro_batches
+    return len(spent) == 1 and first.micro_batches == 1 and most == count <= depth

@@ -36,7 +36,8 @@ def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = No
         Every action of every micro-batch, and every message.
 
     Raises:
-        ValueError: if the schedule does not fit the streams, or a stage waits for ever.
+        ValueError: if the schedule does not fit the streams, a stage waits for ever, or a run takes more than
+            2**63 picoseconds.
 
     Example:
         >>> stages = [StageTime(forward=1e-3, backward=1e-3)] * 4
@@ -44,7 +45,10 @@ def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = No
         >>> measure(timeline).bubble_ratio
         0.5
     """
-    return _Simulation(workload, orders).run()
+    try:
+        return _Simulation(workload, orders).run()
+    except OverflowError as error:
+        raise ValueError("times or rows: too large; a run may take 106 days, 2**63 picoseconds") from error
 
 
 def _ticks(seconds: float) -> int:
