@@ -58,6 +58,7 @@ class Account:
         squares: sum of the squares of its gradients, where that has come back with a micro-batch.
         update: what the stages have to make just before the adapter's next forward.
         under_way: micro-batches that have entered the pipeline and not come back.
+        ending: whether the last of its accumulation is among them.
     """
 
     replica: int
@@ -69,6 +70,7 @@ class Account:
     squares: float | None = None
     update: Update | None = None
     under_way: int = 0
+    ending: bool = False
 
     def entered(self, rows: int, tokens: int) -> None:
         """Count a micro-batch that has entered the pipeline."""
@@ -86,6 +88,7 @@ class Account:
         self.rows -= rows
         self.tokens -= tokens
         self.under_way -= 1
+        self.ending = False
 
     def decide(self, squares: float) -> StepResult:
         """Decide a step on what was accumulated.

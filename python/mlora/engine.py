@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,8 @@ class Engine:
     for each adapter whose batch is complete. Nothing that happens to an adapter depends on the others.
 
     Over several stages `start` and `finish` keep the pipeline full: batches may start while others are under
-    way. Until an adapter's batches are finished, other calls for it raise ValueError.
+    way. Until an adapter's batches are finished, it can start more and be evaluated; other calls for it raise
+    ValueError.
 
     Args:
         base_model: a folder, a hub id, or a Transformers model, which is converted in place.
@@ -279,7 +280,23 @@ class Engine:
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
         """
-        return self._traffic.evaluate(batches)
+        return next(self.evaluate_each([batches]))
+
+    def evaluate_each(
+        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]]
+    ) -> Iterator[dict[str, BatchResult]]:
+        """`evaluate` of batch after batch; over several stages, some are under way at once.
+
+        Args:
+            batches: as for `evaluate`; taken as places in the pipeline become free.
+
+        Yields:
+            The results of each, in their order.
+
+        Raises:
+            ValueError: as `evaluate`.
+        """
+        return self._traffic.evaluate(batches, 2 * self.stages * self.replicas)
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """The most likely next token of sequences, without dropout.

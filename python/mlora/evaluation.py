@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 from mlora.data import Sample
@@ -50,21 +51,26 @@ def evaluate_losses(engine: Engine, tasks: Sequence[Task]) -> dict[str, EvalLoss
     """
     sums = {task.name: 0.0 for task in tasks}
     counts = {task.name: 0 for task in tasks}
-    start = dict.fromkeys(sums, 0)
-    while True:
+    for results in engine.evaluate_each(_batches(tasks)):
+        for name, result in results.items():
+            sums[name] += result.loss_sum
+            counts[name] += result.tokens
+    return {name: EvalLoss(sums[name] / counts[name], counts[name]) for name in sums}
+
+
+def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample]]]:
+    """One micro-batch of each task at a time, until all have passed."""
+    for turn in count():
         batches: dict[str | None, Sequence[Sample]] = {}
         for task in tasks:
             assert task.eval_data is not None
-            begin = start[task.name]
-            rows = task.eval_data.samples[begin : begin + task.config.per_device_eval_batch_size]
-            start[task.name] += len(rows)
+            size = task.config.per_device_eval_batch_size
+            rows = task.eval_data.samples[turn * size : (turn + 1) * size]
             if rows:
                 batches[task.name] = rows
         if not batches:
-            return {name: EvalLoss(sums[name] / counts[name], counts[name]) for name in sums}
-        for name, result in engine.evaluate(batches).items():
-            sums[name] += result.loss_sum
-            counts[name] += result.tokens
+            return
+        yield batches
 
 
 def complete_over_stages(

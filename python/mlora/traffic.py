@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,13 @@ class Traffic:
         for name in ends:
             if name not in batches:
                 raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
-        replicas = {self._accounts.of(name).replica for name in batches}
+        for name in batches:
+            if self._accounts.of(name).ending:
+                raise ValueError(
+                    f"adapter {name!r}: a batch that ends its accumulation is under way; call finish and "
+                    "optim_step first"
+                )
+        replicas = {self._accounts[name].replica for name in batches}
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         rows = {name: self._accounts[name].rows for name in batches}
@@ -78,6 +85,8 @@ class Traffic:
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._accounts[name].entered(length, batch.tokens[name])
+        for name in ends:
+            self._accounts[name].ending = bool(trained)
         return Ticket(parts, ends if trained else ())
 
     def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
@@ -101,6 +110,7 @@ class Traffic:
                     total, tokens = before.loss_sum + loss, before.tokens + tokens
                 results[name] = BatchResult(total, tokens, math.isfinite(total))
             for name in ticket.ends:
+                self._accounts[name].ending = False
                 if notes and all(name in note["squares"] for note in notes):
                     self._accounts[name].squares = sum(float(note["squares"][name]) for note in notes)
         return results
@@ -110,11 +120,26 @@ class Traffic:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._accounts[name].failed(length, batch.tokens[name])
 
-    def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
-        """Losses without gradients."""
+    def evaluate(
+        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], at_once: int
+    ) -> Iterator[dict[str, BatchResult]]:
+        """Losses without gradients, of some batches under way at once."""
+        under_way: deque[list[tuple[PackedBatch, int | None]]] = deque()
+        try:
+            for batch in batches:
+                packed = [self._pack(part, None) for part in self._by_replica(batch)]
+                under_way.append([(part, self._enter(part, (), Place(), train=False)) for part in packed])
+                if len(under_way) == at_once:
+                    yield self._evaluated(under_way.popleft())
+            while under_way:
+                yield self._evaluated(under_way.popleft())
+        finally:
+            while under_way:  # a batch was malformed, or nobody wants the rest
+                self._evaluated(under_way.popleft())
+
+    def _evaluated(self, parts: Sequence[tuple[PackedBatch, int | None]]) -> dict[str, BatchResult]:
         found: dict[str, BatchResult] = {}
-        packed = [self._pack(part, None) for part in self._by_replica(batches)]
-        for batch, number in [(b, self._enter(b, (), Place(), train=False)) for b in packed]:
+        for batch, number in parts:
             for name, loss in self._leave(batch, number)[1].items():
                 found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
         return found
@@ -179,9 +204,19 @@ class Traffic:
 
 
 def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
-    """Each adapter's samples in runs of about the same number; pieces without samples are left out."""
-    cut = []
-    for i in range(pieces):
-        piece = {name: s[i * len(s) // pieces : (i + 1) * len(s) // pieces] for name, s in batches.items()}
-        cut.append(piece if pieces == 1 else {name: samples for name, samples in piece.items() if samples})
-    return [piece for piece in cut if piece]
+    """The samples of all adapters in runs of about as many tokens; pieces without samples are left out.
+
+    A sample belongs to the piece in which its middle lies.
+    """
+    total = sum(len(sample.input_ids) for samples in batches.values() for sample in samples)
+    if pieces == 1 or not total:
+        return [dict(batches)]
+    cut: dict[int, dict[str, list[Sample]]] = {}
+    before = 0  # tokens
+    for name, samples in batches.items():
+        for sample in samples:
+            length = len(sample.input_ids)
+            piece = pieces * (2 * before + length) // (2 * total)
+            cut.setdefault(piece, {}).setdefault(name, []).append(sample)
+            before += length
+    return [dict(piece) for piece in cut.values()]

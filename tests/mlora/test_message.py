@@ -35,7 +35,10 @@ def test_content_comes_back() -> None:
     assert message.content["empty"].shape == (0, 5)
 
 
-@pytest.mark.parametrize("content", [{"a": object()}, {"a": {1, 2}}, {"a": {3: "x"}}])
+@pytest.mark.parametrize(
+    "content",
+    [{"a": object()}, {"a": {1, 2}}, {"a": {3: "x"}}, {"a": torch.ones(2, dtype=torch.complex64)}],
+)
 def test_what_is_not_plain_is_refused(content: dict[str, object]) -> None:
     with pytest.raises(TypeError, match="message: expected"):
         encode(Message(Sort.CONTROL, content))

@@ -1,5 +1,6 @@
 """A stage of a run that dies, hangs, fails or runs out of memory: one line, all end, and resume continues."""
 
+import os
 import re
 import signal
 import subprocess
@@ -168,7 +169,7 @@ def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, config(base, tmp_path, partition=[1, 1, 2]))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
     codes, line = fails(["train", path], {0: limit})
-    assert codes == [1, 0, 0]  # stage 0 has ended the others in order
+    assert codes == [1, 1, 1]
     assert re.fullmatch(rf"error: {tmp_path}/run/\S+: cannot be saved: File too large", line), line
     codes, _, errors = run_stages(["resume", tmp_path / "run"], STAGES)
     assert codes == [0] * STAGES, errors
@@ -178,8 +179,8 @@ def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
 def test_error_of_stage_0_with_batches_under_way(base: Path, tmp_path: Path) -> None:
     before = "import mlora.loop\nmlora.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
     codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], {0: before})
-    assert codes == [1, 0, 0]
-    assert re.fullmatch(r"error: stage 0 \(.*\): KeyError: 'lost'", line), line
+    assert codes == [1, 1, 1]
+    assert re.fullmatch(r"error: stage 0 \(.*\): KeyError: 'lost'" + FLIGHT, line), line
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -221,6 +222,57 @@ def launched(path: Path, *options: str) -> Iterator["tuple[subprocess.Popen[str]
         process.kill()
         process.communicate()
         assert until(lambda: not any(is_alive(pid) for pid in pids), 5), "processes are left"
+
+
+def test_what_the_terminal_shows_is_put_right(base: Path, tmp_path: Path) -> None:
+    """A frozen stage ends stage 0 from a thread of the watch, which no `finally` sees."""
+    stuck = AT.format(call=5, mark=str(tmp_path / "mark"), fault=FAULTS["SIGSTOP"])
+    told = "import mlora.report; mlora.report.PlainLines.close = lambda self: print('put right', flush=True)"
+    with commands(
+        ["train", write_run(tmp_path, config(base, tmp_path))], STAGES, {0: told, 1: stuck}
+    ) as running:
+        codes, outputs, _ = running.end(timeout=60)
+    assert codes == [1, -signal.SIGKILL, 1]
+    assert "put right" in outputs[0]
+
+
+@contextmanager
+def starting(path: Path) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
+    """`mlora train` with its own launcher, whose processes have not met each other."""
+    command = [sys.executable, "-m", "mlora", "train", str(path)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        assert until(lambda: len(children.read_text().split()) == 2, 60)
+        pids = [int(pid) for pid in children.read_text().split()]
+        time.sleep(1)
+        yield process, pids
+        assert not any(is_alive(pid) for pid in pids)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_stage_killed_before_all_have_met(base: Path, tmp_path: Path) -> None:
+    with starting(long_run(base, tmp_path)) as (process, pids):
+        began = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - began < NOTICED
+    assert process.returncode == 128 + signal.SIGKILL
+    line = rf"error: stage 1 \(pid {pids[1]}\) ended with exit code 137; the others had not met it yet\n"
+    assert re.fullmatch(line, errors), errors
+
+
+def test_launcher_interrupted_before_all_have_met(base: Path, tmp_path: Path) -> None:
+    with starting(long_run(base, tmp_path)) as (process, _):
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - began < NOTICED
+    assert process.returncode == 130
+    assert errors in ("", "error: interrupted\n")
 
 
 def long_run(base: Path, folder: Path) -> Path:

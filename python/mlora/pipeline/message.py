@@ -102,8 +102,12 @@ class Header(NamedTuple):
         )
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    _name(dtype): dtype
     for dtype in (
         torch.float64,
         torch.float32,
@@ -115,6 +119,7 @@ _DTYPES = {
         torch.bool,
     )
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MARK = "tensor:"
 
 
@@ -128,7 +133,7 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
         TypeError: if the content holds something else than plain values and tensors.
     """
     tree, tensors = message.flat
-    shapes = [[str(t.dtype).removeprefix("torch."), is_small(t), *t.shape] for t in tensors]
+    shapes = [[_NAMES[t.dtype], is_small(t), *t.shape] for t in tensors]
     return json.dumps([message.sort, tree, shapes], separators=(",", ":")).encode(), tensors
 
 
@@ -145,6 +150,8 @@ def map_tensors(message: Message, change: Callable[[Tensor], Tensor]) -> Message
 
 def _flatten(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
+        if value.dtype not in _NAMES:
+            raise TypeError(f"message: expected a tensor of {', '.join(_DTYPES)}, got {_name(value.dtype)}")
         tensors.append(value)
         return f"{_MARK}{len(tensors) - 1}"
     if isinstance(value, dict):
