@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return how much memory is free, in bytes, or none where the system does not tell.
+
+    Args:
+        device: a CUDA device, or the CPU: what the machine can give without swapping.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from mlora.cut import Cut, Span, cut_model
 from mlora.pretrained import refuse_missing, skeleton, told_in_one_line
 from mlora.tensor_file import TensorFile
+
+_SAMPLE = 1 << 16  # bytes
 
 
 def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype) -> Cut:
@@ -57,6 +60,26 @@ def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype
 def stage_to(model: PreTrainedModel, device: torch.device) -> None:
     """Move what is here of a cut model; what is on the meta device stays there."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def digest(source: str) -> str:
+    """Return a short text in which two models' weights differ, of the sizes and a few bytes of their files.
+
+    Args:
+        source: a folder, or a hub id, whose text is that of its revision.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return Path(_cached(source, "config.json") or "").parent.name
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for place in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(place)
+                found.update(file.read(_SAMPLE))
+    return found.hexdigest()[:16]
 
 
 class _Lazy:

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
 from mlora.crew import Crew, PartOptions, crew_of_processes
-from mlora.device import dtype_of, is_out_of_memory, kind_of, own_device
+from mlora.device import dtype_of, is_out_of_memory, own_device
 from mlora.errors import RunError, first_line
 from mlora.groups import most_under_way
 from mlora.malloc import keep_freed_memory
+from mlora.measured_cut import measured_cut
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
-from mlora.pipeline.partition import Table, fastest, partition, table_of
-from mlora.profile_stage import profile_base
+from mlora.stage_weights import digest
 from mlora.trace_file import SPANS
 from mlora.worker import end_with_parent
 
@@ -181,7 +181,14 @@ def facts(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude=LOCAL)
     base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
     base.pop("_name_or_path", None)  # each machine has the model where it likes
-    return {"mlora": version("mlora-ext"), **versions, "config": values, "base_model": base}
+    weights = digest(config.base_model)
+    return {
+        "mlora": version("mlora-ext"),
+        **versions,
+        "config": values,
+        "base_model": base,
+        "base_model weights": weights,
+    }
 
 
 def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int] | None:
@@ -226,7 +233,7 @@ def crew_of(
     )
     if options.device.type == "cpu":
         keep_freed_memory()
-    blocks = pipeline.partition or _measured_partition(config, world, options, lengths)
+    blocks = pipeline.partition or measured_cut(config, world, options, lengths)
     part, process = crew_of_processes(
         config.base_model,
         blocks,
@@ -239,32 +246,6 @@ def crew_of(
     )
     member.in_flight = lambda: part.in_flight
     return Crew(FirstStage(process), part, blocks, pipeline.replicas, config.base_model), process
-
-
-def _measured_partition(
-    config: RunConfig, world: World, options: PartOptions, lengths: Sequence[int]
-) -> list[int]:
-    """The partition by what each process measures, which all compute from all tables."""
-    table = profile_base(
-        config.base_model,
-        tuple(lengths),
-        options.device,
-        options.dtype,
-        gradient_checkpointing=options.gradient_checkpointing,
-    )
-    found = world.gather("tables", [kind_of(options.device), asdict(table)])
-    measured = [(kind, table_of(entry)) for kind, entry in found]
-    # what devices of one kind differ by is noise
-    least = {kind: fastest([table for other, table in measured if other == kind]) for kind, _ in measured}
-    tables = [least[kind] for kind, _ in measured]
-    # of the same stages of all replicas, the slowest
-    stages = config.pipeline.stages
-    slowest = [max(tables[stage::stages], key=_seconds) for stage in range(stages)]
-    return [last - first for first, last in partition(slowest).blocks]
-
-
-def _seconds(table: Table) -> float:
-    return sum(block.seconds for block in table.blocks)
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:

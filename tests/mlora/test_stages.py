@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mlora.stages import facts
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from tests.mlora.stages import stages
@@ -101,10 +103,13 @@ def test_number_of_processes_must_be_that_of_the_config() -> None:
 
 def test_machines_may_have_the_base_in_other_places(tmp_path: Path) -> None:
     found = []
-    for layers, place in ((2, "a"), (2, "b"), (3, "c")):
+    for layers, place, weight in ((2, "a", 1.0), (2, "b", 1.0), (3, "c", 1.0), (2, "d", 2.0)):
         LlamaConfig(num_hidden_layers=layers).save_pretrained(tmp_path / place)
+        save_file({"w": torch.full((300, 300), weight)}, tmp_path / place / "model.safetensors")
         config: Any = SimpleNamespace(
             base_model=str(tmp_path / place), base_folder=None, model_dump=lambda mode, exclude: {}
         )
         found.append(facts(config))
     assert found[0] == found[1] != found[2]
+    assert found[3]["base_model"] == found[0]["base_model"]
+    assert found[3]["base_model weights"] != found[0]["base_model weights"]
