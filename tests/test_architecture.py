@@ -24,6 +24,7 @@ ENGINE = [
     "cut",
     "pretrained",
     "stage_weights",
+    "tensor_file",
     "profile_stage",
     "probe",
     "packing",

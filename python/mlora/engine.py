@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import mlora_ext
 from mlora.account import Account, Accounts, BatchResult, StepResult
 from mlora.crew import Crew, PartOptions, crew_of_threads
-from mlora.errors import first_line
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import StepRule, Update
 from mlora.part import plain_lora, put_adapter
@@ -429,7 +428,7 @@ class Engine:
         if error is None:
             self.close()
         else:
-            self._pipeline.abort(f"stage 0: {first_line(error)}")
+            self._pipeline.abort(error)
 
     def _control(
         self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False

@@ -71,8 +71,10 @@ def digest(source: str) -> str:
     folder = Path(source)
     if not folder.is_dir():
         return Path(_cached(source, "config.json") or "").parent.name
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    found, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    if not files:
+        return f"missing: there is no *.safetensors in {folder}"
+    for path in files:
         size = path.stat().st_size
         found.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -83,7 +83,8 @@ def test_weights_that_one_stage_lacks(base: Path, tmp_path: Path) -> None:
     other = shutil.copytree(base, tmp_path / "other")
     (other / "model.safetensors").unlink()
     line = refused(tmp_path, base, [{}, {"base_model": str(other)}])
-    assert re.match(rf"error: stage 1 \(.*\): base_model: cannot load {other}: it holds no ", line), line
+    missing = f"base_model weights missing: there is no .*safetensors in {other}, stage 0 "
+    assert re.match(rf"error: stage 1 \(.*\) has {missing}", line), line
 
 
 @pytest.mark.parametrize(("stages", "processes"), [(2, 3), (3, 2)])

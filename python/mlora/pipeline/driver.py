@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,14 +219,14 @@ class Driver:
         """The micro-batches that entered, the latest ones; empty without a trace."""
         return list(self._entries)
 
-    def abort(self, reason: str) -> None:
-        """End the stages as a fault does, with what they have not begun: each raises PipelineError.
+    def abort(self, error: BaseException) -> None:
+        """End the stages as a fault of the first one does; what they have not begun they do not run.
 
         Args:
-            reason: what they are told.
+            error: what they are told of.
         """
         if not self._closed and self._first.failure is None:
-            self._first.fail(PipelineError(reason))
+            self._first.fail(error)
             self._drop()
         self.close()
 
@@ -241,7 +242,7 @@ class Driver:
         if self._closed:
             return
         if self._under_way and self._first.failure is None:
-            self.abort("the pipeline was closed with micro-batches under way")
+            self.abort(PipelineError("the pipeline was closed with micro-batches under way"))
             return
         self._closed = True
         if self._first.failure is not None:
@@ -276,11 +277,10 @@ class Driver:
         """Work until something has come back, and keep it."""
         while not self._first.results:
             self._check_open()
-            try:
+            with ExitStack() as stack:
+                stack.callback(self._drop)
                 self._first.work()
-            except BaseException:
-                self._drop()
-                raise
+                stack.pop_all()
         while self._first.results:
             message = self._first.results.popleft()
             self._first.arrive(message)
