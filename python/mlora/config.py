@@ -209,8 +209,8 @@ class PipelineConfig(_Strict):
 
     ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
     it is measured so that the slowest stage is as fast as can be, and the resolved config of a run names it.
-    ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together
-    and cut each batch into ``micro_batches``. ``replicas`` pipelines train adapters of their own.
+    ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together.
+    Each batch is cut into ``micro_batches``. ``replicas`` pipelines train adapters of their own.
     """
 
     stages: int = Field(default=1, ge=1, le=4096)

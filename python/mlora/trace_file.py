@@ -6,28 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlora.checkpoint import write_file
 from mlora.errors import RunError
 from mlora.pipeline.actions import Kind
 from mlora.pipeline.measures import Window, measure
 from mlora.pipeline.timeline import Event, Timeline, as_events
-from mlora.pipeline.trace import ROLES, Entry
+from mlora.pipeline.trace import ROLES, Entry, Span
 from mlora.plot_timeline import plot_timeline
 from mlora.stage_times import MeasuredLink, MeasuredStage, StageTimes
 
 SPANS = 1 << 17  # of a stage: the latest ones are kept
 _KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
 _SHOWN = 60  # micro-batches in the picture, from the begin of the steady window
-
-
-class _Span(NamedTuple):
-    role: str
-    sort: str
-    number: int
-    begin: int
-    end: int
 
 
 class TraceFiles:
@@ -45,7 +37,7 @@ class TraceFiles:
         self, stages: Sequence[Sequence[Sequence[Any]]], entries: Sequence[Entry], replicas: int = 1
     ) -> None:
         self._count = len(stages) // replicas
-        self._stages = [[_Span(*span) for span in spans] for spans in stages]
+        self._stages = [[Span(*span) for span in spans] for spans in stages]
         self._entries = {entry.number: entry for entry in entries}
         self._zero = min((span.begin for spans in self._stages for span in spans), default=0)
         self._computed = [

@@ -49,7 +49,7 @@ class Port(Protocol):
         """
 
     def close(self) -> None:
-        """End the direction: both ends' calls raise."""
+        """End the direction: `read` raises, and `write` may."""
 
 
 class LocalPort:

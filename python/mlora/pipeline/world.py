@@ -23,10 +23,10 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a pipeline, one per stage, as one of them knows them.
+    """The processes of a run, one per stage of each replica, as one of them knows them.
 
     Attributes:
-        rank: this process's number among all of them, which is its stage.
+        rank: this process's number among all of them, by which it is named to the user as a stage.
         size: how many there are.
         local_rank: its number among those that its launcher started on this machine, which is its GPU.
         store: reaches all of them.
@@ -119,12 +119,11 @@ class World:
         return [json.loads(found) for found in self.store.multi_get(keys)]
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[int]:
-        missing = list(range(self.size))
-        while True:
-            missing = [rank for rank in missing if not self.store.check([keys[rank]])]
-            if not missing or time.monotonic() > deadline:
-                return missing
+        while not self.store.check(list(keys)):
+            if time.monotonic() > deadline:
+                return [rank for rank in range(self.size) if not self.store.check([keys[rank]])]
             time.sleep(_LOOK_AGAIN)
+        return []
 
     def _all_have_read(self, topic: str, deadline: float) -> None:
         """The store may be in the process of rank 0, which therefore leaves last."""
