@@ -21,7 +21,7 @@ from mlora.groups import assign, group_count, most_under_way
 from mlora.malloc import keep_freed_memory
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
-from mlora.stages import Member, crew_of, usual_lengths_of
+from mlora.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.tasks import Progress, Task, TaskBuilder
 
 
@@ -240,7 +240,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
 def _crew(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> Crew:
     lengths = usual_lengths(tasks, config)
     usual_lengths_of(member, lengths)
-    return crew_of(config, member, lengths, trace)[0]
+    return crew_of(config, own_stage(config, member, lengths, trace))
 
 
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:

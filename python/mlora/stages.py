@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from mlora.errors import RunError, first_line
 from mlora.groups import most_under_way
 from mlora.malloc import keep_freed_memory
 from mlora.measured_cut import measured_cut
+from mlora.part import StagePart
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
 from mlora.stage_weights import digest
 from mlora.trace_file import SPANS
@@ -206,9 +207,21 @@ def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int]
     return found
 
 
-def crew_of(
-    config: RunConfig, member: Member, lengths: Sequence[int], trace: int
-) -> tuple[Crew, StageProcess]:
+class OwnStage(NamedTuple):
+    """A process's stage.
+
+    Attributes:
+        part: the stage.
+        process: its place in the pipeline.
+        blocks: of each stage.
+    """
+
+    part: StagePart
+    process: StageProcess
+    blocks: list[int]
+
+
+def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: int) -> OwnStage:
     """Make this process's stage; all processes of a pipeline call it.
 
     Args:
@@ -216,9 +229,6 @@ def crew_of(
         member: this process's part.
         lengths: of `usual_lengths_of`.
         trace: spans to keep.
-
-    Returns:
-        The stages as stage 0 sees them, and this process's stage.
 
     Raises:
         ValueError: the model cannot be loaded, cut or trained on packed rows.
@@ -245,7 +255,18 @@ def crew_of(
         trace=trace,
     )
     member.in_flight = lambda: part.in_flight
-    return Crew(FirstStage(process), part, blocks, pipeline.replicas, config.base_model), process
+    return OwnStage(part, process, blocks)
+
+
+def crew_of(config: RunConfig, stage: OwnStage) -> Crew:
+    """Return the stages as stage 0 sees them.
+
+    Args:
+        config: the run's.
+        stage: stage 0.
+    """
+    first = FirstStage(stage.process)
+    return Crew(first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model)
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:
@@ -264,7 +285,7 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
         lengths = usual_lengths_of(member, None)
         if lengths is None:
             return
-        _, process = crew_of(config, member, lengths, SPANS if trace else 0)
+        process = own_stage(config, member, lengths, SPANS if trace else 0).process
     except (ValueError, OSError, SafetensorError) as error:
         # stage 0 tells of the same fault, where it has it
         member.watch.report(first_line(error), after=STAGE_0_FIRST)
