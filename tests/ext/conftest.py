@@ -1,4 +1,7 @@
-"""One thread: the shapes here are tiny, and waiting for a second one takes longer than the work."""
+"""One thread: the shapes here are tiny, and waiting for a second one takes longer than the work.
+
+In Triton's interpreter, which is slow, parameters that change nothing of what it runs are for `make soak`.
+"""
 
 from collections.abc import Iterator
 
@@ -12,3 +15,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("soak_interpreted")
+        if not marker or item.callspec.params.get("backend") != "triton":
+            continue
+        if all(item.callspec.params[name] in values for name, values in marker.kwargs.items()):
+            item.add_marker(pytest.mark.soak)

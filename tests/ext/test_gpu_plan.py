@@ -64,11 +64,22 @@ def test_plan_of_random_layouts(backend: str, fresh_seed: int, request: pytest.F
         assert_planned(backend, layout, adapters, layout.total_rows)
 
 
-def test_plan_of_many_segments(backend: str, fresh_seed: int) -> None:
-    """More segments and adapters than one block of the kernel holds."""
+def test_plan_of_many_segments(
+    backend: str, fresh_seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More segments and adapters than one block of the kernel holds, one block of segments without adapters.
+
+    The interpreter's blocks are smaller.
+    """
     random.seed(fresh_seed)
-    layout = layout_of(150, 67, 80)
-    assert_planned(backend, layout, 67, layout.total_rows)
+    count, adapters, block = 150, 67, 64
+    if request.node.callspec.params["backend"] == "triton":
+        count, adapters, block = 38, 19, 16
+        monkeypatch.setattr("mlora_ext.triton.launch._PLAN_BLOCK", block)
+    layout = layout_of(count, adapters, 80)
+    owners = [*layout.adapters[:block], *[-1] * block, *layout.adapters[2 * block :]]
+    layout = mx.SegmentLayout.from_lengths(layout.lengths, owners, layout.row0)
+    assert_planned(backend, layout, adapters, layout.total_rows)
 
 
 def test_plan_of_rows_behind_the_last_segment(backend: str) -> None:
@@ -154,17 +165,21 @@ def test_gradients_have_the_layout_of_their_factors(transposed: bool) -> None:
     assert buffer.sum() == sum(m.numel() for m in matrices), "every element belongs to one gradient"
 
 
-def test_launches_do_not_grow_with_adapters(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator runs the lists of `launches`: counted where a kernel is called, for 1 and 64 adapters."""
+def test_launches_do_not_grow_with_adapters(
+    backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator runs the lists of `launches`: counted where a kernel is called, for 1 and 64 adapters; 16
+    in the interpreter."""
     counts, operator = {}, gpu_operator(backend)
     kernels = operator._kernels
-    for adapters in (1, 64):
+    many = 16 if request.node.callspec.params["backend"] == "triton" else 64
+    for adapters in (1, many):
         counted = Counted(kernels)
         monkeypatch.setattr(operator, "_kernels", counted)
         rows, owners = [128 // adapters] * adapters, list(range(adapters))
-        make([4] * adapters, rows, owners, d_in=16, d_out=16, p=0.1).run()
+        make([4] * adapters, rows, owners, d_in=16, d_out=16, dtype=torch.bfloat16).run()
         counts[adapters] = counted.names
-    assert counts[1] == counts[64] == [
+    assert counts[1] == counts[many] == [
         "shrink", "expand", "read_dy", "reduce_gradients", "read_x", "reduce_gradients",
     ]  # fmt: skip
 

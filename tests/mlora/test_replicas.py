@@ -17,6 +17,7 @@ from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
 from mlora.pipeline.port import LocalPort
 from mlora.run import resume, train
 from safetensors.torch import load_file
+from stage_runs import run_stages
 from tiny_run import lines, run_data, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +61,22 @@ def assert_same_run(folder: Path, expected: Path) -> None:
         assert configs[0] == configs[1]
 
 
-def test_two_pipelines_train_as_one_device_and_go_on_on_one(tiny_base: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(load_config(write_run(folder, data(tiny_base, folder))))
+    return folder / "run"
+
+
+def test_two_pipelines_train_as_one_device_and_go_on_on_one(
+    tiny_base: Path, alone: Path, tmp_path: Path
+) -> None:
     path = write_run(tmp_path, data(tiny_base, tmp_path))
-    train(load_config(path, [f"output_dir={tmp_path / 'alone'}"]))
     done = mlora("train", path, "--trace", "--set", "pipeline={stages: 2, replicas: 2}")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
-    assert_same_run(run, tmp_path / "alone")
+    assert_same_run(run, alone)
     assert (run / "timeline.png").is_file()
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["pipeline"]["stages"], config["pipeline"]["replicas"]) == (2, 2)
@@ -74,15 +84,14 @@ def test_two_pipelines_train_as_one_device_and_go_on_on_one(tiny_base: Path, tmp
     (run / "summary.json").unlink()
     (run / "config.yaml").write_text(yaml.safe_dump({**config, "pipeline": {"stages": 1}}))
     assert resume(run).status == "finished"
-    assert_same_run(run, tmp_path / "alone")
+    assert_same_run(run, alone)
 
 
-def test_replicas_of_one_stage(tiny_base: Path, tmp_path: Path) -> None:
+def test_replicas_of_one_stage(tiny_base: Path, alone: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, data(tiny_base, tmp_path))
-    train(load_config(path, [f"output_dir={tmp_path / 'alone'}"]))
-    done = mlora("train", path, "--set", "pipeline.replicas=2")
-    assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "run", tmp_path / "alone")
+    codes, _, errors = run_stages(["train", path, "--set", "pipeline.replicas=2"], 2)
+    assert codes == [0, 0], errors
+    assert_same_run(tmp_path / "run", alone)
 
 
 def test_replicas_need_processes(tiny_base: Path, tmp_path: Path) -> None:
