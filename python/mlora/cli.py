@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,18 +56,22 @@ def train(
         ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="write what the stages did when: trace.json, timeline.png")
+        bool,
+        typer.Option("--trace", help="write what the stages did when: trace.json, timeline.png, times.json"),
     ] = False,
 ) -> None:
     """Train every adapter of RUN.yaml together."""
     with command(goes_on=True):
         from mlora.config_file import load_config
 
+        given = [setting for setting in set_ or [] if setting.startswith("pipeline.stages=")]
+        if stages and given and given[-1] != f"pipeline.stages={stages}":
+            raise RunError(f"--stages {stages}: --set {given[-1]} says something else; give one of them")
         settings = [*(set_ or []), *([f"pipeline.stages={stages}"] if stages else [])]
         config = load_config(run, settings)
         overrides = [word for setting in settings for word in ("--set", setting)]
         flags = [*(["--overwrite"] if overwrite else []), *(["--trace"] if trace else [])]
-        start_stages(config, ["train", str(run), *overrides, *flags])
+        start_stages(config, ["train", str(run), *overrides, *flags], overwrite=overwrite)
         begin()
         from mlora.run import train
 
@@ -188,7 +193,7 @@ def generate(
 def simulate(
     schedule: Annotated[str, typer.Option(help="lorapp, 1f1b or gpipe")] = "lorapp",
     stages: Annotated[
-        int | None, typer.Option(min=1, help="default: as many as --forward has values, else 4")
+        int | None, typer.Option(min=1, max=4096, help="default: as many as --forward has values, else 4")
     ] = None,
     adapters: Annotated[
         int,
@@ -221,7 +226,7 @@ def simulate(
         ),
     ] = None,
     times: Annotated[
-        Path | None, typer.Option(help="JSON file with measured times of stages and links")
+        Path | None, typer.Option(help="measured times of stages and links: times.json of train --trace")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
@@ -324,23 +329,34 @@ def reporter() -> Reporter:
     return LiveTable() if sys.stdout.isatty() else PlainLines()
 
 
-def start_stages(config: RunConfig, arguments: list[str]) -> None:
+def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | None = None) -> None:
     """Where a run has several stages and this is the user's process, run it in one process per stage.
 
     Args:
         config: the run's.
         arguments: the command line that each of them is given.
+        overwrite: of a new run, whether an earlier one may be replaced; none where it goes on.
 
     Raises:
+        RunError: it can be refused without starting them.
         typer.Exit: with the run's exit code, when they have ended.
     """
     if config.pipeline.processes == 1:
         return
+    from mlora.early import check_early
     from mlora.launch import launch
+    from mlora.run_folder import RunFolder
     from mlora.stages import is_launched
 
-    if not is_launched():
-        raise typer.Exit(launch(config.pipeline.processes, ["-m", "mlora", *arguments]))
+    if is_launched():
+        return
+    if overwrite is not None:
+        check_early(config, overwrite=overwrite)
+    began = time.time()
+    code = launch(config.pipeline.processes, ["-m", "mlora", *arguments])
+    if code and RunFolder(config.output_dir).was_cut_off(since=began):
+        print(f"continue with: mlora resume {config.output_dir}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, trace: bool = False) -> None:

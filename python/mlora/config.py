@@ -271,6 +271,12 @@ class RunConfig(_Strict):
         """The folder that ``base_model`` names; of a hub id, the one that is not there."""
         return str((Path(self._folder) / self.base_model).resolve())
 
+    @property
+    def inputs(self) -> list[str]:
+        """Files and folders that the run reads."""
+        folders = [adapter.init_from for adapter in self.adapters if adapter.init_from]
+        return [*(dataset.path for dataset in self.datasets), *folders, self.base_model]
+
     def model_post_init(self, context: Any) -> None:
         """Remember where the folder of a hub id's name was looked for."""
         if not Path(self.base_model).is_absolute():

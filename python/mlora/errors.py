@@ -29,6 +29,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first of the faults that pydantic found, such as ``tasks.a.step: Field required``."""
+    """Return the first of the faults that pydantic found, such as ``tasks.a.step: is missing``."""
     fault = error.errors()[0]
-    return ": ".join(part for part in (".".join(map(str, fault["loc"])), fault["msg"]) if part)
+    message = "is missing" if fault["type"] == "missing" else fault["msg"]
+    return ": ".join(part for part in (".".join(map(str, fault["loc"])), message) if part)

@@ -223,6 +223,8 @@ def _check_used(options: Options) -> None:
         raise RunError(f"--in-flight: is for lorapp; {options.schedule} says itself what is in flight")
     if options.itemsize is not None and options.hidden is None:
         raise RunError("--itemsize: is that of --hidden, which is not given")
+    if options.message_bytes is not None and options.hidden is not None:
+        raise RunError("--bytes: --hidden says it; give one of them")
     if options.bandwidth is None and options.times is None:
         for name, value in (("bytes", options.message_bytes), ("hidden", options.hidden)):
             if value is not None:
@@ -255,8 +257,6 @@ def _values(name: str, text: str) -> list[float]:
 
 def _message_bytes(options: Options) -> float:
     if options.message_bytes is not None:
-        if options.hidden is not None:
-            raise RunError("--bytes: --hidden says it; give one of them")
         return _at_least("bytes", options.message_bytes, 0.0)
     if options.hidden is None:
         if options.bandwidth is not None:

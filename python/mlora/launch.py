@@ -123,8 +123,9 @@ def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
                 print(f"error: {_why(processes, failed)}stages {left} did not end; killed", file=sys.stderr)
         time.sleep(_LOOK_AGAIN)
     failed = _first_failure(processes) if failed is None else failed
-    if terminated and not passed and all(_code(process) == 128 + signal.SIGTERM for process in terminated):
-        print(f"error: {_why(processes, failed)}the others had not met it yet", file=sys.stderr)
+    if terminated and not passed and failed is not None and processes[failed].returncode < 0:
+        name = signal.Signals(-processes[failed].returncode).name
+        print(f"error: stage {failed} (pid {processes[failed].pid}) was ended by {name}", file=sys.stderr)
     return 0 if failed is None else _code(processes[failed])
 
 

@@ -40,11 +40,14 @@ class StagePart(Hooks):
         self.module = PackedStage(self)
         self._optimizers: dict[str, AdapterOptimizer] = {}
         self._in_flight: dict[str, int] = {}
+        self._latest: Sequence[str] = ()
 
     @property
     def in_flight(self) -> list[str]:
-        """Names of the adapters that have been forward on this stage and not yet backward."""
-        return [name for name, count in list(self._in_flight.items()) if count]
+        """Names of the adapters that have been forward on this stage and not yet backward; if there are none,
+        those that were the last."""
+        found = [name for name, count in list(self._in_flight.items()) if count]
+        return found or [name for name in self._latest if name in self._in_flight]
 
     @contextmanager
     def around(self, train: bool) -> Iterator[None]:
@@ -125,6 +128,7 @@ class StagePart(Hooks):
         """
         self.update(updates)
         if torch.is_grad_enabled():
+            self._latest = names
             for name in names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
 

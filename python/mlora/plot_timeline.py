@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mlora.checkpoint import write_file
 from mlora.errors import RunError
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.timeline import OPTIMIZER, Event
+from mlora.pipeline.timeline import EVALUATION, OPTIMIZER, Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 FEW_STREAMS = 9
 _LONGEST_NAME = 22  # characters of a stream's name
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-IDLE, STEPPING = "#ededed", "#222222"
+IDLE = "#ededed"
+OTHERS = {OPTIMIZER: ("#222222", "optimizer step"), EVALUATION: ("#8d7b68", "evaluation")}
 
 
 def plot_timeline(
@@ -70,7 +71,7 @@ def plot_timeline(
     if window:
         _mark(axes, (window[0] - first) / scale, (window[1] - first) / scale)
     labels = {stream: _label(stream, names) for stream in streams}
-    _legend(axes, labels, colours, any(event.kind == OPTIMIZER for event in shown))
+    _legend(axes, labels, colours, {event.kind for event in shown})
     try:
         write_file(path, lambda file: canvas.print_png(file))
     except OSError as error:
@@ -88,9 +89,9 @@ def _colours(streams: Sequence[int]) -> dict[int, tuple[float, float, float]]:
 
 
 def _shade(colour: tuple[float, float, float], kind: str) -> tuple[float, float, float] | str:
-    """Forwards are light, backwards full, optimizer steps black."""
-    if kind == OPTIMIZER:
-        return STEPPING
+    """Forwards are light, backwards full."""
+    if kind in OTHERS:
+        return OTHERS[kind][0]
     if kind == Kind.BACKWARD:
         return colour
     red, green, blue = (1 - 0.45 * (1 - part) for part in colour)
@@ -122,8 +123,8 @@ def _row(
 def _numbers(axes: Axes, events: Sequence[Event], streams: int) -> None:
     """Write into each bar its stream, or the micro-batch where there is one stream only."""
     width = axes.get_xlim()[1]
-    bars = [event for event in events if event.kind != OPTIMIZER]
-    if median(event.end - event.begin for event in bars) < width / 110:
+    bars = [event for event in events if event.kind not in OTHERS]
+    if not bars or median(event.end - event.begin for event in bars) < width / 110:
         return
     for event in bars:
         middle = (event.begin + event.end) / 2
@@ -175,7 +176,7 @@ def _label(stream: int, names: Sequence[str]) -> str:
 
 
 def _legend(
-    axes: Axes, labels: dict[int, str], colours: dict[int, tuple[float, float, float]], stepping: bool
+    axes: Axes, labels: dict[int, str], colours: dict[int, tuple[float, float, float]], kinds: set[str]
 ) -> None:
     from matplotlib.patches import Patch
 
@@ -183,7 +184,7 @@ def _legend(
     handles = [
         Patch(color=_shade(grey, Kind.FORWARD), label="forward (light)"),
         Patch(color=grey, label="backward (full)"),
-        *([Patch(color=STEPPING, label="optimizer step")] if stepping else []),
+        *(Patch(color=colour, label=label) for kind, (colour, label) in OTHERS.items() if kind in kinds),
         Patch(color=IDLE, label="idle"),
     ]
     streams = list(labels)

@@ -15,6 +15,7 @@ from mlora.config import PipelineConfig, RunConfig
 from mlora.crew import Crew
 from mlora.device import choose_device, dtype_of, is_out_of_memory
 from mlora.doubts import lora_doubts
+from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.groups import assign, group_count, most_under_way
@@ -86,7 +87,7 @@ def prepare(
     """
     choose_device(config.device, dtype_of(config))  # at the start: reading the data may take long
     base = BaseInfo(config.base_model, config.base_folder)
-    _check_blocks(config, base)
+    check_blocks(config, base.blocks)
     builder = TaskBuilder(config, base)
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     faults: dict[str, str] = {}
@@ -125,17 +126,6 @@ def prepare(
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
     return Prepared(config, base, engine, tasks, faults | late, groups)
-
-
-def _check_blocks(config: RunConfig, base: BaseInfo) -> None:
-    pipeline, blocks = config.pipeline, base.blocks
-    if pipeline.stages > 1 and pipeline.stages > blocks:
-        raise RunError(f"pipeline.stages: is {pipeline.stages}, but {base.name} has {blocks} decoder blocks")
-    if pipeline.partition and sum(pipeline.partition) != blocks:
-        raise RunError(
-            f"pipeline.partition: {pipeline.partition} adds up to {sum(pipeline.partition)}, but {base.name} "
-            f"has {blocks} decoder blocks"
-        )
 
 
 def _create(

@@ -70,15 +70,11 @@ def train(
     check_replicas(config, member)
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
-    inputs = [dataset.path for dataset in config.datasets] + [
-        a.init_from for a in config.adapters if a.init_from
-    ]
-    inputs.append(config.base_model)
-    folder.check_free(overwrite=overwrite, inputs=inputs)
+    folder.check_free(overwrite=overwrite, inputs=config.inputs)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
     with prepared.engine, folder.take() as metrics:
         # loading takes long enough for another run to begin and to end
-        folder.check_contents(overwrite=overwrite, inputs=inputs)
+        folder.check_contents(overwrite=overwrite, inputs=config.inputs)
         folder.clear()
         metrics.cut(0)
         folder.write_config(prepared.config)

@@ -210,6 +210,19 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"{self.summary}: cannot be read: {error.strerror}") from error
 
+    def was_cut_off(self, since: float) -> bool:
+        """Say whether the run was at work and has ended without saying so, as a killed one does.
+
+        Args:
+            since: seconds since 1970; what was written before is of an earlier attempt.
+        """
+        try:
+            summary = self.read_summary()
+            written = self.summary.stat().st_mtime if summary else 0.0
+        except (RunError, OSError):
+            return False
+        return summary is not None and summary["status"] == "running" and written >= since
+
 
 def _discard(_: object) -> None:
     return None

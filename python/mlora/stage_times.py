@@ -93,9 +93,16 @@ def read_times(path: Path) -> StageTimes:
         RunError: it cannot be read or holds something else.
     """
     try:
-        times = StageTimes.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "traceEvents" in content:
+            raise RunError(
+                f"{path}: is a trace for Perfetto; `mlora train --trace` wrote times.json beside it"
+            )
+        times = StageTimes.model_validate(content)
     except ValidationError as error:
         raise RunError(f"{path}: {first_fault(error)}") from error
+    except RunError:
+        raise
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

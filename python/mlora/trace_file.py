@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from mlora.checkpoint import write_file
 from mlora.errors import RunError
 from mlora.pipeline.actions import Kind
 from mlora.pipeline.measures import Window, measure
-from mlora.pipeline.timeline import Event, Timeline, as_events
+from mlora.pipeline.timeline import EVALUATION, Event, Timeline, as_events
 from mlora.pipeline.trace import ROLES, Entry, Span
 from mlora.plot_timeline import plot_timeline
 from mlora.stage_times import MeasuredLink, MeasuredStage, StageTimes
@@ -89,17 +89,28 @@ class TraceFiles:
                     begin, end = (self._seconds(t) for t in found[entry.number, kind][3:])
                     place = (streams[entry.stream], steps[entry.stream], entry.place)
                     events.append(Event(stage, kind, *place, begin, end, entry.rows))
-        return Timeline.of(events)
+        return Timeline.of([*events, *self._evaluations()])
+
+    def _evaluations(self) -> Iterator[Event]:
+        """Forwards of micro-batches that are not trained: stages are at work on them, too."""
+        for stage, found in enumerate(self._computed):
+            for (number, kind), span in found.items():
+                entry = self._entries.get(number)
+                if entry and not entry.train and kind is Kind.FORWARD:
+                    begin, end = self._seconds(span.begin), self._seconds(span.end)
+                    yield Event(stage, EVALUATION, 0, 0, 0, begin, end, entry.rows)
 
     def times(self, timeline: Timeline) -> StageTimes:
         """Medians over the trained micro-batches; a link's latency is from the end of computing on one side
         to the message's arrival on the other."""
-        rows = max(round(median(timeline.events["rows"])), 1)
+        trained = timeline.events[timeline.events["kind"] != EVALUATION]
+        rows = max(round(median(trained["rows"])), 1)
         stages = []
         for stage in range(timeline.stages):
             spent: dict[str, list[float]] = {kind: [] for kind in Kind}
             for event in timeline.of_stage(stage):
-                spent[event.kind].append(event.end - event.begin)
+                if event.kind != EVALUATION:
+                    spent[event.kind].append(event.end - event.begin)
             stages.append(
                 MeasuredStage(forward=median(spent[Kind.FORWARD]), backward=median(spent[Kind.BACKWARD]))
             )

@@ -54,12 +54,12 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     ("file", "text", "expected"),
     [
         ("config.yaml", "adapters: 3", "config.yaml: has no list of adapters with names"),
-        ("summary.json", "{}", "summary.json: is not a run's summary: status: Field required"),
+        ("summary.json", "{}", "summary.json: is not a run's summary: status: is missing"),
         ("summary.json", "{oops", "summary.json: is not a run's summary: Invalid JSON"),
         (
             "summary.json",
             '{"status": "finished", "seconds": 1, "adapters": {"first": {"step": 1}}}',
-            "summary.json: is not a run's summary: adapters.first.state: Field required",
+            "summary.json: is not a run's summary: adapters.first.state: is missing",
         ),
         ("metrics.jsonl", "3\n", "metrics.jsonl:1: is not a line of metrics: no step"),
         ("metrics.jsonl", '{"adapter": [], "step": 1}\n', "metrics.jsonl:1: is not a line of metrics: no"),

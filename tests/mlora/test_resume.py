@@ -240,7 +240,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line(whole: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("break_it", "expected"),
     [
-        (dict.clear, "is no checkpoint of a run: iteration: Field required"),
+        (dict.clear, "is no checkpoint of a run: iteration: is missing"),
         (lambda c: c.update(metrics_bytes="many"), "a run: metrics_bytes: Input should be a valid integer"),
         (lambda c: c.update(metrics_bytes=10**15), "metrics.jsonl: is shorter than its checkpoint says"),
         (lambda c: c["tasks"].pop("first"), "first: cannot be restored: its checkpoint lacks tasks.first"),

@@ -41,16 +41,17 @@ def test_a_timeline_and_times_of_known_spans(tmp_path: Path) -> None:
     timeline = files.timeline()
     assert timeline is not None
     assert timeline.stages == 2
-    assert len(timeline.events) == 2 * 2 * 4  # without the evaluation
+    kinds = timeline.events["kind"].tolist()
+    assert [kinds.count(kind) for kind in "FBE"] == [2 * 4, 2 * 4, 2]
     assert sorted(set(timeline.events["stream"].tolist())) == [0, 1]
     assert sorted(set(timeline.events["step"].tolist())) == [0, 1]
     measures = measure(timeline)
-    assert measures.makespan == pytest.approx(38e-3)
-    assert measures.makespan_bubble_ratio == pytest.approx(1 - 4 * 6 / (2 * 38))
+    assert measures.makespan == pytest.approx(53e-3)
+    assert measures.makespan_bubble_ratio == pytest.approx(1 - (4 * 6 + 2) / (2 * 53))  # evaluation is work
     line = files.write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "timeline.png", "times.json"}
     assert line.startswith("bubble ")
-    assert " 68.4% of the whole trace; " in line
+    assert " 75.5% of the whole trace; " in line
     assert files.streams == ["b", "a"]
     times = read_times(tmp_path / "times.json")
     assert times.rows == 32
@@ -83,7 +84,7 @@ def test_the_first_of_two_replicas_is_drawn() -> None:
     entries = [entry._replace(replica=entry.number % 2) for entry in ENTRIES]
     timeline = TraceFiles([first, last, [], []], entries, replicas=2).timeline()
     assert timeline is not None
-    assert (timeline.stages, len(timeline.events)) == (2, 8)
+    assert (timeline.stages, len(timeline.events)) == (2, 2 * 4 + 2)
 
 
 def test_a_run_writes_its_trace(tiny_base: Path, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 
 from .actions import Action, Kind, Schedule
 
-OPTIMIZER = "S"
-"""The kind of a stage's optimizer step; forwards and backwards have those of `Kind`."""
+OPTIMIZER, EVALUATION = "S", "E"
+"""The kinds of a stage's optimizer step and of a forward without a backward, in traces; forwards and
+backwards have those of `Kind`."""
 
 COLUMNS = np.dtype(
     [
@@ -32,7 +33,7 @@ class Event(NamedTuple):
 
     Attributes:
         stage: from 0; of a message, the stage that sends it.
-        kind: F, B, or S for an optimizer step.
+        kind: F, B, S for an optimizer step, or E for a forward of an evaluation.
         stream: the adapter or group, by its index.
         step: its optimizer step, from 0.
         micro_batch: index within the step.
@@ -121,7 +122,7 @@ def action_lists(timeline: Timeline) -> Schedule:
     """
     numbers: dict[tuple[int, int, int], int] = {}
     lists: list[list[Action]] = [[] for _ in range(timeline.stages)]
-    for event in as_events(timeline.events[timeline.events["kind"] != OPTIMIZER]):
+    for event in as_events(timeline.events[np.isin(timeline.events["kind"], list(Kind))]):
         key = (event.stream, event.step, event.micro_batch)
         number = numbers.setdefault(key, len(numbers))
         lists[event.stage].append(Action(event.stage, Kind(event.kind), number))
