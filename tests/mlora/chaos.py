@@ -305,10 +305,10 @@ def attempt(seed: int) -> tuple[bool, str]:
     torch.set_num_threads(1)
     rng = random.Random(seed)
     plan, base = draw(rng), model(seed)
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     outcome = over_stages(seed, plan, base, rng)
-    left = threading.active_count() - threads
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
     expected = {} if outcome.error or not outcome.ended else Chaos(plan, Engine(base)).run()
     return bool(outcome.error), outcome.problem(expected) or (
-        f"seed {seed}: {left} threads left" if left else ""
+        f"seed {seed}: threads {left} are left" if left else ""
     )
