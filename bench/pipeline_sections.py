@@ -140,19 +140,19 @@ def lines_of(sections: Sequence[str], found: Sequence[tuple[Place, Rows]]) -> Li
     """
     lines: Lines = []
     for place, rows in found:
-        computes = place.shape is not None
+        real = place.name == "real"
         if place.network:
             assert place.shape is not None
             lines += network(rows, place.shape) + volume(rows, place) + bubbles(rows, place)
             continue
-        if computes and "throughput" in sections:
+        if real and "throughput" in sections:
             lines += throughput(rows)
-        if computes and "volume" in sections:
+        if real and "volume" in sections:
             lines += volume(rows, place)
         if "bubbles" in sections:
             lines += bubbles(rows, place)
-        if "overlap" in sections:
+        if "overlap" in sections and not real:
             lines += overlap(rows, place)
-        if computes and "tasks" in sections:
+        if real and "tasks" in sections:
             lines += tasks(rows)
     return lines

@@ -1,7 +1,8 @@
 """One process of `bench_pipeline.py`: `pipeline_worker.py JOB.json OUT_FOLDER`, under a launcher.
 
-All contenders of a job live in the same processes and take turns. In a first turn each begins with the same
-adapters, so that its losses must be those of the others; it also warms up.
+All contenders of a job live in the same processes and take turns, every second time in reverse order: the
+machine drifts, and those that are compared shall have met the same speed. In a first turn each begins with
+the same adapters, so that its losses must be those of the others; it also warms up.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def main() -> None:
     for turn in range(job["repeats"]):
         if world.rank == 0:
             print(f"  turn {turn + 1} of {job['repeats']}", file=sys.stderr, flush=True)
-        for case, contender, _trained in contenders:
+        for case, contender, _trained in contenders[:: -1 if turn % 2 else 1]:
             found[case.name].append(_timed(contender, case.steps, interface))
     (out / f"{world.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlora.errors import RunError
+from mlora.imports import end_imports_at_once, no_collection
 from mlora.output import guarded_output
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """Run the command line."""
+    end_imports_at_once()
     app()
 
 
@@ -311,10 +313,12 @@ def errors_as_lines() -> Iterator[None]:
 
 def begin() -> None:
     """Load the operators, and keep the bars and notices of Transformers and the hub out of the output."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
+    with no_collection():
+        from huggingface_hub.utils import logging as hub_logging
+        from transformers.utils import logging
 
-    from mlora.device import load_operators
+        import mlora.engine  # noqa: F401 - with all that a model needs
+        from mlora.device import load_operators
 
     hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
@@ -344,9 +348,8 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
     if config.pipeline.processes == 1:
         return
     from mlora.early import check_early
-    from mlora.launch import launch
+    from mlora.launch import is_launched, launch
     from mlora.run_folder import RunFolder
-    from mlora.stages import is_launched
 
     if is_launched():
         return

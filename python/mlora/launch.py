@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     SignalException,
@@ -41,13 +41,19 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int
 
 
+def is_launched() -> bool:
+    """Say whether a launcher, this one or torchrun, has started this process as one of several, or of one."""
+    return dist.is_torchelastic_launched()
+
+
 def launch(stages: int, arguments: Sequence[str]) -> int:
     """Run a Python command in one process per stage, and wait until all have ended.
 
     SIGINT and SIGTERM are passed on to stage 0, which ends the run in order, in whatever time it takes. A
     second one is passed on too, and a few seconds later all that are left are killed. When one process has
     failed or stage 0 has ended, the others get some seconds to end; those that have not met it yet cannot see
-    that, and are sent SIGTERM, as torchrun does. However this process itself ends, the others end too.
+    that, and are sent SIGTERM, as torchrun does, without delay after a signal. However this process itself
+    ends, the others end too.
 
     Args:
         stages: how many processes.
@@ -61,7 +67,7 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
         0
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = (*_python_options(), "-m", "mlora.worker", str(os.getpid()), *arguments)
     with _handlers_kept() as before:
         try:
@@ -114,7 +120,7 @@ def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
         failed = _first_failure(processes) if failed is None else failed
         if failed is not None or processes[0].poll() is not None:
             deadline = min(deadline, now + _GRACE)
-            patience = min(patience, now + _PATIENCE)
+            patience = min(patience, now + (0.0 if passed else _PATIENCE))
         if terminated is None and failed is not None and now > patience:
             terminated = _terminate(processes)
         if now > deadline:

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
@@ -22,6 +21,7 @@ from mlora.crew import Crew, PartOptions, crew_of_processes
 from mlora.device import dtype_of, is_out_of_memory, own_device
 from mlora.errors import RunError, first_line
 from mlora.groups import most_under_way
+from mlora.imports import is_importing
 from mlora.malloc import keep_freed_memory
 from mlora.measured_cut import measured_cut
 from mlora.part import StagePart
@@ -60,11 +60,6 @@ class Member:
     in_flight: Callable[[], list[str]] = list
     put_right: Callable[[], None] = lambda: None
     met: bool = False
-
-
-def is_launched() -> bool:
-    """Say whether a launcher has started this process as one of several, or of one."""
-    return dist.is_torchelastic_launched()
 
 
 def check_replicas(config: RunConfig, member: Member | None) -> None:
@@ -140,6 +135,8 @@ def _set_signals(world: World) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    if is_importing(frame):
+        os._exit(128 + number)
     raise SystemExit(128 + number)
 
 
