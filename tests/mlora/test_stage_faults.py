@@ -314,7 +314,7 @@ def test_resume_of_a_finished_run_ends_at_once(whole: Path) -> None:
     began = time.monotonic()
     codes, _, errors = run_stages(["resume", whole], STAGES)
     assert (codes, errors) == ([0] * STAGES, [""] * STAGES)
-    assert time.monotonic() - began < NOTICED
+    assert time.monotonic() - began < 25, "who waits for another one's goodbye waits for 30 s"
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
