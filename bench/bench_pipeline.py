@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from pipeline_measures import row_of, simulated_bubble, worst_difference
+from pipeline_measures import row_of, worst_difference
 from pipeline_places import RATE, Place, place_of, places
 from pipeline_report import misses, plot, text
 from pipeline_sections import lines_of
@@ -106,13 +106,7 @@ def again(path: Path) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise JobError(f"--from: {path}: {error}") from error
-    found = []
-    for result in data["places"]:
-        place, rows = place_of(result), result["rows"]
-        for case in place.cases:
-            if case.way == "ours":
-                rows[case.name]["simulated_bubble"] = simulated_bubble(case, rows[case.name])
-        found.append((place, rows))
+    found = [(place_of(result), result["rows"]) for result in data["places"]]
     return data | {"lines": lines_of(data.get("sections", SECTIONS), found)}
 
 

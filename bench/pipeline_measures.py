@@ -19,6 +19,14 @@ from pipeline_turn import Case, Item
 from timing import spread
 
 GIGABIT = 125e6  # bytes per second, the rate of the links between network namespaces
+_KEPT = (
+    "tokens_per_second",
+    "steady_tokens_per_second",
+    "of_slowest_stage",
+    "bubble",
+    "simulated_bubble",
+)
+"""What is kept of each turn."""
 Ranks = Sequence[Mapping[str, Any]]
 """One turn as each process told of it."""
 
@@ -31,20 +39,16 @@ def row_of(case: Case, turns: Sequence[Ranks], rows: int) -> dict[str, Any]:
         turns: the timed ones.
         rows: tokens of a micro-batch.
     """
-    each = [_numbers(ranks, rows) for ranks in turns]
+    each = [_numbers(case, ranks, rows) for ranks in turns]
     row = {key: _median([one[key] for one in each]) for key in each[0]}
     row |= {"spread": spread([one["seconds"] for one in each]), "turns": len(each)}
-    row["each"] = {
-        key: [one[key] for one in each] for key in ("tokens_per_second", "steady_tokens_per_second")
-    }
+    row["each"] = {key: [one[key] for one in each] for key in _KEPT}
     if turns[0][0]["spans"]:
         row["times"] = times_of(turns)
-    if case.way == "ours":
-        row["simulated_bubble"] = simulated_bubble(case, row)
     return row
 
 
-def _numbers(ranks: Ranks, rows: int) -> dict[str, Any]:
+def _numbers(case: Case, ranks: Ranks, rows: int) -> dict[str, Any]:
     seconds = max(rank["seconds"] for rank in ranks)
     busy = sum(rank["processor_seconds"] for rank in ranks)
     items = ranks[0]["items"]
@@ -60,6 +64,7 @@ def _numbers(ranks: Ranks, rows: int) -> dict[str, Any]:
         "wire_bytes_per_micro_batch": sum(rank["wire"] for rank in ranks) / len(items),
         "delay": ranks[0]["delay"],
         "bubble": None,
+        "simulated_bubble": None,
         "steady_tokens_per_second": None,
         "of_slowest_stage": None,
     }
@@ -70,6 +75,9 @@ def _numbers(ranks: Ranks, rows: int) -> dict[str, Any]:
         if measures.throughput is not None and measures.window is not None:
             numbers["steady_tokens_per_second"] = measures.throughput * rows
             numbers["of_slowest_stage"] = measures.throughput * _slowest(timeline, measures.window)
+        if case.way == "ours":
+            on_wire = numbers["wire_bytes_per_micro_batch"] / (2 * max(len(ranks) - 1, 1)) / GIGABIT
+            numbers["simulated_bubble"] = simulated_bubble(case, timeline, _times_of_turn(ranks), on_wire)
     return numbers
 
 
@@ -149,21 +157,32 @@ def _times_of_turn(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def simulated_bubble(case: Case, row: Mapping[str, Any]) -> float | None:
-    """The bubble of the steady window that the simulator gives for measured times.
+def simulated_bubble(
+    case: Case, timeline: Timeline, times: Mapping[str, Any], on_wire: float
+) -> float | None:
+    """The bubble of the steady window that the simulator gives for the times of a turn.
 
-    A link is occupied for as long as the bytes that were on the wire need at its rate, and the rest of what
-    was measured is latency; without a rate all of it is.
+    Each forward and backward takes as long as it took. A link is occupied for as long as the bytes that were
+    on the wire need at its rate, and the rest of what was measured is latency; without a rate all of it is.
 
     Args:
         case: what ran.
-        row: its `times` and `wire_bytes_per_micro_batch`.
+        timeline: when what ran.
+        times: of `times_of`; of them count the links and the optimizer.
+        on_wire: seconds that a micro-batch occupies a link.
     """
-    times, size = row["times"], case.micro_batches
+    size = case.micro_batches
     stages = [
         StageTime(t["forward"], t["backward"], optimizer=t["optimizer"] * size) for t in times["stages"]
     ]
-    on_wire = row["wire_bytes_per_micro_batch"] / (2 * max(len(stages) - 1, 1)) / GIGABIT
+    spent = {
+        (event.stage, event.kind, event.stream, event.step, event.micro_batch): event.end - event.begin
+        for event in as_events(timeline.events)
+    }
+
+    def measured(stage: int, kind: Kind, stream: int, step: int, micro_batch: int) -> float:
+        return spent[stage, kind, stream, step % case.steps, micro_batch]
+
     forward, backward = (
         [Link(max(seconds - on_wire, 0.0), overhead=on_wire) for seconds in times[f"links_{way}"]]
         for way in ("forward", "backward")
@@ -173,7 +192,7 @@ def simulated_bubble(case: Case, row: Mapping[str, Any]) -> float | None:
     streams = [Stream(max(case.steps, 4), size)] * adapters
     in_flight = adapters * size if case.schedule == "lorapp" else None
     workload = Workload(stages, streams, case.schedule, forward, backward, in_flight)
-    return measure(simulate(workload)).bubble_ratio
+    return measure(simulate(workload, measured=measured)).bubble_ratio
 
 
 def losses_of(ranks: Ranks) -> dict[Item, float]:

@@ -85,6 +85,8 @@ def _row(name: str, row: Mapping[str, Any]) -> str:
 
 def _line(line: Mapping[str, Any]) -> str:
     words = f"{line['section']}: {line['what']}: {line['value']:.3f}"
+    if line.get("error") is not None:
+        words += f" +- {line['error']:.3f}"
     if "between" in line:
         return f"{words} (must be between {line['between'][0]} and {line['between'][1]})"
     if line["must"] is None:

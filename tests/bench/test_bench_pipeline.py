@@ -1,5 +1,6 @@
 """The benchmark of pipelines runs, and its numbers have the form that they must have; no time is judged."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from mlora.pipeline.timeline import Event, Timeline
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 PEERS = {
@@ -91,10 +93,20 @@ def test_stages_that_sleep(out: Path, data: dict[str, Any]) -> None:
     check_rows(place)
     assert place["stages"] == 3
     assert "SLEEP KERNELS" in (out / "pipeline.txt").read_text()
-    sleeping = [line for line in data["lines"] if line.get("place") == "sleep D=3" and "measured" in line]
-    names = {line["what"].removeprefix("sleep D=3, ").split(":")[0] for line in sleeping}
+    compared = lines(data, "bubbles", "bubble measured - simulated")
+    sleeping = [what.removeprefix("sleep D=3, ") for what in compared if what.startswith("sleep D=3, ")]
+    names = {what.split(":")[0] for what in sleeping}
     assert names == set(place["rows"]), "every row that has a bubble is compared with the simulator"
-    assert len(lines(data, "overlap")) == 4
+    assert len(lines(data, "overlap", "sleep D=3")) == 2
+
+
+def test_delays_beside_none(data: dict[str, Any]) -> None:
+    check_rows(place_of(data, "overlap"))
+    found = {line["what"]: line for line in data["lines"] if line["section"] == "overlap"}
+    for share in (0.5, 0.9):
+        plain = found[f"overlap, delay {share} T_f injected: throughput / without"]
+        assert (plain["must"], plain["error"]) == (None, None), "one turn has no error"
+        assert found[f"overlap, delay {share} T_f injected: throughput / without, over the slowest stage's"]
 
 
 def test_between_namespaces(data: dict[str, Any]) -> None:
@@ -152,7 +164,7 @@ def test_a_kept_result_is_reported_again(out: Path, tmp_path: Path) -> None:
 def test_what_misses_is_marked_and_fails(out: Path, data: dict[str, Any], tmp_path: Path) -> None:
     place = place_of(data, "sleep D=3")
     for row in place["rows"].values():
-        row["bubble"] = 0.5
+        row["each"]["bubble"] = [0.5]
     (tmp_path / "pipeline.json").write_text(
         json.dumps(data | {"quick": False, "sections": ["bubbles"], "places": [place]})
     )
@@ -203,13 +215,15 @@ def test_losses_behind_an_update_are_compared(bench_folder: Path) -> None:
 
 def test_simulated_with_as_many_adapters_as_run_at_once(bench_folder: Path) -> None:
     measures, case = import_module("pipeline_measures"), import_module("pipeline_turn").Case
-    stage = {"forward": 1.0, "backward": 1.0, "optimizer": 0.0}
+    stage = {"forward": 9.0, "backward": 9.0, "optimizer": 0.0}
     times = {"stages": [stage] * 4, "links_forward": [0.0] * 3, "links_backward": [0.0] * 3}
-    row = {"times": times, "wire_bytes_per_micro_batch": 0.0}
 
     def bubble(adapters: int, at_once: int | None) -> float:
         chosen = case("", "ours", "lorapp", adapters, steps=6, tasks=True, at_once=at_once)
-        return float(measures.simulated_bubble(chosen, row))
+        # what each micro-batch took counts, whenever that was, and not what the stages take otherwise
+        keys = itertools.product(range(4), "FB", range(adapters), range(6))
+        ran = Timeline.of(Event(*key, 0, begin, begin + 1.0) for begin, key in enumerate(keys))
+        return float(measures.simulated_bubble(chosen, ran, times, 0.0))
 
     assert bubble(4, None) < 0.01
     assert bubble(4, 2) == bubble(2, None) == pytest.approx(0.5)

@@ -146,6 +146,21 @@ def test_two_stages_by_hand() -> None:
     assert numbers.throughput == pytest.approx(0.5)
 
 
+def test_a_run_is_played_again_with_the_times_that_it_took() -> None:
+    """One stream of two micro-batches on two stages, of which the second one is slow once."""
+    slow = {(1, Kind.FORWARD, 0, 0, 1): 5.0, (0, Kind.BACKWARD, 0, 1, 0): 3.0}
+    workload = Workload([StageTime(9, 9)] * 2, [Stream(2, 2)], "gpipe")
+    timeline = simulate(workload, measured=lambda *key: slow.get(key, 1.0))
+    begins = [
+        [(event.kind, event.step, event.micro_batch, event.begin) for event in timeline.of_stage(stage)]
+        for stage in range(2)
+    ]
+    first = [("F", 0, 0, 0), ("F", 0, 1, 1), ("B", 0, 0, 3), ("B", 0, 1, 9)]
+    assert begins[0] == [*first, ("F", 1, 0, 10), ("F", 1, 1, 11), ("B", 1, 0, 13), ("B", 1, 1, 16)]
+    assert begins[1][:4] == [("F", 0, 0, 1), ("B", 0, 0, 2), ("F", 0, 1, 3), ("B", 0, 1, 8)]
+    assert [event.end for event in timeline.of_stage(0)][-2:] == [16, 17]
+
+
 def test_links_by_hand() -> None:
     """Messages of 4 bytes at 2 bytes per second queue behind each other, and arrive 3 s after they left."""
     link = Link(latency=3, bandwidth=2, row_bytes=2, overhead=0.5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,7 +22,15 @@ TICKS = 10**12
 _FINISH, _FORWARD, _BACKWARD, _JOIN = range(4)
 
 
-def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = None) -> Timeline:
+Measured: TypeAlias = Callable[[int, Kind, int, int, int], float]
+"""Seconds by stage, kind, stream, step and micro-batch."""
+
+
+def simulate(
+    workload: Workload,
+    orders: Callable[[int, int], Order] | None = None,
+    measured: Measured | None = None,
+) -> Timeline:
     """Run a workload without running it.
 
     A stream's micro-batches are offered to stage 0 together, when it joins and when all backwards of its step
@@ -31,6 +40,8 @@ def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = No
     Args:
         workload: the pipeline and its streams.
         orders: `(stage, D) -> Order`, instead of those of the workload's schedule.
+        measured: how long each forward and backward took, instead of the times of the workload's stages:
+            then a run is played again, with what its micro-batches differ by.
 
     Returns:
         Every action of every micro-batch, and every message.
@@ -46,7 +57,7 @@ def simulate(workload: Workload, orders: Callable[[int, int], Order] | None = No
         0.5
     """
     try:
-        return _Simulation(workload, orders).run()
+        return _Simulation(workload, orders, measured).run()
     except OverflowError as error:
         raise ValueError("times or rows: too large; a run may take 106 days, 2**63 picoseconds") from error
 
@@ -57,7 +68,7 @@ def _ticks(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Ticks of a micro-batch of some number of rows, by stage and by link."""
+    """Ticks of a micro-batch, by stage and by link."""
 
     index: int
     forward: list[int]
@@ -83,8 +94,13 @@ class _Channel:
 
 
 class _Simulation:
-    def __init__(self, workload: Workload, orders: Callable[[int, int], Order] | None) -> None:
-        self.workload = workload
+    def __init__(
+        self,
+        workload: Workload,
+        orders: Callable[[int, int], Order] | None,
+        measured: Measured | None,
+    ) -> None:
+        self.workload, self.measured = workload, measured
         self.stages = len(workload.stages)
         self.last = self.stages - 1
         if orders is None:
@@ -108,7 +124,7 @@ class _Simulation:
         self.items: list[tuple[int, int, int, int]] = []  # stream, step, micro-batch, rows
         self.places: list[Place] = []
         self.costs: list[_Cost] = []
-        self.cost_of: dict[int, _Cost] = {}
+        self.cost_of: dict[object, _Cost] = {}  # by rows; where they were measured, by micro-batch
         self.step = [0] * len(workload.streams)
         self.left = [0] * len(workload.streams)
 
@@ -156,16 +172,27 @@ class _Simulation:
             rows = stream.rows_of(step, micro_batch)
             self.items.append((index, step, micro_batch, rows))
             self.places.append(Place(micro_batch, size))
-            self.costs.append(self.cost_of.get(rows) or self.cost(rows))
+            self.costs.append(self.cost(index, step, micro_batch, rows))
         self.left[index] = size
         self.came_forward[0] += size
 
-    def cost(self, rows: int) -> _Cost:
-        stages, workload = self.workload.stages, self.workload
-        cost = self.cost_of[rows] = _Cost(
+    def cost(self, stream: int, step: int, micro_batch: int, rows: int) -> _Cost:
+        stages, workload, measured = self.workload.stages, self.workload, self.measured
+        key: object = (stream, step, micro_batch) if measured else rows
+        if key in self.cost_of:
+            return self.cost_of[key]
+        if measured:
+            forward, backward = (
+                [measured(stage, kind, stream, step, micro_batch) for stage in range(self.stages)]
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            )
+        else:
+            forward = [stage.forward + stage.forward_row * rows for stage in stages]
+            backward = [stage.backward + stage.backward_row * rows for stage in stages]
+        cost = self.cost_of[key] = _Cost(
             len(self.cost_of),
-            [_ticks(stage.forward + stage.forward_row * rows) for stage in stages],
-            [_ticks(stage.backward + stage.backward_row * rows) for stage in stages],
+            [_ticks(seconds) for seconds in forward],
+            [_ticks(seconds) for seconds in backward],
             [_ticks(link.seconds(rows)) for link in workload.links(workload.forward)],
             [_ticks(link.seconds(rows)) for link in workload.links(workload.backward)],
         )
