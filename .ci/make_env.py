@@ -48,9 +48,7 @@ def main(env: Path) -> None:
             see_packages_of_caller(env)
 
     def pip(*arguments: str) -> None:
-        # what is imported is compiled then; all of torch and Transformers takes a minute
-        options = ["--disable-pip-version-check", "--no-compile", "-q"]
-        command = [str(python), "-m", "pip", "install", *options, *arguments]
+        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", *arguments]
         subprocess.run(command, check=True)
 
     has_torch = subprocess.run([str(python), "-c", "import torch"], capture_output=True).returncode == 0
