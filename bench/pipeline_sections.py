@@ -12,7 +12,8 @@ from pipeline_places import DELAYS, Place
 
 Rows = Mapping[str, Mapping[str, Any]]
 Lines = list[dict[str, Any]]
-MUST = {"must": 0.97, "at_least": True}
+OVERLAP: dict[str, Any] = {"must": 0.97, "at_least": True}
+"""Throughput with delays on the links, over that without."""
 BUBBLE = 0.03
 """How far a measured bubble may be from the simulated one, where nothing limits the links."""
 
@@ -123,13 +124,13 @@ def overlap(rows: Rows, place: Place) -> Lines:
         key = "steady_tokens_per_second" if steady else "tokens_per_second"
         what = f"{place.name}, delay {share} T_f injected: throughput / without"
         about = {"section": "overlap", "delay_seconds": slow["delay"]}
-        line = {"what": what, "value": _within_turns(slow, fast, key)} | MUST
+        line = {"what": what, "value": _within_turns(slow, fast, key)} | OVERLAP
         if place.shape:
             line |= {"must": None, "error": _standard_error(slow, fast, key)}
         found.append(about | line)
         if place.shape and steady:
             value = _within_turns(slow, fast, "of_slowest_stage")
-            found.append(about | {"what": f"{what}, over the slowest stage's", "value": value} | MUST)
+            found.append(about | {"what": f"{what}, over the slowest stage's", "value": value} | OVERLAP)
     return found
 
 
