@@ -10,7 +10,7 @@ from pipeline_model import Shape
 from pipeline_turn import Case
 
 REAL = Shape(512, 1408, 8, 8, 8, 512, 8, 2, 64)
-NETWORK = Shape(320, 32, 2, 10, 2, 32, 4, 8, 36, ("q_proj", "v_proj"))
+NETWORK = Shape(384, 32, 2, 12, 2, 32, 4, 8, 32, ("q_proj", "v_proj"))
 """Little work for each byte that is sent, as one core of a CPU is to 1 Gbit/s what a GPU is to more."""
 TINY = Shape(64, 176, 2, 2, 2, 64, 2, 2, 8)
 ADAPTERS = 4
