@@ -57,7 +57,7 @@ class Account:
         rows: rows since the last step.
         squares: sum of the squares of its gradients, where that has come back with a micro-batch.
         update: what the stages have to make just before the adapter's next forward.
-        under_way: micro-batches that have entered the pipeline and not come back.
+        under_way: micro-batches, evaluated ones too, that have entered the pipeline and not come back.
         ending: whether the last of its accumulation is among them.
     """
 
@@ -83,12 +83,14 @@ class Account:
         """Count one that has passed it."""
         self.under_way -= 1
 
-    def failed(self, rows: int, tokens: int) -> None:
-        """Take back the count of a micro-batch that did not come back."""
-        self.rows -= rows
-        self.tokens -= tokens
+    def failed(self) -> None:
+        """Count one that will not come back.
+
+        Its backward may have added to some of the gradients, so all that was accumulated is dropped.
+        """
         self.under_way -= 1
         self.ending = False
+        self.leave(Update())
 
     def decide(self, squares: float) -> StepResult:
         """Decide a step on what was accumulated.
@@ -147,12 +149,13 @@ class Accounts(dict[str, Account]):
         """The account of an adapter that is not under way.
 
         Raises:
-            ValueError: if there is none of this name, or a batch of it has yet to be finished.
+            ValueError: if there is none of this name, or a batch of it has yet to be finished or evaluated.
         """
         account = self.of(name)
         if account.under_way:
             raise ValueError(
-                f"adapter {name!r}: a batch of it is under way; call finish with its ticket first"
+                f"adapter {name!r}: a batch of it is under way; call finish with its ticket, or take all results "
+                "of evaluate_each, first"
             )
         return account
 

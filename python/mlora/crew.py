@@ -20,7 +20,6 @@ from mlora.pipeline import Driver, Pipeline, StageProcess, World, connect_neighb
 from mlora.pretrained import skeleton
 from mlora_ext.nn.routing import router_of
 
-IDLE = 7 * 86400.0  # seconds a link may be silent: `Watch` notices a dead neighbour, not a timeout
 Source = str | os.PathLike[str] | PreTrainedModel
 
 
@@ -150,7 +149,7 @@ def crew_of_processes(
     of_their_own = len({tuple(place) for place in places}) == len(places)
     nccl = of_their_own and all(device.startswith("cuda") for _, device in places)
     device = options.device if nccl else None
-    neighbours = connect_neighbours(world, replicas=replicas, nccl=device, timeout=IDLE)
+    neighbours = connect_neighbours(world, replicas=replicas, nccl=device)
     process = StageProcess(
         part.module,
         stage,

@@ -229,6 +229,8 @@ class Engine:
 
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
+            Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
+                the batch's adapters have accumulated nothing, also of batches before it.
         """
         return self.finish(self.start(batches, ends=ends))
 
@@ -253,6 +255,9 @@ class Engine:
 
         Returns:
             The first of those that have.
+
+        Raises:
+            ValueError: if none of them is under way, as after an error.
         """
         return self._traffic.first_done(tickets)
 
@@ -264,6 +269,10 @@ class Engine:
 
         Returns:
             By adapter name.
+
+        Raises:
+            ValueError: if it is not under way, as after an error in one that started before it.
+            Exception: as `forward_backward`.
         """
         return self._traffic.finish(ticket)
 
@@ -354,7 +363,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter.
         """
-        adapter = self._accounts.of(name)
+        adapter = self._accounts.at_rest(name)
         self._flush(name)
         parts = self._control("state", name)
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
@@ -390,7 +399,7 @@ class Engine:
             ValueError: if there is no adapter of this name.
             OSError: if the folder cannot be written.
         """
-        self._accounts.of(name)
+        self._accounts.at_rest(name)
         self._flush(name)
         weights = _merged(self._control("weights", name))
         mlora_ext.save_adapter(self.registry, name, folder, weights)

@@ -210,10 +210,13 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             trace=trace,
             crew=_crew(config, tasks, member, trace) if member else None,
         )
-        # stages that measure for themselves could choose differently
-        library = config.base_gemm or (None if engine.alone else engine.base_gemm)
-        if library:
-            engine.base_gemm = library
+        with ExitStack() as stack:
+            stack.push(engine)
+            # stages that measure for themselves could choose differently
+            library = config.base_gemm or (None if engine.alone else engine.base_gemm)
+            if library:
+                engine.base_gemm = library
+            stack.pop_all()
         return engine
     except (ValueError, OSError, SafetensorError) as error:
         line = first_line(error)

@@ -51,6 +51,7 @@ class Member:
         world: the pipeline's processes.
         watch: watches the others.
         in_flight: says which adapters its stage is working on; before there is one, none.
+        work: counts what its stage does; see `Runner.piece`.
         put_right: called before a fault of another process ends this one.
         met: whether the processes have told each other of a usual micro-batch.
     """
@@ -58,6 +59,7 @@ class Member:
     world: World
     watch: Watch = field(init=False)
     in_flight: Callable[[], list[str]] = list
+    work: Callable[[], int] = int
     put_right: Callable[[], None] = lambda: None
     met: bool = False
 
@@ -102,7 +104,9 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
     end_with_parent(os.getppid())
     _set_signals(world)
     member = Member(world)
-    with Watch(world, lambda: ", ".join(member.in_flight()), lambda _: member.put_right()) as watch:
+    with Watch(
+        world, lambda: ", ".join(member.in_flight()), lambda _: member.put_right(), lambda: member.work()
+    ) as watch:
         member.watch = watch
         try:
             _agree(world, config)
@@ -240,6 +244,8 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
     )
     if options.device.type == "cpu":
         keep_freed_memory()
+    else:
+        torch.cuda.set_device(options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
     part, process = crew_of_processes(
         config.base_model,
@@ -251,7 +257,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         in_flight=most_under_way(config),
         trace=trace,
     )
-    member.in_flight = lambda: part.in_flight
+    member.in_flight, member.work = lambda: part.in_flight, lambda: process.runner.piece
     return OwnStage(part, process, blocks)
 
 

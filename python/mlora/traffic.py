@@ -14,6 +14,9 @@ from mlora.account import Accounts, BatchResult
 from mlora.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.pipeline import Driver, Place
 
+_Parts = Sequence[tuple[PackedBatch, int | None]]
+"""Micro-batches, each with its number in the pipeline, or none if it has nothing to compute."""
+
 if TYPE_CHECKING:
     from mlora.data import Sample
 
@@ -26,7 +29,7 @@ class Ticket:
         ends: adapters whose accumulation it completes.
     """
 
-    def __init__(self, parts: Sequence[tuple[PackedBatch, int | None]], ends: Sequence[str]) -> None:
+    def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
         self.parts, self.ends = parts, ends
 
     @property
@@ -81,7 +84,8 @@ class Traffic:
         for batch in packed:
             last = bool(trained) and batch is trained[-1]
             place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
-            parts.append((batch, self._enter(batch, ends if last else (), place, train=True)))
+            stream = "+".join(batches)
+            parts.append((batch, self._enter(batch, ends if last else (), place, stream, train=True)))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._accounts[name].entered(length, batch.tokens[name])
@@ -115,40 +119,54 @@ class Traffic:
                     self._accounts[name].squares = sum(float(note["squares"][name]) for note in notes)
         return results
 
-    def _take_back(self, parts: Sequence[tuple[PackedBatch, int | None]]) -> None:
-        for batch, _ in parts:
-            for name, length in zip(batch.names, batch.lengths, strict=True):
-                self._accounts[name].failed(length, batch.tokens[name])
+    def _take_back(self, parts: _Parts) -> None:
+        for name in (name for batch, _ in parts for name in batch.names):
+            self._accounts[name].failed()
 
     def evaluate(
         self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], at_once: int
     ) -> Iterator[dict[str, BatchResult]]:
         """Losses without gradients, of some batches under way at once."""
-        under_way: deque[list[tuple[PackedBatch, int | None]]] = deque()
+        under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
                 packed = [self._pack(part, None) for part in self._by_replica(batch)]
                 under_way.append([(part, self._enter(part, (), Place(), train=False)) for part in packed])
+                self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == at_once:
-                    yield self._evaluated(under_way.popleft())
+                    yield self._evaluated(under_way)
             while under_way:
-                yield self._evaluated(under_way.popleft())
+                yield self._evaluated(under_way)
         finally:
             while under_way:  # a batch was malformed, or nobody wants the rest
-                self._evaluated(under_way.popleft())
+                self._evaluated(under_way)
 
-    def _evaluated(self, parts: Sequence[tuple[PackedBatch, int | None]]) -> dict[str, BatchResult]:
+    def _evaluated(self, under_way: deque[_Parts]) -> dict[str, BatchResult]:
+        """The results of the oldest; after an error none of the others comes back."""
         found: dict[str, BatchResult] = {}
-        for batch, number in parts:
-            for name, loss in self._leave(batch, number)[1].items():
-                found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
+        with ExitStack() as stack:
+            stack.callback(self._forget, under_way)
+            for batch, number in under_way[0]:
+                for name, loss in self._leave(batch, number)[1].items():
+                    found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
+            stack.pop_all()
+        self._count_evaluation(under_way.popleft(), -1)
         return found
+
+    def _forget(self, under_way: deque[_Parts]) -> None:
+        while under_way:
+            self._count_evaluation(under_way.popleft(), -1)
+
+    def _count_evaluation(self, parts: _Parts, more: int) -> None:
+        for name in (name for batch, _ in parts for name in batch.names if name != BASE):
+            self._accounts[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """The most likely next token of sequences."""
         found: dict[str, list[int]] = {}
         for part in self._by_replica(batches):
-            number = self._enter(pack_prompts(part, device=self._device), (), Place(), train=False)
+            packed = pack_prompts(part, device=self._device)
+            number = self._enter(packed, (), Place(), train=False)
             assert number is not None
             tokens = iter(self._pipeline.finish(number).report.tolist())
             found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
@@ -165,8 +183,13 @@ class Traffic:
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         return pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
 
-    def _enter(self, batch: PackedBatch, ends: Sequence[str], place: Place, *, train: bool) -> int | None:
-        """Let a micro-batch enter the pipeline; None where it has nothing to compute."""
+    def _enter(
+        self, batch: PackedBatch, ends: Sequence[str], place: Place, stream: str = "", *, train: bool
+    ) -> int | None:
+        """Let a micro-batch enter the pipeline; None where it has nothing to compute.
+
+        For traces, all micro-batches that a batch was cut into are of one stream.
+        """
         if not batch.rows.numel():
             return None
         adapters = [name for name in batch.names if name != BASE]
@@ -189,7 +212,7 @@ class Traffic:
             common=common,
             train=train,
             place=place,
-            stream="+".join(batch.names),
+            stream=stream,
             rows=sum(batch.lengths),
             replica=self._accounts[adapters[0]].replica if adapters else 0,
         )

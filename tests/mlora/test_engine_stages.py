@@ -222,15 +222,21 @@ def test_a_decided_step_is_never_lost(how: str) -> None:
     for stages in (1, 3):
         engine = Engine(llama(), stages=stages)
         create(engine, "a")
-        engine.forward_backward(batch("a", 0, 0), ends=["a"])
-        engine.optim_step("a")
+        for step in range(3):  # the first learning rate is zero, and so is the first gradient of A
+            before = engine.state_dict("a")["weights"]
+            engine.forward_backward(batch("a", step, 0), ends=["a"])
+            engine.optim_step("a")
         if how == "discard":
             engine.discard_gradients("a")
         found[stages] = engine.state_dict("a")
+        for key, tensor in found[stages]["weights"].items():
+            assert not torch.equal(tensor, before[key]), key
         engine.close()
     for key, tensor in found[1]["weights"].items():
         torch.testing.assert_close(found[3]["weights"][key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
-    assert any(moments[0].any() for moments in found[3]["moments"].values())
+    for key, moments in found[1]["moments"].items():
+        for one, other in zip(found[3]["moments"][key], moments, strict=True):
+            torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_evaluation_under_way_draws_no_masks() -> None:
@@ -329,6 +335,12 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="adapter 'a': a batch of it is under way; call finish"):
             call("a")
     engine.finish(ticket)
+    evaluation = engine.evaluate_each([batch("a", 0, place) for place in range(2)])
+    next(evaluation)
+    for call in calls:
+        with pytest.raises(ValueError, match="under way; .* take all results of evaluate_each, first"):
+            call("a")
+    evaluation.close()
     engine.optim_step("a")
     engine.close()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
+from mlora.trace_file import TraceFiles
 from mlora.traffic import _cut
 from tiny_models import VOCABULARY, samples
 
@@ -46,6 +47,65 @@ def test_what_an_error_left_behind_never_runs(monkeypatch: pytest.MonkeyPatch) -
     engine.start({"d": samples(6, 9, seed=1)})
     engine.close()  # computes nothing more
     assert len(calls) == 1 + 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_error_of_an_evaluation_is_the_one_that_is_raised(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    engine = Engine(llama())
+    create(engine, "a")
+    batches = [batch("a", 0, place) for place in range(count)]
+    expected = [each["a"] for each in engine.evaluate_each(batches)]
+
+    def no_memory(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._part.module, "forward", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            list(engine.evaluate_each(batches))
+    assert [each["a"] for each in engine.evaluate_each(batches)] == expected
+    engine.remove_adapter("a")  # nothing of it is under way
+
+
+def test_an_error_in_backward_leaves_no_gradient() -> None:
+    """The blocks behind the one that fails have added to the gradients, which held a batch before."""
+    engine, other = Engine(llama()), Engine(llama())
+    for each in (engine, other):
+        create(each, "a")
+    engine.forward_backward(batch("a", 0, 0))
+
+    def no_memory(module: object, gradients: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    handle = engine.model.get_decoder().layers[1].register_full_backward_pre_hook(no_memory)
+    tickets = [engine.start(batch("a", 0, place)) for place in (1, 0)]
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.finish(tickets[0])
+    handle.remove()
+    for lost in (engine.finish, lambda ticket: engine.first_done([ticket])):
+        with pytest.raises(ValueError, match=r"no micro-batch \d is under way; after an error none is"):
+            lost(tickets[1])
+    with pytest.raises(ValueError, match="has no gradient"):
+        engine.optim_step("a")
+    results = [each.forward_backward(batch("a", 0, 1)) for each in (engine, other)]
+    assert results[0] == results[1]
+    assert engine.optim_step("a") == other.optim_step("a")
+
+
+def test_pieces_of_a_batch_are_one_stream() -> None:
+    """Wherever samples end, a trace tells a stream's steps apart, and a window of them is measured."""
+    engine = Engine(llama(), stages=2, schedule="1f1b", micro_batches=3, trace=1000)
+    create(engine, "a")
+    create(engine, "b")
+    for step in range(3):
+        engine.forward_backward({"a": samples(2 + step, 9, seed=1), "b": samples(3, 5 + step, seed=2)})
+    trace, entries = engine.trace()
+    assert {entry.stream for entry in entries} == {"a+b"}
+    timeline = TraceFiles(trace, entries).timeline()
+    assert sorted(set(timeline.events["step"])) == [0, 1, 2]
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from mlora.config_file import resolve_config
+from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.prepare import validate
 from mlora.result import RunResult
@@ -103,7 +104,9 @@ def stage_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "stage" in thread.name]
 
 
-def test_threads_end_with_a_run_that_does_not_begin(base: Path, tmp_path: Path) -> None:
+def test_threads_end_with_a_run_that_does_not_begin(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = many_kinds(base, tmp_path, pipeline={"stages": 3})
     data["adapters"] = data["adapters"][1:2]
     data["adapters"][0]["lora"] = {"target_modules": ["nothing"]}
@@ -112,6 +115,14 @@ def test_threads_end_with_a_run_that_does_not_begin(base: Path, tmp_path: Path) 
     data["adapters"][0]["lora"] = {"target_modules": ["q_proj"]}
     validate(resolve_config(data, folder=tmp_path))
     assert not stage_threads()
+    monkeypatch.setattr(Engine, "base_gemm", property(fset=not_served))
+    with pytest.raises(RunError, match="base_gemm: not here"):
+        train(resolve_config({**data, "base_gemm": "onednn"}, folder=tmp_path))
+    assert not stage_threads()
+
+
+def not_served(engine: Engine, library: str) -> None:
+    raise ValueError("base_gemm: not here")
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

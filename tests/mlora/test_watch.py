@@ -127,8 +127,19 @@ def test_goodbyes_and_long_calls_are_no_faults() -> None:
     hold = "import ctypes; ctypes.PyDLL(None).sleep({0})  # keeps Python's lock\n"
     first = "w = watch(); ready(); w.goodbye()"
     second = "w = watch(); ready(); " + hold.format(4) + "w.goodbye()"
-    third = "w = watch(); ready()\nwith w.patient(20): " + hold.format(8) + "w.goodbye()"
+    third = "w = watch(work=lambda: int(time.monotonic()), limit=3); ready(); time.sleep(5); w.goodbye()"
     with stages(first, second, third, holds_store=False) as running:
         codes, _, errors = running.end()
     assert codes == [0, 0, 0], errors
     assert not lines(errors)
+
+
+def test_a_stage_that_hangs_while_it_gives_signs_of_life() -> None:
+    waits, hangs = (f"w = watch(work=lambda: {n}, limit=3); ready(); time.sleep(60)" for n in (0, 7))
+    with stages(waits, hangs) as running:
+        running.until_ready()
+        codes, errors = end_noticed(running)
+    assert codes[0] == 1
+    assert codes[1] in (1, -signal.SIGKILL)
+    (line,) = lines(errors)
+    assert re.search(r"stage 1 \(.*\) hangs: at one micro-batch for [345] s; adapters in flight: a1, b1", line)

@@ -49,7 +49,7 @@ class Sign:
     Attributes:
         process: it.
         number: counts the times.
-        patience: seconds of silence that it asks the others to bear.
+        busy: seconds that it has been at one and the same piece of work.
         in_flight: the adapters that it is working on.
         goodbye: it has done its work; its silence from now on is no fault.
         fault: what it found, in itself or in another stage, before it ends.
@@ -57,7 +57,7 @@ class Sign:
 
     process: Process
     number: int = 0
-    patience: float = 0.0
+    busy: float = 0.0
     in_flight: str = ""
     goodbye: bool = False
     fault: Fault | None = None
@@ -89,7 +89,8 @@ class Beats:
     Args:
         world: the pipeline's processes.
         describe: returns the adapters in flight; called in the thread.
-        patience: what this process asks the others to bear, in seconds.
+        work: returns the number of the piece of work that is being done, 0 = none; called in the thread.
+        timeout: seconds in which the store has to answer.
         interval: seconds from one sign to the next.
 
     Attributes:
@@ -100,7 +101,8 @@ class Beats:
 
     world: World
     describe: Callable[[], str]
-    patience: float
+    work: Callable[[], int]
+    timeout: float
     interval: float
     seen: dict[int, Seen] = field(default_factory=dict, init=False)
     rounds: int = field(default=0, init=False)
@@ -108,13 +110,14 @@ class Beats:
 
     def __post_init__(self) -> None:
         """Give the first sign."""
-        self.sign = Sign(self.world.process, patience=self.patience)
+        self.sign = Sign(self.world.process)
+        self._piece = 0
         self._lock = threading.Lock()
         self._awake, self._stopped = threading.Event(), False
         store: Any = self.world.store  # torch's stubs lack `clone`
         self._store = store.clone()
         self._reading = store.clone()  # may be blocked for ever by a store that is frozen
-        self._reading.set_timeout(timedelta(seconds=10 * self.patience))
+        self._reading.set_timeout(timedelta(seconds=self.timeout))
         self._read_at = time.monotonic()
         self.give()
         self.thread = threading.Thread(target=self._run, name="mlora-beats", daemon=True)
@@ -155,8 +158,11 @@ class Beats:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                self.give(in_flight=self.describe())
-                self._read()
+                now = time.monotonic()
+                # a process that was itself held up, or suspended, has not worked or looked all that time
+                since, self._read_at = min(now - self._read_at, 2 * self.interval), now
+                self.give(in_flight=self.describe(), busy=self._busy(since))
+                self._read(since)
                 self.rounds += 1
                 met = len(self.seen) == self.world.size - 1
                 self._awake.wait(self.interval if met else self.interval / 10)
@@ -164,14 +170,14 @@ class Beats:
         except dist.DistError:
             self.lost = True
 
-    def _read(self) -> None:
+    def _busy(self, since: float) -> float:
+        before, self._piece = self._piece, self.work()
+        return self.sign.busy + since if self._piece and self._piece == before else 0.0
+
+    def _read(self, since: float) -> None:
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         present = [rank for rank in others if rank in self.seen or self._reading.check([_key(rank)])]
         texts = self._reading.multi_get([_key(rank) for rank in present]) if present else []
-        now = time.monotonic()
-        # a process that was itself held up has not looked all that time
-        since = min(now - self._read_at, 2 * self.interval)
-        self._read_at = now
         for rank, text in zip(present, texts, strict=True):
             sign, before = Sign.from_json(text), self.seen.get(rank)
             silent = before is not None and before.sign.number == sign.number

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from .link import Link
 from .message import Message, Sort
@@ -148,8 +148,12 @@ class Driver:
             Its number; the first of them where several have ended.
 
         Raises:
+            ValueError: if none of them is under way.
+            RuntimeError: after `close`.
             PipelineError: if another stage failed.
         """
+        if self._under_way.isdisjoint(numbers):
+            self._refuse(numbers)
         while True:
             found = next((number for number in numbers if number in self._results), None)
             if found is not None:
@@ -198,6 +202,7 @@ class Driver:
         Raises:
             Exception: what the first stage's `control` raises; then the others are not asked, and the
                 pipeline goes on.
+            RuntimeError: after `close`.
             PipelineError: if another stage failed.
         """
         self._check_open()
@@ -261,12 +266,16 @@ class Driver:
 
     def _await(self, number: int) -> Message:
         if number not in self._under_way:
-            self._check_open()
-            raise ValueError(f"number: no micro-batch {number} is under way; after an error none is")
+            self._refuse([number])
         self._under_way.remove(number)
         while number not in self._results:
             self._take_results()
         return self._results.pop(number)
+
+    def _refuse(self, numbers: Sequence[int]) -> NoReturn:
+        self._check_open()
+        text = " or ".join(map(str, numbers))
+        raise ValueError(f"number: no micro-batch {text} is under way; after an error none is")
 
     def _drop(self) -> None:
         """After an error nothing of what is under way comes back."""

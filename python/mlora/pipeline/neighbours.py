@@ -64,7 +64,7 @@ def connect_neighbours(
         replicas: pipelines that the processes form, each a run of ranks.
         nccl: this stage's GPU where tensors shall go from GPU to GPU. None = they go through the host, as
             they must where stages share a GPU.
-        timeout: seconds in which the connections have to be made, and after which NCCL fails.
+        timeout: seconds in which the connections have to be made, and in which NCCL has to carry a tensor.
 
     Returns:
         This stage's links.
@@ -102,7 +102,8 @@ def _nccl_groups(
     """A group per direction, made in the same order everywhere; one small message goes through each."""
     limit = timedelta(seconds=timeout)
     store = dist.PrefixStore("groups", world.store)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    # the default group is none of these; it connects when it is first used, which nobody does
+    dist.init_process_group("nccl", store=store, rank=world.rank, world_size=world.size, timeout=limit)
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     for left, right in chain:
         for source, target in ((left, right), (right, left)):

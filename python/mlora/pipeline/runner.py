@@ -38,6 +38,7 @@ class Runner:
         others: links of the driver with further pipelines.
         results: what has come back to the first stage, or from further pipelines.
         failure: what ended its work before the pipeline's end.
+        piece: the number of the message that it works on, counted from 1; 0 while it waits.
     """
 
     def __init__(self, stage: Stage, order: Order, name: str = "") -> None:
@@ -48,6 +49,7 @@ class Runner:
         self.others: Sequence[Link] = ()
         self.results: deque[Message] = deque()
         self.failure: BaseException | None = None
+        self.piece = self._pieces = 0
         self._order = order
         self._change = threading.Condition()
         self._forwards: deque[Message] = deque()
@@ -106,7 +108,13 @@ class Runner:
         with ExitStack() as stack:
             stack.push(self._tell)
             found = self._next()
+            self._pieces += 1
+            self.piece = self._pieces
+            stack.callback(self._waits)
             return found is None or self._run(*found)
+
+    def _waits(self) -> None:
+        self.piece = 0
 
     def _next(self) -> tuple[Kind, Message] | None:
         with self._change:

@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
@@ -26,20 +26,23 @@ class Watch:
     """Watches the other processes of a pipeline from threads of its own, as all of them do.
 
     Each process gives a sign of life every second through the store. One that has been silent for
-    ``patience`` seconds, one on this machine that has ended without :meth:`goodbye`, and one that told of a
-    fault of its own are faults, and so is a store that does not answer. Then the lowest stage that lives
-    prints one line, a process on this machine that is stuck is killed, and every process ends with exit code
-    1, whatever its main thread is doing.
+    ``patience`` seconds, one that has been at the same piece of work for ``limit`` seconds, one on this
+    machine that has ended without :meth:`goodbye`, and one that told of a fault of its own are faults, and so
+    is a store that does not answer. Then the lowest stage that lives prints one line, a process on this
+    machine that is stuck is killed, and every process ends with exit code 1, whatever its main thread is
+    doing.
 
     The threads need Python's lock: a call that holds it for ``patience`` seconds looks like a stuck process.
-    Use :meth:`patient` around such a call.
 
     Args:
         world: the pipeline's processes.
         describe: returns the names of the adapters in flight, for the line. It is called every second in a
             thread, and must return at once.
         on_fault: called before this process ends, for a second at most, for example to put a terminal right.
+        work: returns the number of the piece of work that is being done, 0 = none; as ``describe``.
         patience: seconds of silence that are still no fault.
+        limit: seconds at one piece of work that are still no fault: a thread that hangs still lets the others
+            give signs of life.
         interval: seconds from one sign of life to the next.
 
     Example:
@@ -52,14 +55,16 @@ class Watch:
         world: World,
         describe: Callable[[], str],
         on_fault: Callable[[Fault], None] | None = None,
+        work: Callable[[], int] = lambda: 0,
         *,
         patience: float = 6.0,
+        limit: float = 1800.0,
         interval: float = 1.0,
     ) -> None:
         self._world = world
         self._on_fault = on_fault
-        self._patience = patience
-        self._beats = Beats(world, describe, patience, interval)
+        self._patience, self._limit = patience, limit
+        self._beats = Beats(world, describe, work, 10 * patience, interval)
         self._ends = threading.Lock()  # taken once: by what ends the watch
         self._last_round, self._store_silence, self._lost_for = 0, 0.0, 0.0
         self._has_store = True
@@ -86,19 +91,6 @@ class Watch:
         if isinstance(error, SystemExit):
             message = "was told to end"
         self.report(message, after=self._patience + _ELECTION if from_peer else _OWN_ERROR)
-
-    @contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
-        """Inside, the others bear a longer silence of this process.
-
-        Args:
-            seconds: how long.
-        """
-        self._beats.give(patience=max(seconds, self._patience))
-        try:
-            yield
-        finally:
-            self._beats.give(patience=self._patience)
 
     def report(self, message: str, *, told: bool = False, after: float = 0.0) -> bool:
         """Tell the others of a fault of this process, which then has to end by itself.
@@ -170,8 +162,10 @@ class Watch:
             if not peer.sign.goodbye and self._has_gone(rank, peer.sign.process):
                 return self._fault(rank, "was killed or ended")
         for rank, peer in seen:
-            if not peer.sign.goodbye and peer.silence > peer.sign.patience:
+            if not peer.sign.goodbye and peer.silence > self._patience:
                 return self._fault(rank, f"has not answered for {peer.silence:.0f} s")
+            if not peer.sign.goodbye and peer.sign.busy > self._limit:
+                return self._fault(rank, f"hangs: at one micro-batch for {peer.sign.busy:.0f} s")
         return self._store_fault(elapsed)
 
     def _has_gone(self, rank: int, process: Process) -> bool:

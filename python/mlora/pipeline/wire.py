@@ -23,8 +23,9 @@ from .world import PeerError, World, stages_have
 _HELLO = struct.Struct("<32sq")  # the listener's secret, and the source's rank
 _HELLO_SECONDS = 5.0
 _MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
-# seconds: a neighbour's machine that is gone without a word, or a way that forgets idle connections
-_KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
+# seconds: a neighbour's machine that is gone without a word, or a way that forgets idle connections. There is
+# no TCP_USER_TIMEOUT: it would end connections of a run that is suspended for that long, too
+_KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Wire:
