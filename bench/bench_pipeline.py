@@ -10,10 +10,11 @@ at 1 Gbit/s; needs root), `volume` (bytes sent), `bubbles` (measured and simulat
 SLEEP KERNELS beside two real ones), `overlap` (delays injected on the links), `tasks` (completion times).
 
 Contenders of a place live in the same processes and take turns; medians are compared. All train the same
-Llama of random weights with plain LoRA on every linear layer, by AdamW without clipping, on as large
-micro-batches and as many tokens per optimizer step; before they are timed, their losses before and after an
-update must agree. Quiet is the machine where `processors` is near D (1 - bubble) for pipelines and `others`
-near 0. Exits with 1, after results are written, where a "must" is missed; `--quick` judges none.
+Llama of random weights with plain LoRA on every linear layer (`network`: q and v), by AdamW without clipping,
+on as large micro-batches, as many tokens per optimizer step and in a turn; before they are timed, their
+losses before and after an update must agree. Quiet is the machine where `processors` is near D (1 - bubble)
+for pipelines and `others` near 0. Exits with 1, after results are written, where a "must" is missed;
+`--quick` judges none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import machine
 from pipeline_measures import row_of, worst_difference
-from pipeline_places import RATE, Place, place_of, places
+from pipeline_places import RATE, TURNS, Place, place_of, places
 from pipeline_report import misses, plot, text
 from pipeline_sections import lines_of
 from pipeline_start import JobError, run_job, run_network_job, why_no_network
@@ -69,7 +70,7 @@ def run_place(place: Place) -> dict[str, Any]:
     }
 
 
-def run(sections: list[str], *, quick: bool, repeats: int) -> dict[str, Any]:
+def run(sections: list[str], *, quick: bool, repeats: int | None) -> dict[str, Any]:
     """Run sections.
 
     Returns:
@@ -117,14 +118,14 @@ def main() -> int:
     )
     parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--repeats", type=int, help="turns of each contender; default: 5, quick 1")
+    turns = ", ".join(f"{name} {count}" for name, count in TURNS.items())
+    parser.add_argument("--repeats", type=int, help=f"turns of each contender; default: {turns}; quick 1")
     parser.add_argument("--from", type=Path, dest="kept", help="pipeline.json: report it, measure nothing")
     parser.add_argument("--out", type=Path, default=machine.RESULTS / "pipeline-cpu", help="folder")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"sections: expected some of {', '.join(SECTIONS)}, got {unknown[0]}")
-    repeats = arguments.repeats or (1 if arguments.quick else 5)
     if arguments.kept and (arguments.sections or arguments.quick or arguments.repeats):
         parser.error("--from: expected neither sections nor --quick nor --repeats, which it does not measure")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -132,7 +133,8 @@ def main() -> int:
         if arguments.kept:
             data = again(arguments.kept)
         else:
-            data = run(arguments.sections or list(SECTIONS), quick=arguments.quick, repeats=repeats)
+            sections = arguments.sections or list(SECTIONS)
+            data = run(sections, quick=arguments.quick, repeats=arguments.repeats)
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

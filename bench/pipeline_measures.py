@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.measures import Window, measure
+from mlora.pipeline.measures import busy_shares, measure
 from mlora.pipeline.simulate import simulate
 from mlora.pipeline.timeline import OPTIMIZER, Event, Timeline, as_events
 from mlora.pipeline.trace import Entry, Span
@@ -74,22 +74,11 @@ def _numbers(case: Case, ranks: Ranks, rows: int) -> dict[str, Any]:
         numbers["bubble"] = measures.bubble_ratio
         if measures.throughput is not None and measures.window is not None:
             numbers["steady_tokens_per_second"] = measures.throughput * rows
-            numbers["of_slowest_stage"] = measures.throughput * _slowest(timeline, measures.window)
+            numbers["of_slowest_stage"] = max(busy_shares(timeline, measures.window))
         if case.way == "ours":
             on_wire = numbers["wire_bytes_per_micro_batch"] / (2 * max(len(ranks) - 1, 1)) / GIGABIT
             numbers["simulated_bubble"] = simulated_bubble(case, timeline, _times_of_turn(ranks), on_wire)
     return numbers
-
-
-def _slowest(timeline: Timeline, window: Window) -> float:
-    """Seconds that a micro-batch takes on the slowest stage, on average over a window."""
-    events = timeline.events
-    inside = events[(events["begin"] >= window.begin) & (events["begin"] < window.end)]
-    found = []
-    for stage in range(timeline.stages):
-        own = inside[inside["stage"] == stage]
-        found.append(float((own["end"] - own["begin"]).sum()) / (own["kind"] == str(Kind.BACKWARD)).sum())
-    return max(found)
 
 
 def timeline_of(ranks: Ranks) -> Timeline:

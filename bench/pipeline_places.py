@@ -17,6 +17,8 @@ ADAPTERS = 4
 RATE = "1gbit"
 SLEEP = {"forward": 0.040, "backward": 0.046}
 """Seconds; of the order of a stage's micro-batch of `REAL`."""
+TURNS = {"real": 7, "overlap": 15, "network": 7, "tasks": 5, "sleep": 3}
+"""Of each contender. What is asked of `overlap`, 3%, is less than turns differ by."""
 QUICK_SLEEP = {"forward": 0.004, "backward": 0.005}
 WARM_UP_STEPS = 2
 """Of each adapter; what the second one's losses are, shows what the first one's update was."""
@@ -75,36 +77,35 @@ def place_of(result: Mapping[str, Any]) -> Place:
     )
 
 
-def places(sections: Sequence[str], *, quick: bool, repeats: int) -> list[Place]:
+def places(sections: Sequence[str], *, quick: bool, repeats: int | None = None) -> list[Place]:
     """The jobs that some sections need.
 
     Args:
         sections: their names.
-        quick: tiny sizes.
-        repeats: turns of each contender.
+        quick: tiny sizes, one turn.
+        repeats: turns of each contender; default: `TURNS`.
     """
-    scale = 1 if quick else 2
-    real: list[Case] = []
-    if {"throughput", "volume", "bubbles"} & set(sections):
-        real += throughput_cases(scale, everything="throughput" in sections, quick=quick)
-    if "tasks" in sections:
-        real += task_cases(scale, (3,) if quick else (2, 4, 8))
+    scale, shape = (1, TINY) if quick else (2, REAL)
+    turns = dict.fromkeys(TURNS, repeats or 1) if repeats or quick else TURNS
     found = []
-    if real:
-        found.append(Place("real", 2, _unique(real), repeats, TINY if quick else REAL))
-    if "overlap" in sections:  # 3% is less than turns differ by, so that it takes many, side by side
-        cases, turns = overlap_cases("lorapp", 4 * scale), repeats if quick else 3 * repeats
-        found.append(Place("overlap", 2, cases, turns, TINY if quick else REAL))
+    if {"throughput", "volume", "bubbles"} & set(sections):
+        cases = throughput_cases(scale, everything="throughput" in sections, quick=quick)
+        found.append(Place("real", 2, cases, turns["real"], shape))
+    if "tasks" in sections:
+        cases = task_cases(scale, (3,) if quick else (2, 4, 8))
+        found.append(Place("tasks", 2, cases, turns["tasks"], shape))
+    if "overlap" in sections:
+        found.append(Place("overlap", 2, overlap_cases("lorapp", 4 * scale), turns["overlap"], shape))
     if "network" in sections:
         cases = throughput_cases(scale * 2, everything=True, quick=quick)
-        found.append(Place("network", 2, cases, repeats, TINY if quick else NETWORK, network=True))
+        found.append(Place("network", 2, cases, turns["network"], TINY if quick else NETWORK, network=True))
     if {"bubbles", "overlap"} & set(sections):
         for stages in (3,) if quick else (4, 8):
-            found.append(_sleeping(sections, stages, quick=quick))
+            found.append(_sleeping(sections, stages, turns["sleep"], quick=quick))
     return found
 
 
-def _sleeping(sections: Sequence[str], stages: int, *, quick: bool) -> Place:
+def _sleeping(sections: Sequence[str], stages: int, turns: int, *, quick: bool) -> Place:
     steps = 2 if quick else 8
     cases = []
     if "bubbles" in sections:
@@ -116,19 +117,19 @@ def _sleeping(sections: Sequence[str], stages: int, *, quick: bool) -> Place:
     if "overlap" in sections:
         cases += overlap_cases(f"lorapp L={2 * stages}", steps, 2 * stages)
     sleep = QUICK_SLEEP if quick else SLEEP
-    return Place(f"sleep D={stages}", stages, _unique(cases), 1 if quick else 3, sleep=sleep)
+    return Place(f"sleep D={stages}", stages, _unique(cases), turns, sleep=sleep)
 
 
 def throughput_cases(scale: int, *, everything: bool, quick: bool) -> list[Case]:
     """Every contender with one and with four micro-batches per optimizer step, or only ours.
 
     Args:
-        scale: steps of each adapter with four micro-batches in a turn; with one, twice as many.
+        scale: steps of each adapter with four micro-batches in a turn; with one, four times as many.
         everything: peers too.
         quick: of these, only those with four micro-batches.
     """
     base = Case("", "ours", adapters=ADAPTERS, steps=scale)
-    one = replace(base, steps=2 * scale)
+    one = replace(base, steps=4 * scale)
     four = replace(base, micro_batches=4)
     cases = [
         replace(one, name="lorapp", schedule="lorapp"),
@@ -149,7 +150,7 @@ def throughput_cases(scale: int, *, everything: bool, quick: bool) -> list[Case]
         cases += [
             replace(case, name=f"FSDP2{suffix}", way="fsdp"),
             replace(case, name=f"FSDP2 keep{suffix}", way="fsdp", keep=True),
-            replace(case, name=f"TP{suffix}", way="tensor", steps=1),
+            replace(case, name=f"TP{suffix}", way="tensor"),
             replace(case, name=f"TP by hand{suffix}", way="by hand"),
         ]
     return cases

@@ -47,7 +47,9 @@ def misses(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _reached(line: Mapping[str, Any]) -> bool:
-    value: float = line["value"]
+    value: float | None = line["value"]
+    if value is None:
+        return False
     if "between" in line:
         least, most = line["between"]
     elif line["must"] is None:
@@ -84,9 +86,12 @@ def _row(name: str, row: Mapping[str, Any]) -> str:
 
 
 def _line(line: Mapping[str, Any]) -> str:
-    words = f"{line['section']}: {line['what']}: {line['value']:.3f}"
+    value = "not run" if line["value"] is None else f"{line['value']:.3f}"
+    words = f"{line['section']}: {line['what']}: {value}"
     if line.get("error") is not None:
         words += f" +- {line['error']:.3f}"
+    if "worst" in line:
+        words += f", in the worst turn {line['worst']:.3f}"
     if "between" in line:
         return f"{words} (must be between {line['between'][0]} and {line['between'][1]})"
     if line["must"] is None:
@@ -107,16 +112,16 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     places = data["places"]
-    rows = sum(2 if _tasks(place) else 1 for place in places)
-    figure, axes = plt.subplots(rows, 1, figsize=(11, 3.4 * rows), squeeze=False, layout="constrained")
+    size = (11, 3.4 * len(places))
+    figure, axes = plt.subplots(len(places), 1, figsize=size, squeeze=False, layout="constrained")
     left = iter(axes[:, 0])
     for place in places:
         if place["sleep"]:
             _bubbles(next(left), place)
+        elif place["name"] == "tasks":
+            _completion(next(left), place)
         else:
             _throughput(next(left), place)
-        if _tasks(place):
-            _completion(next(left), place)
     machine = data["machine"]
     quick = ", --quick: sizes that show nothing" if data["quick"] else ""
     figure.suptitle(f"{machine['processor']}, torch {machine['torch']}, commit {machine['commit']}{quick}")
@@ -124,12 +129,8 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _tasks(place: Mapping[str, Any]) -> list[str]:
-    return [name for name in place["rows"] if name.startswith("tasks=")]
-
-
 def _throughput(axes: Any, place: Mapping[str, Any]) -> None:
-    rows = {n: row for n, row in place["rows"].items() if not n.startswith("tasks=")}
+    rows = place["rows"]
     bars = axes.bar(list(rows), [row["tokens_per_second"] for row in rows.values()])
     shown = [f"bubble {row['bubble']:.0%}" if row["bubble"] is not None else "" for row in rows.values()]
     axes.bar_label(bars, shown, fontsize=6)
@@ -152,7 +153,7 @@ def _bubbles(axes: Any, place: Mapping[str, Any]) -> None:
 def _completion(axes: Any, place: Mapping[str, Any]) -> None:
     """Mean completion time against the number of tasks."""
     points: dict[str, list[tuple[int, float]]] = {}
-    for name in _tasks(place):
+    for name in place["rows"]:
         count, _, way = name.removeprefix("tasks=").partition(" ")
         points.setdefault(way, []).append((int(count), place["rows"][name]["mean_completion_seconds"]))
     for way, found in points.items():

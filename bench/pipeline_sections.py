@@ -19,11 +19,12 @@ BUBBLE = 0.03
 
 
 def ratio(rows: Rows, ours: str, peer: str, must: float | None) -> Lines:
-    """Throughput of one contender over that of another one, where both ran."""
+    """Throughput of one contender over that of another one; what must be and did not run has no value."""
+    line = {"what": f"{ours} / {peer}", "value": None, "must": must, "at_least": True}
     if ours not in rows or peer not in rows:
-        return []
-    value = _within_turns(rows[ours], rows[peer], "tokens_per_second")
-    return [{"what": f"{ours} / {peer}", "value": value, "must": must, "at_least": True}]
+        return [line] if must else []
+    values = (rows[ours], rows[peer], "tokens_per_second")
+    return [line | {"value": _within_turns(*values), "error": _standard_error(*values)}]
 
 
 def _within_turns(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> float:
@@ -59,6 +60,7 @@ def network(rows: Rows, shape: Shape) -> Lines:
         for peer, must in (("FSDP2", 2.0), ("FSDP2 keep", None), ("TP", 2.0), ("TP by hand", 2.0)):
             found += ratio(rows, f"lorapp{suffix}", f"{peer}{suffix}", must)
     found += ratio(rows, "lorapp", "gpipe", None) + ratio(rows, "lorapp N=4", "1f1b N=4", None)
+    found += ratio(rows, "1f1b N=4", "torch 1F1B N=4", None)  # what is not LoRAPP's: connections and runtime
     seconds = shape.message_bytes / GIGABIT
     stage = max(sum(times.values()) for times in rows["lorapp"]["times"]["stages"])
     share = {"what": "a transfer at 1 Gbit/s / a micro-batch's time on a stage", "value": seconds / stage}
@@ -71,24 +73,26 @@ def volume(rows: Rows, place: Place) -> Lines:
     least = 2 * (place.stages - 1) * place.shape.message_bytes
     found = []
     for name in ("lorapp", "gpipe", "lorapp N=4", "1f1b N=4"):
-        counts = {"sent by the stages": (rows[name]["bytes_per_micro_batch"], 1.02)}
+        about = {"section": "volume", "bytes": least, "must": None}
+        of = "/ 2 (D - 1) T h itemsize"
+        sent = rows[name]["bytes_per_micro_batch"] / least
+        what = f"{name}, {place.name}, bytes sent by the stages {of}"
+        found.append(about | {"what": what, "value": sent, "between": [0.98, 1.02]})
         if place.network:
-            counts["on the wire, headers of its packets included"] = (
-                rows[name]["wire_bytes_per_micro_batch"],
-                None,
-            )
-        for counter, (count, must) in counts.items():
-            what = f"{name}, {place.name}, bytes {counter} / 2 (D - 1) T h itemsize"
-            found.append({"what": what, "value": count / least, "must": must, "at_least": False})
-    return [line | {"section": "volume", "bytes": least} for line in found]
+            what = f"{name}, {place.name}, bytes on the wire, headers of its packets included {of}"
+            found.append(about | {"what": what, "value": rows[name]["wire_bytes_per_micro_batch"] / least})
+    return found
 
 
 def bubbles(rows: Rows, place: Place) -> Lines:
-    """Measured against simulated bubbles, and throughput against the slowest stage's.
+    """Measured against simulated bubbles, and throughput against the slowest stage's where L is at least 2D.
 
-    Between network namespaces the simulator's are printed beside, and nothing must be.
+    Of tasks one after the other, the measured window is one task's, the simulated one holds several: these
+    are printed, as are those between network namespaces, and nothing must be.
     """
     found: Lines = []
+    must = not place.network and place.name != "tasks"
+    cases = {case.name: case for case in place.cases}
     for name, row in rows.items():
         both = zip(row["each"]["bubble"], row["each"]["simulated_bubble"], strict=True)
         differences = [m - s for m, s in both if m is not None and s is not None]
@@ -97,13 +101,16 @@ def bubbles(rows: Rows, place: Place) -> Lines:
         about = {"section": "bubbles", "place": place.name}
         what = f"{place.name}, {name}: bubble measured - simulated"
         line = {"what": what, "value": median(differences), "must": None}
-        if not place.network:
+        line["worst"] = max(differences, key=abs)
+        if must:
             line["between"] = [-BUBBLE, BUBBLE]
         found.append(about | line)
-        if not place.network and name in ("lorapp", f"lorapp L={2 * place.stages}"):
+        case = cases[name]
+        full = (case.at_once or case.adapters) >= 2 * place.stages
+        if case.schedule == "lorapp" and full and not case.delay:
             what = f"{place.name}, {name}: slowest stage's throughput / measured"
-            value = 1.0 / row["of_slowest_stage"]
-            found.append(about | {"what": what, "value": value, "must": 1.03, "at_least": False})
+            line = {"what": what, "value": 1.0 / row["of_slowest_stage"], "at_least": False}
+            found.append(about | line | {"must": 1.03 if must else None})
     return found
 
 
@@ -122,7 +129,8 @@ def overlap(rows: Rows, place: Place) -> Lines:
             None not in slow["each"]["steady_tokens_per_second"] + fast["each"]["steady_tokens_per_second"]
         )
         key = "steady_tokens_per_second" if steady else "tokens_per_second"
-        what = f"{place.name}, delay {share} T_f injected: throughput / without"
+        word = "steady throughput" if steady else "throughput"
+        what = f"{place.name}, delay {share} T_f injected: {word} / without"
         about = {"section": "overlap", "delay_seconds": slow["delay"]}
         line = {"what": what, "value": _within_turns(slow, fast, key)} | OVERLAP
         if place.shape:
@@ -171,8 +179,8 @@ def lines_of(sections: Sequence[str], found: Sequence[tuple[Place, Rows]]) -> Li
             lines += volume(rows, place)
         if "bubbles" in sections:
             lines += bubbles(rows, place)
-        if "overlap" in sections and not real:
+        if "overlap" in sections and (place.name == "overlap" or place.sleep):
             lines += overlap(rows, place)
-        if real and "tasks" in sections:
+        if place.name == "tasks":
             lines += tasks(rows)
     return lines

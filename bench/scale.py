@@ -25,7 +25,7 @@ LAYOUTS = {
     "llama-3-70b": ((1, 8), (8, 8), (1, 64), (64, 8), (8, 64)),
 }
 """R pipelines of D stages, by model."""
-STEPS = 8
+STEPS = 40
 ENOUGH = 0.99
 """Adapters suffice where they give this part of the throughput that the slowest stage or link allows."""
 

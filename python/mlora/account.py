@@ -154,8 +154,8 @@ class Accounts(dict[str, Account]):
         account = self.of(name)
         if account.under_way:
             raise ValueError(
-                f"adapter {name!r}: a batch of it is under way; call finish with its ticket, or take all results "
-                "of evaluate_each, first"
+                f"adapter {name!r}: a batch of it is under way; call finish with its ticket, or take all "
+                "results of evaluate_each, first"
             )
         return account
 

@@ -85,6 +85,12 @@ def test_stages_that_compute(data: dict[str, Any]) -> None:
     volumes = lines(data, "volume", "real")
     assert len(volumes) == 4
     assert all(1 < value < 1.2 for value in volumes.values())
+
+
+def test_tasks_at_once_and_one_after_the_other(data: dict[str, Any]) -> None:
+    place = place_of(data, "tasks")
+    check_rows(place)
+    assert place["losses_differ_by"] < 1e-5
     assert len(lines(data, "tasks")) == 8
 
 
@@ -104,9 +110,9 @@ def test_delays_beside_none(data: dict[str, Any]) -> None:
     check_rows(place_of(data, "overlap"))
     found = {line["what"]: line for line in data["lines"] if line["section"] == "overlap"}
     for share in (0.5, 0.9):
-        plain = found[f"overlap, delay {share} T_f injected: throughput / without"]
+        plain = found[f"overlap, delay {share} T_f injected: steady throughput / without"]
         assert (plain["must"], plain["error"]) == (None, None), "one turn has no error"
-        assert found[f"overlap, delay {share} T_f injected: throughput / without, over the slowest stage's"]
+        assert found[f"{plain['what']}, over the slowest stage's"]["must"] == 0.97
 
 
 def test_between_namespaces(data: dict[str, Any]) -> None:
@@ -123,11 +129,9 @@ def test_between_namespaces(data: dict[str, Any]) -> None:
     # what the ports count has really left, in frames with headers of their own
     for count, sent in zip(ports.values(), interface.values(), strict=True):
         assert 1 < count < sent
-    compared = [line for line in data["lines"] if line.get("place") == "network"]
+    compared = [line for line in data["lines"] if line.get("place") == "network" and "sim" in line["what"]]
     assert compared, "the simulator is compared here, too"
     assert all(line["must"] is None and "between" not in line for line in compared)
-    links = subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
-    assert "mlora0" not in links, "nothing is left behind"
 
 
 def test_namespaces_need_root(bench_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +239,26 @@ def test_as_many_tokens_per_step_for_all(places: ModuleType) -> None:
     assert {case.micro_batches for case in cases} == {1, 4}
     for case in cases:
         assert ("N=4" in case.name) == (case.micro_batches == 4)
+        assert case.steps * case.micro_batches == 8
+
+
+@pytest.mark.parametrize(("name", "judged"), [("real", True), ("tasks", False), ("network", False)])
+def test_which_bubbles_are_judged(places: ModuleType, name: str, judged: bool) -> None:
+    case = import_module("pipeline_turn").Case("lorapp", "ours", "lorapp", adapters=4)
+    place = places.Place(name, 2, [case], 1, places.REAL, network=name == "network")
+    row = {"each": {"bubble": [0.1, 0.5, 0.6], "simulated_bubble": [0.1, 0.1, 0.1]}, "of_slowest_stage": 0.5}
+    found = import_module("pipeline_sections").bubbles({"lorapp": row}, place)
+    assert [line["value"] for line in found] == [pytest.approx(0.4), 2.0]
+    assert found[0]["worst"] == pytest.approx(0.5)
+    assert import_module("pipeline_report").misses({"quick": False, "lines": found}) == found * judged
+
+
+def test_what_must_be_and_did_not_run_is_missed(bench_folder: Path) -> None:
+    ratio = import_module("pipeline_sections").ratio
+    misses = import_module("pipeline_report").misses
+    assert ratio({}, "lorapp", "gpipe", None) == []
+    (line,) = ratio({}, "lorapp", "gpipe", 1.7)
+    assert misses({"quick": False, "lines": [line]}) == [line]
 
 
 def test_bytes_are_those_of_the_activations(places: ModuleType) -> None:
@@ -245,3 +269,7 @@ def test_bytes_are_those_of_the_activations(places: ModuleType) -> None:
     place = places.Place("real", 2, [], 1, shape=places.REAL)
     found = sections.volume(rows, place)
     assert all(line["value"] == pytest.approx(528_000 / 524_288) for line in found)
+    misses = import_module("pipeline_report").misses
+    assert not misses({"quick": False, "lines": found})
+    few = {name: {"bytes_per_micro_batch": 500_000} for name in names}
+    assert len(misses({"quick": False, "lines": sections.volume(few, place)})) == 4

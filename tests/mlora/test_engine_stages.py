@@ -338,7 +338,7 @@ def test_refusals() -> None:
     evaluation = engine.evaluate_each([batch("a", 0, place) for place in range(2)])
     next(evaluation)
     for call in calls:
-        with pytest.raises(ValueError, match="under way; .* take all results of evaluate_each, first"):
+        with pytest.raises(ValueError, match=r"under way; .* take all results of evaluate_each, first"):
             call("a")
     evaluation.close()
     engine.optim_step("a")

@@ -142,4 +142,6 @@ def test_a_stage_that_hangs_while_it_gives_signs_of_life() -> None:
     assert codes[0] == 1
     assert codes[1] in (1, -signal.SIGKILL)
     (line,) = lines(errors)
-    assert re.search(r"stage 1 \(.*\) hangs: at one micro-batch for [345] s; adapters in flight: a1, b1", line)
+    assert re.search(
+        r"stage 1 \(.*\) hangs: at one micro-batch for [345] s; adapters in flight: a1, b1", line
+    )

@@ -110,11 +110,20 @@ def steady_window(timeline: Timeline) -> tuple[Window | None, int]:
 
 def bubble_ratio(timeline: Timeline, window: Window) -> float:
     """Idle / (stages * time) within a window."""
-    events = timeline.events
+    return max(0.0, 1.0 - sum(busy_shares(timeline, window)) / timeline.stages)  # sums of times are rounded
+
+
+def busy_shares(timeline: Timeline, window: Window) -> list[float]:
+    """Busy / time of each stage within a window.
+
+    That of the busiest one is the throughput over that of the slowest stage, were it never to wait.
+    """
+    events, whole = timeline.events, window.end - window.begin
+    if not whole:
+        return [1.0] * timeline.stages
     busy = np.minimum(events["end"], window.end) - np.maximum(events["begin"], window.begin)
-    whole = timeline.stages * (window.end - window.begin)
-    idle = 1.0 - float(busy.clip(min=0).sum()) / whole if whole else 0.0
-    return max(0.0, idle)  # sums of times are rounded
+    shares = np.bincount(events["stage"], busy.clip(min=0), timeline.stages) / whole
+    return [float(share) for share in shares]
 
 
 def throughput(timeline: Timeline, window: Window) -> float:

@@ -196,7 +196,7 @@ class Lane:
         return self.on_device(tensor).contiguous()
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on this stage's device; to a GPU, a copy may still be under way on this role's stream."""
+        """The tensor on this stage's device; a copy to a GPU may be under way on this role's stream."""
         return tensor.to(self._device, non_blocking=self._stream is not None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, on_device: bool) -> Tensor:
