@@ -1,6 +1,6 @@
 """What a stage of a Llama needs, counted: seconds, bytes to the next stage, bytes of memory.
 
-Nothing is measured here but the ratio of backward to forward (docs/design.md); the speeds are assumptions.
+Nothing is measured here: the speeds and the ratios of backward to forward are assumptions (docs/scale.md).
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ def test_nothing_exceeds_its_bounds(bench_folder: Path) -> None:
     for row in json.loads((bench_folder / "results" / "scale.json").read_text())["pipelines"]:
         most = min(row["stage_bound"], row["link_bound"])
         assert 0.985 * most < row["efficiency"] < 1.001 * most
+        # the begin of a run, in which fast stages work ahead, is a part of it
+        assert row["efficiency_with_D_adapters"] < 1.001 * most
+        assert row["efficiency_with_2D_adapters"] < 1.003 * most
         assert row["memory_gb"] < 80
 
 
