@@ -23,6 +23,8 @@ check: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
+# tests start hundreds of processes: each would compile these sources where bytecode is not kept
+test: export PYTHONDONTWRITEBYTECODE =
 test: check
 	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
 

@@ -20,8 +20,9 @@ def one_thread() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        marker = item.get_closest_marker("soak_interpreted")
-        if not marker or item.callspec.params.get("backend") != "triton":
-            continue
-        if all(item.callspec.params[name] in values for name, values in marker.kwargs.items()):
-            item.add_marker(pytest.mark.soak)
+        for marker in list(item.iter_markers("soak_interpreted")):
+            params = item.callspec.params
+            if params.get("backend") == "triton" and all(
+                params[name] in values for name, values in marker.kwargs.items()
+            ):
+                item.add_marker(pytest.mark.soak)
