@@ -35,7 +35,7 @@ def check_library() -> None:
     if not LOADED:
         raise RuntimeError(
             f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). Build them "
-            "with `pip install --no-build-isolation .` or `make build` in the source folder, or use the slow "
+            "with `pip install --no-build-isolation .` or `make env` in the source folder, or use the slow "
             "plain PyTorch implementation: mlora_ext.use_backend('reference')"
         )
 

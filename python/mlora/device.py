@@ -94,7 +94,7 @@ def load_operators() -> None:
     except OSError as error:
         raise RunError(
             f"the compiled operators cannot be loaded: {first_line(error)}; build them anew for this torch "
-            "with `pip install --no-build-isolation .` or `make build` in the source folder"
+            "with `pip install --no-build-isolation .` or `make env` in the source folder"
         ) from error
 
 

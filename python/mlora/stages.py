@@ -116,9 +116,11 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
             if world.rank == 0 and not member.met:
                 usual_lengths_of(member, None)  # there was nothing to do, for which the others wait
         except (PeerError, PipelineError) as error:
+            _tell_in_peace()
             watch.report(first_line(error), after=PEERS_FIRST)
             raise SystemExit(1) from None
         except (RunError, KeyboardInterrupt) as error:
+            _tell_in_peace()
             if watch.report(first_line(error), told=True):
                 raise
             raise SystemExit(1) from None
@@ -136,6 +138,11 @@ def _set_signals(world: World) -> None:
     if world.rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
+
+
+def _tell_in_peace() -> None:
+    """Of an error, which ends this process anyway: a launcher sends SIGTERM when another one has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

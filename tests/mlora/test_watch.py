@@ -134,6 +134,23 @@ def test_goodbyes_and_long_calls_are_no_faults() -> None:
     assert not lines(errors)
 
 
+def test_a_signal_may_come_while_a_fault_is_told() -> None:
+    """The other one reads late, so that stage 0 waits for it when the signal comes."""
+    told = """
+import threading
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with watch() as w:
+    ready()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    w.report("is broken", told=True)
+"""
+    with stages(told, "w = watch(interval=5.0); ready(); time.sleep(60)") as running:
+        running.until_ready()
+        codes, errors = end_noticed(running)
+    assert codes == [143, 1]
+    assert not lines(errors)
+
+
 def test_a_stage_that_hangs_while_it_gives_signs_of_life() -> None:
     waits, hangs = (f"w = watch(work=lambda: {n}, limit=3); ready(); time.sleep(60)" for n in (0, 7))
     with stages(waits, hangs) as running:

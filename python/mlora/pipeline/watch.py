@@ -65,7 +65,8 @@ class Watch:
         self._on_fault = on_fault
         self._patience, self._limit = patience, limit
         self._beats = Beats(world, describe, work, 10 * patience, interval)
-        self._ends = threading.Lock()  # taken once: by what ends the watch
+        # taken by what ends the watch; a report that a signal has interrupted can be made again
+        self._ends = threading.RLock()
         self._last_round, self._store_silence, self._lost_for = 0, 0.0, 0.0
         self._has_store = True
         self._gone: dict[int, int] = {}
@@ -104,14 +105,14 @@ class Watch:
         Returns:
             Whether the user has not been told of any fault by another process.
         """
-        self._stopped.wait(after)
-        if self._ends.acquire(blocking=not self._stopped.is_set()):
-            me = self._world.process
-            text = self._with_adapters(message)
-            mine = self._tell(Fault(self._world.rank, me.host, me.pid, text, own=True), told=told)
-            self._stop()
-            return mine
-        return True
+        if self._stopped.wait(after):
+            return True
+        self._ends.acquire()  # where the guard has it, this process ends
+        me = self._world.process
+        text = self._with_adapters(message)
+        mine = self._tell(Fault(self._world.rank, me.host, me.pid, text, own=True), told=told)
+        self._stop()
+        return mine
 
     def goodbye(self, timeout: float = 30.0) -> None:
         """Tell the others that this process has done its work and may end.
@@ -132,7 +133,8 @@ class Watch:
 
     def close(self) -> None:
         """Watch no more. Without a goodbye, the others take the end of this process for a fault."""
-        if self._ends.acquire(blocking=not self._stopped.is_set()):
+        if not self._stopped.is_set():
+            self._ends.acquire()
             self._stop()
 
     def _stop(self) -> None:
