@@ -80,11 +80,10 @@ class Traffic:
             for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
                 rows[name] += length
         trained = [batch for batch in packed if batch.rows.numel()]
-        parts = []
+        parts, stream = [], "+".join(batches)
         for batch in packed:
             last = bool(trained) and batch is trained[-1]
             place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
-            stream = "+".join(batches)
             parts.append((batch, self._enter(batch, ends if last else (), place, stream, train=True)))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
