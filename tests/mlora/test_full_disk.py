@@ -107,6 +107,7 @@ def test_plot(run_file: Path, tmp_path: Path, fill: Fill) -> None:
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "queue.sqlite",
         "summary.json",
     }
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")

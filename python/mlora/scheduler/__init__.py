@@ -1,0 +1,20 @@
+"""Which tasks run when: memory predicted, admission, preemptive priorities. Knows no model."""
+
+from mlora.scheduler.admission import NOBODY, Admission, Estimate, admit, choose
+from mlora.scheduler.need import Need, Room
+from mlora.scheduler.policy import ORDERS, PACKINGS, Order, Packing, TokenBalanced
+
+__all__ = [
+    "NOBODY",
+    "ORDERS",
+    "PACKINGS",
+    "Admission",
+    "Estimate",
+    "Need",
+    "Order",
+    "Packing",
+    "Room",
+    "TokenBalanced",
+    "admit",
+    "choose",
+]
