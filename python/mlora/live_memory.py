@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -24,14 +24,17 @@ class WorkMemory(Protocol):
 
     Attributes:
         live: bytes that the work holds now.
-        peak: the most that it held inside of `with`, since `restart`.
+        peaks: the most that it held at once in each phase since `restart`, in bytes.
     """
 
     @property
     def live(self) -> int: ...
 
     @property
-    def peak(self) -> int: ...
+    def peaks(self) -> list[int]: ...
+
+    def mark(self) -> None:
+        """Begin a new phase."""
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
         """Forget what was, and count from now; `given` are tensors that the work was handed, and holds."""
@@ -62,6 +65,7 @@ class LiveMemory:
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._modes: list[_Watch] = []
         self._changes: list[int] = []
+        self._marks: list[int] = []
 
     @property
     def live(self) -> int:
@@ -69,9 +73,15 @@ class LiveMemory:
         return sum(self._changes)
 
     @property
-    def peak(self) -> int:
-        """The most bytes that were held at once since `restart`."""
-        return max(accumulate(self._changes), default=0)
+    def peaks(self) -> list[int]:
+        """The most bytes that were held at once in each phase since `restart`."""
+        levels = [0, *accumulate(self._changes)]
+        ends = [0, *self._marks, len(levels) - 1]
+        return [max(levels[begin : end + 1]) for begin, end in pairwise(ends)]
+
+    def mark(self) -> None:
+        """Begin a new phase."""
+        self._marks.append(len(self._changes))
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
         """Forget what was, and count from now.
@@ -79,7 +89,7 @@ class LiveMemory:
         Args:
             given: tensors that the work was handed, which count as if it had made them.
         """
-        self._seen, self._changes = {}, []
+        self._seen, self._changes, self._marks = {}, [], []
         self.adopt(given)
 
     def adopt(self, given: Iterable[Tensor]) -> None:
@@ -154,51 +164,58 @@ class AllocatedMemory:
     """
 
     def __init__(self, peaks: PeakMemory) -> None:
-        self._peaks = peaks
-        self._left = self._most = self._begin = 0
+        self._gpu = peaks
+        self._left = self._begin = 0
+        self._most = [0]
         self._inside = False
 
     @property
     def live(self) -> int:
         """Bytes that the work's pieces have left behind so far."""
-        now = torch.cuda.memory_allocated(self._peaks.device) - self._begin if self._inside else 0
-        return self._left + now
+        return self._left + (torch.cuda.memory_allocated(self._gpu.device) - self._begin) * self._inside
 
     @property
-    def peak(self) -> int:
-        """The most bytes that were held at once since `restart`."""
-        if not self._inside:
-            return self._most
-        return max(self._most, self._left + torch.cuda.max_memory_allocated(self._peaks.device) - self._begin)
+    def peaks(self) -> list[int]:
+        """As `LiveMemory.peaks`."""
+        now = torch.cuda.max_memory_allocated(self._gpu.device) - self._begin if self._inside else 0
+        return [*self._most[:-1], max(self._most[-1], self._left + now)]
+
+    def mark(self) -> None:
+        """Begin a new phase."""
+        self._pause()
+        self._most.append(self._left)
+        self._go_on()
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
         """As `LiveMemory.restart`."""
-        self._left = self._most = 0
-        if self._inside:
-            self._start()
+        self._left, self._most = 0, [0]
+        self._go_on()
         self.adopt(given)
 
     def adopt(self, given: Iterable[Tensor]) -> None:
         """As `LiveMemory.adopt`; each tensor counts as often as it is given."""
         self._left += sum(tensor.nbytes for tensor in given if tensor.device.type == "cuda")
-        self._most = max(self._most, self.live)
+        self._most[-1] = max(self._most[-1], self.live)
 
     def __enter__(self) -> Self:
         """Begin a piece of work."""
         self._inside = True
-        self._start()
+        self._go_on()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it."""
-        self._most, self._left = self.peak, self.live
+        self._pause()
         self._inside = False
 
-    def _start(self) -> None:
-        self._begin = torch.cuda.memory_allocated(self._peaks.device)
-        self._peaks.restart()
+    def _pause(self) -> None:
+        self._most, self._left = self.peaks, self.live
+
+    def _go_on(self) -> None:
+        self._begin = torch.cuda.memory_allocated(self._gpu.device)
+        self._gpu.restart()
 
 
 def work_memory(peaks: PeakMemory) -> WorkMemory:

@@ -44,6 +44,7 @@ class StagePart(Hooks):
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
         self._measured: dict[int, WorkMemory] = {}
+        self._current: WorkMemory | None = None
 
     @property
     def in_flight(self) -> list[str]:
@@ -59,10 +60,27 @@ class StagePart(Hooks):
             self.base.model.train(train)
         with self.base.packed(), ExitStack() as stack:
             if train and common.get("measure") is not None:
-                memory = self._measured.setdefault(common["measure"], work_memory(self._peaks))
-                memory.adopt(given)
-                stack.enter_context(memory)
+                stack.enter_context(self._measuring(common["measure"], given))
             yield
+
+    @contextmanager
+    def _measuring(self, number: int, given: Sequence[Tensor]) -> Iterator[None]:
+        """Measure a micro-batch's forward, or its backward."""
+        if number not in self._measured:
+            self._measured[number] = work_memory(self._peaks)
+        else:
+            self._measured[number].mark()
+        self._current = self._measured[number]
+        self._current.adopt(given)
+        try:
+            with self._current:
+                yield
+        finally:
+            self._current = None
+
+    def _next_phase(self) -> None:
+        if self._current is not None:
+            self._current.mark()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Squares of the gradients that are complete, and memory; see `Hooks.after_backward`."""
@@ -73,7 +91,7 @@ class StagePart(Hooks):
                 self._optimizers[name].drop_blank_gradients()
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         note = {"squares": squares, "peak_memory": self._peaks.read()}
-        return note if memory is None else {**note, "memory": memory.peak}
+        return note if memory is None else {**note, "memory": _phases(memory.peaks)}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """One of the verbs below; see `Hooks.control`."""
@@ -107,6 +125,10 @@ class StagePart(Hooks):
             ValueError: if the config is not supported, targets match nothing, or the folder does not fit.
         """
         put_adapter(self.base.model, name, lora, init_from, seed)
+        self.own(name, optim)
+
+    def own(self, name: str, optim: OptimConfig) -> None:
+        """Take charge of an adapter that is on the model."""
         self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
 
     def _create_again(
@@ -219,6 +241,12 @@ class StagePart(Hooks):
         Returns:
             The scaled total to differentiate, and the sums per owner `[N]` fp64; or zero and tokens `[M]`.
         """
+        self._next_phase()
+        found = self._losses(output, targets)
+        self._next_phase()
+        return found
+
+    def _losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         rows = targets["rows"].to(output.device, torch.int64)
         head = self.base.frozen_head()
         if targets["targets"] is None:
@@ -278,6 +306,11 @@ class PackedStage(nn.Module):
             if not base.is_last or base.frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
+
+
+def _phases(peaks: Sequence[int]) -> tuple[int, ...]:
+    """Peaks of forward, loss and backward; a stage that is not the last has no loss."""
+    return (peaks[0], 0, *peaks[1:]) if len(peaks) == 2 else tuple(peaks)
 
 
 def put_adapter(

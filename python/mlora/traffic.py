@@ -21,12 +21,17 @@ class Measured:
 
     Attributes:
         lengths: of its sequences, by adapter name.
-        stages: the most bytes that it held at once on each stage, activations and gradients of the
-            neighbouring stages included.
+        phases: of each stage, the most bytes that it held at once during its forward, its loss (0 where it
+            has none) and its backward, the neighbouring stages' activations and gradients included.
     """
 
     lengths: Mapping[str, tuple[int, ...]]
-    stages: tuple[int, ...]
+    phases: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The most bytes that it held at once on each stage."""
+        return tuple(max(peaks) for peaks in self.phases)
 
 
 _Parts = Sequence[tuple[PackedBatch, int | None]]
@@ -134,8 +139,8 @@ class Traffic:
                 notes, losses = self._leave(batch, number)
                 stack.pop_all()
             if notes and all("memory" in note for note in notes):
-                stages = tuple(note["memory"] for note in notes)
-                ticket.measured.append(Measured(_sequences(batch), stages))
+                phases = tuple(tuple(note["memory"]) for note in notes)
+                ticket.measured.append(Measured(_sequences(batch), phases))
             for name, loss in losses.items():
                 self._accounts[name].came_back()
                 before = results.get(name)
