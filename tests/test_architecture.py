@@ -17,6 +17,8 @@ ENGINE = [
     "traffic",
     "part",
     "memory",
+    "live_memory",
+    "dry_run",
     "learning_rate",
     "optim_config",
     "model",

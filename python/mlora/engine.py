@@ -234,18 +234,22 @@ class Engine:
         """
         return self.finish(self.start(batches, ends=ends))
 
-    def start(self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()) -> Ticket:
+    def start(
+        self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = (), measure: bool = False
+    ) -> Ticket:
         """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
 
         Args:
             batches: samples by adapter name, of adapters of one replica.
             ends: adapters whose accumulation this completes.
+            measure: ask for the memory that each micro-batch takes on each stage: `Ticket.measured`, after
+                `finish`.
 
         Raises:
             ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
                 samples, or a sample is malformed; nothing has entered then.
         """
-        return self._traffic.start(batches, ends)
+        return self._traffic.start(batches, ends, measure)
 
     def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
         """Work until one of some batches has passed its pipeline.

@@ -32,3 +32,26 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class PeakMemory:
+    """The most memory that was in use, also where the device's own peak is reset between.
+
+    Args:
+        device: as for `peak_memory`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._before = 0
+
+    def read(self) -> int:
+        """Return it, in bytes."""
+        self._before = max(self._before, peak_memory(self.device))
+        return self._before
+
+    def restart(self) -> None:
+        """Let the device count its peak from now on; a CPU's goes on."""
+        self.read()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)

@@ -109,6 +109,7 @@ class AdapterOptimizer:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._moments: list[tuple[Tensor, Tensor]] = []
+        self._blank: list[tuple[nn.Parameter, Tensor]] = []
 
     def squares(self) -> Tensor:
         """Sum of the squares of the gradients: `[]` fp64, on their device."""
@@ -135,6 +136,21 @@ class AdapterOptimizer:
         """Forget what was accumulated."""
         for parameter in self._parameters:
             parameter.grad = None
+        self._blank = []
+
+    def hold_gradients(self) -> None:
+        """Make the gradients that are not there yet, of zeros, so that backward finds room for all of them."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self._blank.append((parameter, parameter.grad))
+
+    def drop_blank_gradients(self) -> None:
+        """Forget what `hold_gradients` made and no backward added to: such Parameters are not updated."""
+        for parameter, gradient in self._blank:
+            if parameter.grad is gradient and gradient._version == 0:
+                parameter.grad = None
+        self._blank = []
 
     def _update(
         self, index: list[int], parameters: list[Tensor], gradients: list[Tensor], rate: float, scale: float

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import mlora_ext
+from mlora.live_memory import WorkMemory, work_memory
 from mlora.loss import chunked_losses, plain_losses
-from mlora.memory import peak_memory
+from mlora.memory import PeakMemory
 from mlora.model import BaseModel
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import AdapterOptimizer, Update
@@ -41,6 +42,9 @@ class StagePart(Hooks):
         self._optimizers: dict[str, AdapterOptimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._latest: Sequence[str] = ()
+        self._peaks = PeakMemory(device)
+        self._measured: dict[int, WorkMemory] = {}
+        self._current: WorkMemory | None = None
 
     @property
     def in_flight(self) -> list[str]:
@@ -50,19 +54,44 @@ class StagePart(Hooks):
         return found or [name for name in self._latest if name in self._in_flight]
 
     @contextmanager
-    def around(self, train: bool) -> Iterator[None]:
-        """Packed attention, and the model's mode; see `Hooks.around`."""
+    def around(self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]) -> Iterator[None]:
+        """Packed attention, the model's mode, and measuring; see `Hooks.around`."""
         if self.base.model.training is not train:
             self.base.model.train(train)
-        with self.base.packed():
+        with self.base.packed(), ExitStack() as stack:
+            if train and common.get("measure") is not None:
+                stack.enter_context(self._measuring(common["measure"], given))
             yield
+
+    @contextmanager
+    def _measuring(self, number: int, given: Sequence[Tensor]) -> Iterator[None]:
+        """Measure a micro-batch's forward, or its backward."""
+        if number not in self._measured:
+            self._measured[number] = work_memory(self._peaks)
+        else:
+            self._measured[number].mark()
+        self._current = self._measured[number]
+        self._current.adopt(given)
+        try:
+            with self._current:
+                yield
+        finally:
+            self._current = None
+
+    def _next_phase(self) -> None:
+        if self._current is not None:
+            self._current.mark()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Squares of the gradients that are complete, and memory; see `Hooks.after_backward`."""
-        for name in common["rows"]["names"]:
+        names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
+        for name in names:
             self._in_flight[name] -= 1
+            if memory is not None:
+                self._optimizers[name].drop_blank_gradients()
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
-        return {"squares": squares, "peak_memory": peak_memory(self.device)}
+        note = {"squares": squares, "peak_memory": self._peaks.read()}
+        return note if memory is None else {**note, "memory": _phases(memory.peaks)}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """One of the verbs below; see `Hooks.control`."""
@@ -96,6 +125,10 @@ class StagePart(Hooks):
             ValueError: if the config is not supported, targets match nothing, or the folder does not fit.
         """
         put_adapter(self.base.model, name, lora, init_from, seed)
+        self.own(name, optim)
+
+    def own(self, name: str, optim: OptimConfig) -> None:
+        """Take charge of an adapter that is on the model."""
         self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
 
     def _create_again(
@@ -119,14 +152,27 @@ class StagePart(Hooks):
         del self._optimizers[name]
         self._in_flight.pop(name, None)
 
-    def begin(self, names: Sequence[str], updates: Mapping[str, Mapping[str, Any]]) -> None:
+    def begin(
+        self,
+        names: Sequence[str],
+        updates: Mapping[str, Mapping[str, Any]],
+        measure: int | None = None,
+        received: Tensor | None = None,
+    ) -> None:
         """Before a micro-batch goes forward: make the updates that were decided since.
 
         Args:
             names: owners of its rows.
             updates: by adapter.
+            measure: number under which its memory is measured, which begins here: neither updates belong to
+                it nor gradients, which all exist from here on. None: it is not.
+            received: what the stage before gave.
         """
         self.update(updates)
+        if measure is not None:
+            for name in names:
+                self._optimizers[name].hold_gradients()
+            self._measured[measure].restart(() if received is None else (received,))
         if torch.is_grad_enabled():
             self._latest = names
             for name in names:
@@ -195,6 +241,12 @@ class StagePart(Hooks):
         Returns:
             The scaled total to differentiate, and the sums per owner `[N]` fp64; or zero and tokens `[M]`.
         """
+        self._next_phase()
+        found = self._losses(output, targets)
+        self._next_phase()
+        return found
+
+    def _losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         rows = targets["rows"].to(output.device, torch.int64)
         head = self.base.frozen_head()
         if targets["targets"] is None:
@@ -230,6 +282,7 @@ class PackedStage(nn.Module):
         steps: Sequence[int],
         updates: Mapping[str, Mapping[str, Any]],
         ends: Sequence[str],
+        measure: int | None = None,
     ) -> Tensor:
         """Make the updates that were decided since, and run a micro-batch.
 
@@ -240,18 +293,24 @@ class PackedStage(nn.Module):
             steps: dropout step of each adapter of the batch.
             updates: by adapter.
             ends: adapters whose accumulation is complete after this micro-batch.
+            measure: see `StagePart.begin`.
 
         Returns:
             `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
         """
         part, base = self._part, self._part.base
-        part.begin(rows["names"], updates)
+        part.begin(rows["names"], updates, measure, received)
         packed = PackedRows.of(**rows, device=part.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
             if not base.is_last or base.frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
+
+
+def _phases(peaks: Sequence[int]) -> tuple[int, ...]:
+    """Peaks of forward, loss and backward; a stage that is not the last has no loss."""
+    return (peaks[0], 0, *peaks[1:]) if len(peaks) == 2 else tuple(peaks)
 
 
 def put_adapter(

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,26 @@ import torch
 from mlora.account import Accounts, BatchResult
 from mlora.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.pipeline import Driver, Place
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one micro-batch needed beyond the weights, gradients and moments.
+
+    Attributes:
+        lengths: of its sequences, by adapter name.
+        phases: of each stage, the most bytes that it held at once during its forward, its loss (0 where it
+            has none) and its backward, the neighbouring stages' activations and gradients included.
+    """
+
+    lengths: Mapping[str, tuple[int, ...]]
+    phases: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The most bytes that it held at once on each stage."""
+        return tuple(max(peaks) for peaks in self.phases)
+
 
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or none if it has nothing to compute."""
@@ -27,10 +48,14 @@ class Ticket:
     Args:
         parts: its micro-batches, each with its number in the pipeline, or none if it has nothing to train.
         ends: adapters whose accumulation it completes.
+
+    Attributes:
+        measured: after `finish`, its micro-batches' memory, if that was asked for.
     """
 
     def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
         self.parts, self.ends = parts, ends
+        self.measured: list[Measured] = []
 
     @property
     def last(self) -> int:
@@ -58,8 +83,11 @@ class Traffic:
         self.peak_memory = 0
         self._pipeline, self._accounts = pipeline, accounts
         self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
+        self._measures = 0
 
-    def start(self, batches: Mapping[str, Sequence[Sample]], ends: Sequence[str]) -> Ticket:
+    def start(
+        self, batches: Mapping[str, Sequence[Sample]], ends: Sequence[str], measure: bool = False
+    ) -> Ticket:
         """Let a batch enter."""
         for name in ends:
             if name not in batches:
@@ -84,13 +112,19 @@ class Traffic:
         for batch in packed:
             last = bool(trained) and batch is trained[-1]
             place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
-            parts.append((batch, self._enter(batch, ends if last else (), place, stream, train=True)))
+            more = self._measure() if measure else {}
+            number = self._enter(batch, ends if last else (), place, stream, train=True, more=more)
+            parts.append((batch, number))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._accounts[name].entered(length, batch.tokens[name])
         for name in ends:
             self._accounts[name].ending = bool(trained)
         return Ticket(parts, ends if trained else ())
+
+    def _measure(self) -> dict[str, int]:
+        self._measures += 1
+        return {"measure": self._measures}
 
     def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
         """Work until one of some batches has come back."""
@@ -105,6 +139,9 @@ class Traffic:
                 stack.callback(self._take_back, ticket.parts[place:])
                 notes, losses = self._leave(batch, number)
                 stack.pop_all()
+            if notes and all("memory" in note for note in notes):
+                phases = tuple(tuple(note["memory"]) for note in notes)
+                ticket.measured.append(Measured(_sequences(batch), phases))
             for name, loss in losses.items():
                 self._accounts[name].came_back()
                 before = results.get(name)
@@ -183,7 +220,14 @@ class Traffic:
         return pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
 
     def _enter(
-        self, batch: PackedBatch, ends: Sequence[str], place: Place, stream: str = "", *, train: bool
+        self,
+        batch: PackedBatch,
+        ends: Sequence[str],
+        place: Place,
+        stream: str = "",
+        *,
+        train: bool,
+        more: Mapping[str, Any] | None = None,
     ) -> int | None:
         """Let a micro-batch enter the pipeline; None where it has nothing to compute.
 
@@ -197,6 +241,7 @@ class Traffic:
             "steps": [self._accounts[name].steps for name in adapters],
             "updates": self._accounts.updates(adapters),
             "ends": list(ends),
+            **(more or {}),
         }
         targets = {
             "rows": batch.rows,
@@ -223,6 +268,20 @@ class Traffic:
         result = self._pipeline.finish(number)
         self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
         return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
+
+
+def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
+    """Lengths of the sequences of each owner."""
+    found, rest = {}, list(batch.sequences)
+    for name, rows in zip(batch.names, batch.lengths, strict=True):
+        found[name] = tuple(_take(rest, rows))
+    return found
+
+
+def _take(rest: list[int], rows: int) -> Iterator[int]:
+    while rows:
+        rows -= rest[0]
+        yield rest.pop(0)
 
 
 def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:

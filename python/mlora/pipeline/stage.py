@@ -21,11 +21,15 @@ LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
 class Hooks:
     """What a stage does beside running its module; this one does nothing."""
 
-    def around(self, train: bool) -> AbstractContextManager[Any]:
+    def around(
+        self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]
+    ) -> AbstractContextManager[Any]:
         """A context for each forward and each backward.
 
         Args:
             train: whether the micro-batch is trained.
+            common: what was submitted for all stages.
+            given: activations or gradients of the neighbouring stage.
         """
         return nullcontext()
 
@@ -152,7 +156,7 @@ class Stage:
             `FORWARD` for the next stage.
         """
         content = message.content
-        with self.hooks.around(content["train"]), self._span(message):
+        with self._around(content), self._span(message):
             received, output = self._call(content)
         outputs = [output] if isinstance(output, Tensor) else list(output)
         if content["train"]:
@@ -171,7 +175,7 @@ class Stage:
         """
         content = message.content
         assert self._loss_fn is not None
-        with self.hooks.around(content["train"]):
+        with self._around(content):
             with self._span(message):
                 received, output = self._call(content)
                 with torch.set_grad_enabled(content["train"]):
@@ -204,12 +208,16 @@ class Stage:
             for output, gradient in zip(flight.outputs, message.content["gradients"], strict=True)
             if gradient is not None and output.requires_grad
         ]
-        with self.hooks.around(True), self._span(message):
+        outputs, given = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        with self.hooks.around(True, flight.common, given), self._span(message):
             if pairs:
-                torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+                torch.autograd.backward(outputs, given)
         notes = [self.hooks.after_backward(flight.common), *message.content["notes"]]
         gradients = [tensor.grad for tensor in flight.received]
         return Message(Sort.BACKWARD, {**message.content, "gradients": gradients, "notes": notes})
+
+    def _around(self, content: Mapping[str, Any]) -> AbstractContextManager[None]:
+        return self.hooks.around(content["train"], content["common"], content.get("activations", ()))
 
     def _span(self, message: Message, sort: str = "") -> AbstractContextManager[None]:
         return self.trace.span("compute", sort or message.sort, message.number)
