@@ -76,7 +76,8 @@ def admit(
         fixed: slots of tasks that cannot change theirs.
 
     Returns:
-        The admitted; nobody where no task fits even alone.
+        The admitted. Where none fits even alone, the first one: tasks that never fit are not asked for, and
+        an estimate that grew too careful must not keep the others waiting for ever.
     """
     ranked = sorted(needs, key=order.key)
     fixed = fixed or {}
@@ -85,7 +86,9 @@ def admit(
         found = _admit(ranked, room, count, packing, estimate, fixed)
         if found.slots and (room.free is None or ranked[0].name in found.slots or count == 1):
             return found
-    return NOBODY
+    if not ranked:
+        return NOBODY
+    return Admission({ranked[0].name: fixed.get(ranked[0].name, 0)}, 1, room.budget(ranked[0].states, 1))
 
 
 def _admit(

@@ -11,7 +11,8 @@ from mlora.scheduler.memory_model import PeakModel
 
 SEEDED_MARGIN = 0.03  # of a fit that dry runs alone have made
 LEAST_MARGIN = 0.01
-WORST_TIMES = 2.0  # the margin is so many times the worst error that was seen
+_WORST_TIMES = 2.0  # the margin is so many times the worst error that was seen
+_FADES = 0.9  # of an error's weight, with each measurement that follows
 _LEARNING = 10  # micro-batches of a mixture that are all measured
 _EVERY = 64  # of those that follow, one in so many is
 
@@ -36,8 +37,8 @@ class MemoryEstimate:
     """Bounds on the memory of micro-batches, at each place.
 
     Tasks whose adapters lie on different layers, or have different ranks, are not independent: rows of all of
-    them are kept where any of them has an adapter. So each *mixture* of adapters has `PeakModel` s of its own,
-    one for each place. A mixture that is new is fitted to dry runs first.
+    them are kept where any of them has an adapter. So each *mixture* of adapters has a `PeakModel` of its own
+    for each place. A mixture that is new is fitted to dry runs first.
 
     What `activations` says changes in `adopt` only: a run calls it at iteration boundaries and writes down
     what was adopted, so that it can be done again.
@@ -55,22 +56,22 @@ class MemoryEstimate:
     ) -> None:
         self.exceeded = False
         self._mixture, self._dry_run = mixture, dry_run
-        self._models: dict[str, list[PeakModel]] = {}
-        self._adopted: dict[str, list[PeakModel]] = {}
+        self._models: dict[str, list[Bound]] = {}
+        self._adopted: dict[str, list[Bound]] = {}
         self._passed: dict[str, int] = {}
         self._last: tuple[tuple[str, ...], str] | None = None
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         """Bound a micro-batch's bytes at each place; see `mlora.scheduler.admission.Estimate`."""
         together = [length for own in lengths.values() for length in own]
-        return [(1 + margin_of(model)) * model.predict(together) for model in self._of(among)]
+        return [bound.of(together) for bound in self._of(among)]
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
         """As `activations`, without a margin."""
         together = [length for own in lengths.values() for length in own]
-        return [model.predict(together) for model in self._of(among)]
+        return [bound.model.predict(together) for bound in self._of(among)]
 
-    def _of(self, among: Sequence[str]) -> list[PeakModel]:
+    def _of(self, among: Sequence[str]) -> list[Bound]:
         key = self._key(among)
         if key not in self._adopted:
             self._adopted[key] = copy.deepcopy(self._models_of(key, among))
@@ -82,14 +83,14 @@ class MemoryEstimate:
             self._last = names, self._mixture(names)
         return self._last[1]
 
-    def _models_of(self, key: str, among: Sequence[str]) -> list[PeakModel]:
+    def _models_of(self, key: str, among: Sequence[str]) -> list[Bound]:
         if key not in self._models:
             found = self._dry_run(among)
             models = [PeakModel(knees) for knees in found.knees]
             for lengths, places in found.samples:
                 for model, phases in zip(models, places, strict=True):
                     model.seed(lengths, phases)
-            self._models[key] = models
+            self._models[key] = [Bound(model) for model in models]
         return self._models[key]
 
     def worth_measuring(self, names: Sequence[str], among: Sequence[str]) -> bool:
@@ -114,8 +115,8 @@ class MemoryEstimate:
         """
         bounds = self.activations({"": lengths}, among)
         self.exceeded |= any(max(phases) > most for phases, most in zip(places, bounds, strict=True))
-        for model, phases in zip(self._models_of(self._key(among), among), places, strict=True):
-            model.observe(lengths, phases)
+        for bound, phases in zip(self._models_of(self._key(among), among), places, strict=True):
+            bound.observe(lengths, phases)
 
     def adopt(self) -> None:
         """Let `activations` follow what was observed."""
@@ -140,20 +141,53 @@ class MemoryEstimate:
         self._passed = dict(state["passed"])
 
 
-def margin_of(model: PeakModel) -> float:
-    """Return what is added to a prediction, as a share: the worst error seen counts twice.
+@dataclass
+class Bound:
+    """A `PeakModel` with an error margin.
 
     Args:
         model: what predicts.
+        worst: the worst relative error of late, by which it predicted too little or too much.
     """
-    if model.count == 0:
-        return SEEDED_MARGIN
-    return max(LEAST_MARGIN, WORST_TIMES * model.error)
+
+    model: PeakModel
+    worst: float = SEEDED_MARGIN / _WORST_TIMES
+
+    @property
+    def margin(self) -> float:
+        """What is added to a prediction, as a share."""
+        return max(LEAST_MARGIN, _WORST_TIMES * self.worst)
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """Bytes that a micro-batch needs at most, as far as is known.
+
+        Args:
+            lengths: of its sequences.
+        """
+        return (1 + self.margin) * self.model.predict(lengths)
+
+    def observe(self, lengths: Sequence[int], phases: Phases) -> None:
+        """Take in a measurement.
+
+        Args:
+            lengths: of a micro-batch's sequences.
+            phases: what it needed.
+        """
+        error = abs(self.model.predict(lengths) / max(phases) - 1)
+        self.worst = max(error, _FADES * self.worst)
+        self.model.observe(lengths, phases)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"model": self.model.state(), "worst": self.worst}
 
 
-def _states(models: Mapping[str, Sequence[PeakModel]]) -> dict[str, Any]:
+def _states(models: Mapping[str, Sequence[Bound]]) -> dict[str, Any]:
     return {key: [model.state() for model in places] for key, places in models.items()}
 
 
-def _models(states: Mapping[str, Any]) -> dict[str, list[PeakModel]]:
-    return {key: [PeakModel.from_state(state) for state in places] for key, places in states.items()}
+def _models(states: Mapping[str, Any]) -> dict[str, list[Bound]]:
+    return {
+        key: [Bound(PeakModel.from_state(state["model"]), state["worst"]) for state in places]
+        for key, places in states.items()
+    }
