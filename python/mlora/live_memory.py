@@ -146,7 +146,8 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        self._tell(results, (args, kwargs))
+        # What `torch.tensor` has made passes here for the first time, as an argument.
+        self._tell(results, () if function is torch.ops.aten.lift_fresh.default else (args, kwargs))
         return results
 
 
