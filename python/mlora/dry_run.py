@@ -1,6 +1,6 @@
 """Memory of a stage before anything runs: the same code on fake tensors, which have shapes but no numbers.
 
-The model is a skeleton on the meta device, of which a run makes some blocks fake; nothing is read or allocated.
+The model is a skeleton on the meta device, of which a run makes some blocks fake; no weight is read or made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 import mlora_ext
 from mlora.crew import PartOptions, Source
 from mlora.cut import Cut, Span, cut_model, find_blocks, outer_modules
-from mlora.live_memory import LiveMemory
 from mlora.loss import chunk_rows
 from mlora.model import BaseModel, take_apart
 from mlora.optim_config import OptimConfig
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
-_CUDA_BLOCK = 512  # bytes, of which the caching allocator hands out multiples
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ class DryStage:
         span: its blocks; None = the whole model.
 
     Raises:
-        ValueError: if the model cannot be loaded or cut.
+        ValueError: if the model cannot be loaded or cut, or the device is not a CPU: the GPU's kernels take
+            no fake tensors.
 
     Attributes:
         base_bytes: of the stage's frozen weights and buffers, without what `pack_base` adds.
@@ -80,6 +79,8 @@ class DryStage:
     """
 
     def __init__(self, source: Source, options: PartOptions, span: Span | None = None) -> None:
+        if options.device.type != "cpu":
+            raise ValueError(f"device: dry runs serve the CPU, got {options.device}; measure instead")
         self._options = options
         self._span = span if span is not None and span.stages > 1 else None
         if isinstance(source, PreTrainedModel):
@@ -218,7 +219,7 @@ class DryStage:
         mode = FakeTensorMode()
         base = self._fill(model, self._cut(model, counts[0]), mode)
         with mode:
-            part = StagePart(base, self._options.device, self._memory)
+            part = StagePart(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
             stage = Stage(part.module, index, stages, part.losses, part)
@@ -226,10 +227,6 @@ class DryStage:
                 base.cut = self._cut(model, count)
                 found.append([_pass(stage, self._message(shape), self._hidden(shape)) for shape in shapes])
         return found
-
-    def _memory(self) -> LiveMemory:
-        cuda = self._options.device.type == "cuda"
-        return LiveMemory(self._options.device, _CUDA_BLOCK if cuda else 1)
 
     def _fill(self, model: PreTrainedModel, cut: Cut | None, mode: FakeTensorMode) -> BaseModel:
         """Make the tensors fake that a cut holds."""
@@ -254,6 +251,7 @@ class DryStage:
 
     def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
         """A micro-batch whose rows are all trained, but for the last ones of its sequences."""
+        total = sum(map(sum, shape.values()))
         rows = {
             "names": tuple(shape),
             "lengths": tuple(map(sum, shape.values())),
@@ -267,7 +265,7 @@ class DryStage:
         content = {"number": 0, "train": True, "place": ALONE, "common": common, "targets": targets}
         if self._span is not None and not self._span.is_first:
             return Message(Sort.FORWARD, {**content, "activations": [self._hidden(shape)]})
-        ids = torch.zeros(1, sum(rows["lengths"]), dtype=torch.int64, device=self._options.device)
+        ids = torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
         return Message(Sort.FORWARD, {**content, "inputs": {"input_ids": ids}})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,19 +34,15 @@ class StagePart(Hooks):
     Args:
         base: the model, or the stage's piece of it.
         device: where it is.
-        measure: makes what measures a micro-batch's memory; default: as the device asks for.
     """
 
-    def __init__(
-        self, base: BaseModel, device: torch.device, measure: Callable[[], WorkMemory] | None = None
-    ) -> None:
+    def __init__(self, base: BaseModel, device: torch.device) -> None:
         self.base, self.device = base, device
         self.module = PackedStage(self)
         self._optimizers: dict[str, AdapterOptimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
-        self._measure = measure or partial(work_memory, self._peaks)
         self._measured: dict[int, WorkMemory] = {}
         self._current: WorkMemory | None = None
 
@@ -72,7 +67,7 @@ class StagePart(Hooks):
     def _measuring(self, number: int, given: Sequence[Tensor]) -> Iterator[None]:
         """Measure a micro-batch's forward, or its backward."""
         if number not in self._measured:
-            self._measured[number] = self._measure()
+            self._measured[number] = work_memory(self._peaks)
         else:
             self._measured[number].mark()
         self._current = self._measured[number]

@@ -15,6 +15,7 @@ from mlora.account import Accounts, BatchResult
 from mlora.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.pipeline import Driver, Place
 
+
 @dataclass(frozen=True)
 class Measured:
     """What one micro-batch needed beyond the weights, gradients and moments.

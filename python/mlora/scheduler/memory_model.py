@@ -1,7 +1,7 @@
 """Memory of a micro-batch as a function of its sequences' lengths, fitted while it is measured.
 
-Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ², of the mLoRA paper (memory model of its scheduler), where all sequences are equally
-long and it reads β0 + β1·B·L + β2·B·L².
+Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ², of the mLoRA paper (memory model of its scheduler), where all sequences are
+equally long and it reads β0 + β1·B·L + β2·B·L².
 """
 
 from __future__ import annotations
