@@ -151,9 +151,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Those that have a storage: oneDNN's packed weights have none."""
+    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 class AllocatedMemory:
