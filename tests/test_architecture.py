@@ -19,6 +19,7 @@ ENGINE = [
     "memory",
     "live_memory",
     "dry_run",
+    "dry_run",
     "learning_rate",
     "optim_config",
     "model",

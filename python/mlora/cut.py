@@ -62,8 +62,7 @@ class Cut:
     def __init__(
         self, model: PreTrainedModel, span: Span, blocks: str, outer: Mapping[str, frozenset[str]]
     ) -> None:
-        self.model, self.span, self.blocks = model, span, blocks
-        self._outer = outer
+        self.model, self.span, self.blocks, self.outer = model, span, blocks, outer
 
     def holds(self, name: str) -> bool:
         """Whether the stage holds a parameter or buffer; every stage holds those of what contains the blocks.
@@ -75,9 +74,9 @@ class Cut:
             block = int(name.removeprefix(f"{self.blocks}.").partition(".")[0])
             return self.span.first <= block < self.span.last
         module = name.rpartition(".")[0]
-        if module not in self._outer:
+        if module not in self.outer:
             return True
-        places = self._outer[module]
+        places = self.outer[module]
         return (self.span.is_first and BEFORE in places) or (self.span.is_last and BEHIND in places)
 
     def call(
@@ -123,7 +122,7 @@ class Cut:
 
     def _absent(self) -> Iterator[str]:
         """Modules that are called before the blocks and are not here."""
-        for name, places in self._outer.items():
+        for name, places in self.outer.items():
             if BEFORE in places and not (self.span.is_last and BEHIND in places):
                 yield name
 

@@ -1,136 +1,305 @@
-"""Memory of a stage before anything runs: the same code on fake tensors, which have shapes but no numbers."""
+"""Memory of a stage before anything runs: the same code on fake tensors, which have shapes but no numbers.
+
+The model is a skeleton on the meta device, of which a run makes some blocks fake; no weight is read or made.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.crew import PartOptions, Source
-from mlora.cut import Span, cut_model
-from mlora.live_memory import LiveMemory
-from mlora.model import take_apart
+from mlora.cut import Cut, Span, cut_model, find_blocks, outer_modules
+from mlora.loss import chunk_rows
+from mlora.model import BaseModel, take_apart
 from mlora.optim_config import OptimConfig
-from mlora.optimizer import Update
-from mlora.part import StagePart
+from mlora.part import StagePart, put_adapter
 from mlora.pipeline.message import Message, Sort
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
-from mlora.pretrained import skeleton
+from mlora.pretrained import skeleton, skeleton_of
+from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
+from mlora_ext.nn.routes import LayerSpec
 from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_CUDA_BLOCK = 512  # the caching allocator counts in these
+_OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
+
+
+@dataclass(frozen=True)
+class States:
+    """Memory of one adapter on one stage, whether or not it has a micro-batch there, in bytes.
+
+    Attributes:
+        weights: in whole pages of the layers' banks.
+        gradients: of its Parameters.
+        moments: of its optimizer.
+        update: what the optimizer takes during an update, and gives back.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    update: int
+
+    @property
+    def total(self) -> int:
+        """What it holds between updates at most."""
+        return self.weights + self.gradients + self.moments
 
 
 class DryStage:
+    """A stage that never runs.
+
+    Args:
+        source: a folder, a hub id or a model, of which nothing but shapes is used.
+        options: how the stage would hold its piece.
+        span: its blocks; None = the whole model.
+
+    Raises:
+        ValueError: if the model cannot be loaded or cut, or the device is not a CPU: the GPU's kernels take
+            no fake tensors.
+
+    Attributes:
+        base_bytes: of the stage's frozen weights and buffers, without what `pack_base` adds.
+        knees: of a `PeakModel` for its micro-batches.
+    """
+
     def __init__(self, source: Source, options: PartOptions, span: Span | None = None) -> None:
-        if span is not None and span.stages == 1:
-            span = None
-        self._options, self._span = options, span
-        model = (
-            _bare(source)
-            if isinstance(source, PreTrainedModel)
-            else skeleton(os.fspath(source), options.dtype)
-        )
-        cut = None if span is None else cut_model(model, span)
-        self._fake = FakeTensorMode()
-        with self._fake:
-            self.base_bytes = _fill(model, options.device, None if cut is None else cut.holds)
-            base = take_apart(model, cut)
-            mlora_ext.convert_model(model, {}, every_linear=True)
-            router_of(model).accumulates = True
-            if options.gradient_checkpointing:
-                base.checkpoint_activations()
-            self._part = StagePart(base, options.device)
-        last = span is None or span.is_last
-        stages = 1 if span is None else span.stages
-        index = 0 if span is None else span.stage
-        self._stage = Stage(self._part.module, index, stages, self._part.losses if last else None, self._part)
+        if options.device.type != "cpu":
+            raise ValueError(f"device: dry runs serve the CPU, got {options.device}; measure instead")
+        self._options = options
+        self._span = span if span is not None and span.stages > 1 else None
+        if isinstance(source, PreTrainedModel):
+            self._model = skeleton_of(source)
+        else:
+            self._model = skeleton(os.fspath(source), options.dtype)
+        self._blocks, self._outer = self._find_blocks()
+        cut = self._cut(self._model)
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        self.base_bytes = sum(t.nbytes for name, t in tensors if cut is None or cut.holds(name))
+        mlora_ext.convert_model(self._model, {}, every_linear=True)
+        rows = chunk_rows(options.device, int(self._model.config.get_text_config().vocab_size))
+        self.knees = (None, rows, None)
 
-    def activations(self, adapters) -> int:
-        names = list(adapters)
-        with self._fake:
-            for name, (lora, _) in adapters.items():
-                self._part.create(
-                    name, copy.deepcopy(lora), OptimConfig(learning_rate=1.0, total_steps=1), None, 0
-                )
-            try:
-                return self._run({name: list(lengths) for name, (_, lengths) in adapters.items()})
-            finally:
-                for name in names:
-                    self._part.remove(name)
+    def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
+        """What an adapter takes beside its micro-batches.
 
-    def _run(self, lengths):
-        device = self._options.device
-        rows = {name: sum(each) for name, each in lengths.items()}
-        total = sum(rows.values())
-        common = {
-            "rows": {
-                "names": tuple(lengths),
-                "lengths": tuple(rows.values()),
-                "row0": (0,) * len(rows),
-                "sequences": tuple(n for each in lengths.values() for n in each),
-            },
-            "steps": [0] * len(rows),
-            "updates": {},
-            "ends": [],
-            "measure": 0,
+        Args:
+            lora: PEFT's config.
+            optim: its optimizer.
+
+        Raises:
+            ValueError: if the config is not supported or matches nothing.
+        """
+        specs = self._specs(lora)
+        layers = {name: self._model.get_submodule(name).weight for name in specs}
+        widths = {name: sum(weight.shape) for name, weight in layers.items()}  # type: ignore[arg-type, union-attr]
+        size = sum(4 * spec.rank * widths[name] for name, spec in specs.items())
+        pages = sum(4 * max(spec.rank, PAGE_ROWS) * widths[name] for name, spec in specs.items())
+        moments = 0 if optim.optim == "sgd" else 2 * size
+        # PyTorch's AdamW makes the roots of all second moments at once; its fused kernel makes nothing.
+        return States(pages, size, moments, size if optim.optim == "adamw_torch" else 0)
+
+    def signature(self, loras: Sequence[LoraConfig]) -> Hashable:
+        """Equal for sets of adapters under which equal rows take equal memory.
+
+        Rows of all adapters are saved in each layer that any of them targets, and their products with the
+        widest A; backward holds a layer's gradients for a moment.
+
+        Args:
+            loras: of the adapters, in any order.
+
+        Raises:
+            ValueError: as `states`.
+        """
+        ranks: dict[str, list[int]] = {}
+        for lora in loras:
+            for name, spec in self._specs(lora).items():
+                ranks.setdefault(name, []).append(spec.rank)
+        return tuple((name, max(each), sum(each)) for name, each in sorted(ranks.items()))
+
+    def activations(
+        self,
+        loras: Mapping[str, LoraConfig],
+        shapes: Sequence[Mapping[str, Sequence[int]]],
+        *,
+        whole: bool = False,
+    ) -> list[tuple[int, ...]]:
+        """What micro-batches take, as a measured one does: forward, loss and backward, see `Measured`.
+
+        Of blocks that repeat, one and two periods are run, and the rest follows: each more takes the same.
+
+        Args:
+            loras: PEFT's configs by adapter name.
+            shapes: of each micro-batch the lengths of its sequences by adapter name.
+            whole: run every block.
+
+        Returns:
+            The phases' bytes for each micro-batch.
+
+        Raises:
+            ValueError: as `states`.
+        """
+        model = copy.deepcopy(self._model)
+        for name, lora in loras.items():
+            put_adapter(model, name, copy.deepcopy(lora), None, 0)
+        kinds = self._kinds(model)
+        period = 0 if whole else _period(kinds)
+        if not period:
+            return self._run(model, loras, shapes, [len(kinds)])[0]
+        rest, left = len(kinds) % period, len(kinds) // period - 2
+        runs = self._run(model, loras, shapes, [2 * period + rest, period + rest])
+        return [
+            tuple(two + left * (two - one) for two, one in zip(*each, strict=True))
+            for each in zip(*runs, strict=True)
+        ]
+
+    def _find_blocks(self) -> tuple[str, Mapping[str, frozenset[str]]]:
+        """As `Cut` needs them; a whole model need not be one that can be cut."""
+        if self._span is not None:
+            cut = cut_model(self._model, self._span)
+            return cut.blocks, cut.outer
+        try:
+            blocks, _ = find_blocks(self._model)
+            return blocks, outer_modules(self._model, blocks)
+        except ValueError:
+            return "", {}
+
+    def _cut(self, model: PreTrainedModel, blocks: int | None = None) -> Cut | None:
+        """What runs the stage's last blocks, by default all of them; None for a model that cannot be cut."""
+        if not self._blocks:
+            return None
+        span = self._span or Span(0, 1, 0, len(model.get_submodule(self._blocks)))  # type: ignore[arg-type]
+        if blocks is not None:
+            span = replace(span, first=span.last - blocks)
+        return Cut(model, span, self._blocks, self._outer)
+
+    def _specs(self, lora: LoraConfig) -> dict[str, LayerSpec]:
+        """An adapter's layers on this stage."""
+        cut = self._cut(self._model)
+        found = target_layers(self._model, "dry", copy.deepcopy(lora))
+        return {name: spec for name, spec in found.items() if cut is None or cut.holds(f"{name}.weight")}
+
+    def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
+        """What blocks of equal memory have in common, for each block of the stage."""
+        cut = self._cut(model)
+        if cut is None:
+            return []
+        types = getattr(model.config.get_text_config(), "layer_types", None)
+        blocks = list(model.get_submodule(self._blocks).children())
+        return [
+            (type(blocks[i]), types and types[i], tuple(_shapes(blocks[i])))
+            for i in range(cut.span.first, cut.span.last)
+        ]
+
+    def _run(
+        self,
+        model: PreTrainedModel,
+        loras: Mapping[str, LoraConfig],
+        shapes: Sequence[Mapping[str, Sequence[int]]],
+        counts: Sequence[int],
+    ) -> list[list[tuple[int, ...]]]:
+        """Run so many of the stage's last blocks; the first count is the largest."""
+        index, stages = (0, 1) if self._span is None else (self._span.stage, self._span.stages)
+        found = []
+        mode = FakeTensorMode()
+        base = self._fill(model, self._cut(model, counts[0]), mode)
+        with mode:
+            part = StagePart(base, self._options.device)
+            for name in loras:
+                part.own(name, _OPTIM)
+            stage = Stage(part.module, index, stages, part.losses, part)
+            for count in counts:
+                base.cut = self._cut(model, count)
+                found.append([_pass(stage, self._message(shape), self._hidden(shape)) for shape in shapes])
+        return found
+
+    def _fill(self, model: PreTrainedModel, cut: Cut | None, mode: FakeTensorMode) -> BaseModel:
+        """Make the tensors fake that a cut holds."""
+
+        def fake(tensor: Tensor) -> Tensor:
+            with mode:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._options.device)
+
+        for prefix, module in list(model.named_modules()):
+            if not isinstance(module, AdapterSlot) and (cut is None or _held(cut, prefix)):
+                module._apply(fake, recurse=False)
+        base = take_apart(model, cut)
+        if self._options.gradient_checkpointing:
+            base.checkpoint_activations()
+        router_of(model).accumulates = True
+        return base
+
+    def _hidden(self, shape: Mapping[str, Sequence[int]]) -> Tensor:
+        """`[T, D]`."""
+        rows, width = sum(map(sum, shape.values())), self._model.config.get_text_config().hidden_size
+        return torch.empty(rows, width, dtype=self._options.dtype, device=self._options.device)
+
+    def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
+        """A micro-batch whose rows are all trained, but for the last ones of its sequences."""
+        total = sum(map(sum, shape.values()))
+        rows = {
+            "names": tuple(shape),
+            "lengths": tuple(map(sum, shape.values())),
+            "row0": (0,) * len(shape),
+            "sequences": tuple(length for lengths in shape.values() for length in lengths),
         }
-        counts = [sum(n - 1 for n in each) for each in lengths.values()]
+        common = {"rows": rows, "steps": [0] * len(shape), "updates": {}, "ends": [], "measure": 0}
+        counts = [sum(lengths) - len(lengths) for lengths in shape.values()]
         trained = torch.zeros(sum(counts), dtype=torch.int32)
-        targets = {"rows": trained, "targets": trained, "counts": counts, "scales": [1.0] * len(rows)}
-        content = {"number": 1, "train": True, "place": ALONE, "common": common, "targets": targets}
-        width = self._part.base.hidden_size
-        states = lambda: torch.empty(total, width, dtype=self._options.dtype, device=device)
-        if self._stage.index == 0:
-            content["inputs"] = {"input_ids": torch.zeros(1, total, dtype=torch.int64, device=device)}
-        else:
-            content["activations"] = [states()]
-        message = Message(Sort.FORWARD, content)
-        if self._stage.is_last:
-            done = self._stage.unit(message)
-        else:
-            self._stage.forward(message)
-            back = {"number": 1, "place": ALONE, "gradients": [states()], "notes": [], "report": None}
-            done = self._stage.backward(Message(Sort.BACKWARD, back))
-        return done.content["notes"][0]["memory"]
+        targets = {"rows": trained, "targets": trained, "counts": counts, "scales": [1.0] * len(shape)}
+        content = {"number": 0, "train": True, "place": ALONE, "common": common, "targets": targets}
+        if self._span is not None and not self._span.is_first:
+            return Message(Sort.FORWARD, {**content, "activations": [self._hidden(shape)]})
+        ids = torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
+        return Message(Sort.FORWARD, {**content, "inputs": {"input_ids": ids}})
 
 
-def _bare(given: PreTrainedModel) -> PreTrainedModel:
-    with init_empty_weights(include_buffers=False):
-        model = type(given)(copy.deepcopy(given.config))
-    dtypes = {name: p.dtype for name, p in given.named_parameters()}
-    for name, p in model.named_parameters():
-        p.data = p.data.to(dtypes[name])
-    return model.eval()
+def _held(cut: Cut, module: str) -> bool:
+    """Whether a stage has a module's own tensors; adapters are where their layers are."""
+    if module.startswith(f"{cut.blocks}."):
+        return cut.holds(f"{module}.weight")
+    return all(cut.holds(f"{name}.weight") for name in cut.outer if f"{module}.".startswith(f"{name}."))
 
 
-def _fill(model: nn.Module, device: torch.device, holds) -> int:
-    made: dict[int, Tensor] = {}
-    mode = torch._C._unset_dispatch_mode if False else None
-    for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None or (holds is not None and not holds(f"{prefix}.{name}")):
-                    continue
-                if id(tensor) not in made:
-                    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    made[id(tensor)] = (
-                        nn.Parameter(new, requires_grad=tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else new
-                    )
-                table[name] = made[id(tensor)]
-    return sum(t.nbytes for t in made.values())
+def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
+    """The phases of a micro-batch that goes forward and backward, where `gradient` comes back."""
+    if stage.is_last:
+        done = stage.unit(message)
+    else:
+        stage.forward(message)
+        back = {"number": 0, "place": ALONE, "gradients": [gradient], "notes": [], "report": None}
+        done = stage.backward(Message(Sort.BACKWARD, back))
+    found: tuple[int, ...] = done.content["notes"][0]["memory"]
+    return found
+
+
+def _shapes(block: nn.Module) -> Iterator[Hashable]:
+    """Shapes of a block's weights, and its layers' adapters."""
+    for name, parameter in block.named_parameters():
+        yield name, parameter.shape
+    for name, module in block.named_modules():
+        if isinstance(module, MultiLoRALinear):
+            yield name, tuple(module.specs.items())
+
+
+def _period(kinds: Sequence[Hashable]) -> int:
+    """The smallest number of blocks that repeats, or 0 if one and two of it are no less than all."""
+    for period in range(1, len(kinds) // 3 + 1):
+        if kinds[period:] == kinds[:-period] and 3 * period + 2 * (len(kinds) % period) < len(kinds):
+            return period
+    return 0

@@ -1,4 +1,4 @@
-"""Memory that a piece of work needs beyond what is there: exactly on a CPU, by the allocator's count on a GPU.
+"""Memory that a piece of work needs beyond what is there: exact on a CPU, by the allocator's count on a GPU.
 
 Work comes in pieces, forward now and backward later, and other work's memory in between does not count.
 """
@@ -57,11 +57,10 @@ class LiveMemory:
 
     Args:
         device: storages of other devices do not count.
-        block: sizes are rounded up to multiples of this, as an allocator would.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", block: int = 1) -> None:
-        self._device, self._block = torch.device(device).type, block
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device).type
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._modes: list[_Watch] = []
         self._changes: list[int] = []
@@ -123,7 +122,7 @@ class LiveMemory:
         key = storage._cdata
         if key in self._seen or tensor.device.type != self._device:
             return
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = storage.nbytes()
         seen, changes = self._seen, self._changes
 
         def freed(_: object) -> None:
@@ -146,14 +145,15 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        self._tell(results, (args, kwargs))
+        # What `torch.tensor` has made passes here for the first time, as an argument.
+        self._tell(results, () if function is torch.ops.aten.lift_fresh.default else (args, kwargs))
         return results
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Those that have a storage: oneDNN's packed weights have none."""
+    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 class AllocatedMemory:

@@ -115,6 +115,12 @@ def sums_by_owner(losses: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.segment_reduce(losses.double(), "sum", lengths=lengths, initial=0.0)
 
 
+def chunk_rows(device: torch.device, vocabulary: int) -> int:
+    """Rows whose logits `chunked_losses` holds at once: its workspace grows up to so many trained rows."""
+    elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
+    return max(_SMALLEST_CHUNK, elements // vocabulary)
+
+
 class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -128,8 +134,7 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(rows.shape[0], dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden) if needs_grad else None
-        elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS["cuda"])
-        size = max(_SMALLEST_CHUNK, elements // head.weight.shape[0])
+        size = chunk_rows(hidden.device, head.weight.shape[0])
         for begin in range(0, rows.shape[0], size):
             part = slice(begin, begin + size)
             scales = None if row_scales is None else row_scales[part]

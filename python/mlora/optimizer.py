@@ -139,7 +139,7 @@ class AdapterOptimizer:
         self._blank = []
 
     def hold_gradients(self) -> None:
-        """Make the gradients that are not there yet, of zeros, so that backward finds room for all of them."""
+        """Make the gradients that are not there yet, of zeros: backward finds room for all of them."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,12 +54,30 @@ def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
         ValueError: if its config cannot be read; in one line.
     """
     check_base(source)
-    with told_in_one_line(source), init_empty_weights(include_buffers=False):
+    with told_in_one_line(source):
         config = AutoConfig.from_pretrained(source)
+        return _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Build a model of the same class, config and dtypes again, as `skeleton`; neither cut nor converted.
+
+    Args:
+        model: may be cut, and have adapters.
+    """
+    made = _empty(lambda: type(model)(copy.deepcopy(model.config)))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for name, parameter in made.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    return made
+
+
+def _empty(make: Callable[[], Any]) -> PreTrainedModel:
+    with init_empty_weights(include_buffers=False):
         with _EmptyOnMeta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = make()
         if any(buffer.is_meta for buffer in model.buffers()):  # made empty, and filled then
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = make()
     assert isinstance(model, PreTrainedModel)
     return model.eval()
 

@@ -1,7 +1,7 @@
 """Memory of a micro-batch as a function of its sequences' lengths, fitted while it is measured.
 
-Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ², of the mLoRA paper (memory model of its scheduler), where all sequences are equally
-long and it reads β0 + β1·B·L + β2·B·L².
+Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ², of the mLoRA paper (memory model of its scheduler), where all sequences are
+equally long and it reads β0 + β1·B·L + β2·B·L².
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class MemoryModel:
     measurements and seeds in their order, and of nothing else.
 
     Args:
-        knee: where memory has a part `κ·min(ΣLᵢ, knee)`, as of work that is done in chunks of so many rows,
-            `κ ≥ 0` is fitted, too. Default: there is none.
+        knee: where memory has a part `κ·min(Σ(Lᵢ-1), knee)`, as of a loss that takes so many trained rows at
+            a time, `κ ≥ 0` is fitted, too. Default: there is none.
 
     Attributes:
         count: measurements taken in.
@@ -147,7 +147,7 @@ class MemoryModel:
         rows = sum(lengths)
         found = [1.0, rows / _ROWS, sum(length * length for length in lengths) / _ROWS**2]
         if self.knee is not None:
-            found.append(min(rows, self.knee) / _ROWS)
+            found.append(min(rows - len(lengths), self.knee) / _ROWS)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
