@@ -1,4 +1,4 @@
-"""Runs of random tasks under a memory limit, simulated: their true memory follows another law than the fit."""
+"""Runs of random tasks under a memory limit, simulated: their memory follows another law than the fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SimulatedTask:
 
 @dataclass
 class Truth:
-    """What micro-batches really need: the larger of two phases, a power of the rows, noise, blocks and steps."""
+    """What micro-batches really need: the larger of two phases; a power of the rows, noise, blocks, steps."""
 
     dice: random.Random
     per_row: float = field(init=False)
@@ -132,7 +132,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         together = [length for name in chosen for length in lengths[name]]
         kind = max(kinds[name] for name in among)
         needed = truth.of(kind, together)
-        states = sum(math.ceil(here[name].states / BLOCK) * BLOCK for name in among)
+        states = sum(here[name].states for name in among)
         total = base + states + needed
         outcome.most = max(outcome.most, total)
         if len(among) < len(waiting):
@@ -164,7 +164,7 @@ def _task(dice: random.Random, number: int, *, many: bool) -> SimulatedTask:
         f"t{number}",
         dice.randint(0, 2),
         0 if many else dice.choice([0, 0, dice.randint(0, 200)]),
-        dice.randint(1, 300) * MIB // 4,
+        math.ceil(dice.randint(1, 300) / 8) * BLOCK,
         dice.choice([1.0, 1.0, 1.1, 1.2]),
         lengths,
     )
