@@ -179,10 +179,11 @@ class TrainingLoop:
             for task in running
         }
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
-        return self._engine.start(batches, ends=ends)
+        return self._engine.start(batches, ends=ends, measure=self._roster.worth_measuring(running))
 
     def _finish(self, group: Group, ticket: Ticket) -> None:
         results = self._engine.finish(ticket)
+        self._roster.passed(ticket.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:

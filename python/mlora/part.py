@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.live_memory import WorkMemory, work_memory
 from mlora.loss import chunked_losses, plain_losses
-from mlora.memory import PeakMemory
+from mlora.memory import PeakMemory, used_memory
 from mlora.model import BaseModel
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import AdapterOptimizer, Update
@@ -104,6 +104,7 @@ class StagePart(Hooks):
             "load": self.load,
             "weights": self._weights,
             "base_gemm": self._choose_gemm,
+            "memory": self._used_memory,
         }
         if verb not in verbs:
             return super().control(verb, arguments)
@@ -221,6 +222,9 @@ class StagePart(Hooks):
 
     def _weights(self, name: str) -> dict[str, Tensor]:
         return adapter_state(self.base.model, name)
+
+    def _used_memory(self) -> int:
+        return used_memory(self.device)
 
     def _choose_gemm(self, dtype: str, library: str) -> None:
         gemm.choose({dtype: library})

@@ -13,16 +13,16 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.crew import Crew
-from mlora.device import choose_device, dtype_of, is_out_of_memory
+from mlora.device import choose_device, dtype_of, is_out_of_memory, set_malloc
 from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.groups import most_under_way, slot_count
-from mlora.malloc import keep_freed_memory
 from mlora.needs import need_of
 from mlora.report import Reporter, Silent
 from mlora.roster import Roster
 from mlora.run_folder import RunFolder
+from mlora.run_memory import RunMemory
 from mlora.scheduler import TokenBalanced
 from mlora.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.submission import submitted
@@ -101,7 +101,8 @@ def prepare(
         with warnings_to(reporter):
             engine = make_engine(config, tasks, member, trace)
             unless_prepared.callback(engine.close)
-            roster = Roster(config, engine, builder, tasks, refused | faults, reporter)
+            memory = run_memory(config, engine)
+            roster = Roster(config, engine, builder, tasks, refused | faults, reporter, memory)
             if checkpoint:
                 for task in roster.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:
@@ -116,6 +117,27 @@ def prepare(
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
     return Prepared(config, base, engine, roster)
+
+
+def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
+    """Return what a run knows of its memory, if it has a limit.
+
+    Args:
+        config: the run's.
+        engine: with its model, before any adapter.
+
+    Raises:
+        RunError: a limit does not go with the rest of the config.
+    """
+    if config.scheduler.memory_limit is None:
+        return None
+    if engine.replicas > 1:
+        raise RunError("scheduler.memory_limit: does not go with pipeline.replicas; remove one of them")
+    if engine.device.type != "cpu":
+        raise RunError(
+            f"scheduler.memory_limit: serves the CPU, the run is on {engine.device}; remove it, or set device"
+        )
+    return RunMemory(config, engine)
 
 
 def _tasks(
@@ -193,7 +215,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
     try:
         device = choose_device(config.device, dtype)
         if device == "cpu":
-            keep_freed_memory()
+            set_malloc(config)
         pipeline = config.pipeline
         engine = Engine(
             config.base_model,

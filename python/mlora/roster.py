@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from mlora.config import RunConfig
@@ -17,11 +18,13 @@ from mlora.groups import Group, slot_count
 from mlora.needs import need_of
 from mlora.report import Reporter
 from mlora.run_folder import RunFolder
-from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit
+from mlora.run_memory import RunMemory
+from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit, choose
 from mlora.set_aside import bring_back, restore_adapter, set_aside
 from mlora.submission import submitted
 from mlora.task_queue import Request, TaskQueue
 from mlora.tasks import State, Task, TaskBuilder
+from mlora.traffic import Measured
 
 
 class Roster:
@@ -38,6 +41,7 @@ class Roster:
         tasks: those of the config, and those that have come before the checkpoint.
         refused: why others were not taken, by name.
         reporter: told of what happens.
+        memory: knows its limit; none = there is no limit.
 
     Attributes:
         tasks: all but the refused.
@@ -54,8 +58,10 @@ class Roster:
         tasks: Sequence[Task],
         refused: Mapping[str, str],
         reporter: Reporter,
+        memory: RunMemory | None = None,
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
+        self._memory = memory
         self.admission: Admission = NOBODY
         self.taken = 0
         self._config, self._engine, self._builder, self._reporter = config, engine, builder, reporter
@@ -104,13 +110,31 @@ class Roster:
         Raises:
             RunError: memory ran out.
         """
+        self._look_at(self.alive())
+        if entry is not None:
+            self._remember(entry)
         self._carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
+
+    def _look_at(self, tasks: Sequence[Task]) -> None:
+        """Learn what tasks need, and refuse those that never fit."""
+        for task in tasks if self._memory else ():
+            try:
+                self._memory.know(task)  # type: ignore[union-attr]
+                self._memory.check(task)  # type: ignore[union-attr]
+            except ValueError as error:
+                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+
+    def _remember(self, state: Mapping[str, Any]) -> None:
+        """What was learned of the memory, if the run has had a limit."""
+        if self._memory and state["memory"]:
+            self._memory.load_state(state["memory"])
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of who is admitted, as plain values."""
         return {
             "taken": self.taken,
             "admission": asdict(self.admission),
+            "memory": self._memory.state() if self._memory else None,
             "slots": slot_count(self._config),
             "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
         }
@@ -126,6 +150,9 @@ class Roster:
         """
         state, adapters = checkpoint["roster"], checkpoint["adapters"]
         self.taken = state["taken"]
+        for task in self.alive() if self._memory else ():
+            self._memory.know(task)  # type: ignore[union-attr]
+        self._remember(state)
         self.admission = _admission_of(state["admission"])
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
             needs = [need for need in self._needs() if need.name in self.admission.slots]
@@ -173,6 +200,7 @@ class Roster:
         """Say whether somebody may have asked for something; takes microseconds."""
         if self._queue is not None:
             self._asked |= self._queue.changed()
+        self._asked |= self._memory is not None and self._memory.estimate.exceeded
         return self._asked and not self._replay
 
     def is_due(self, iteration: int) -> bool:
@@ -205,29 +233,44 @@ class Roster:
             if again is None or request.number <= again["taken"]:
                 self._take(request)
         if again is None:
+            if self._memory:
+                self._memory.estimate.adopt()
             admission = self._admission()
-            if self._queue and (requests or admission != self.admission):
+            if self._queue:
                 self._queue.write_entry(iteration, self._entry(admission))
         else:
+            self._remember(again)
             admission = _admission_of(again["admission"])
         return self._carry_out(admission)
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
-        return {"of": journal_key(self._config), "taken": self.taken, "admission": asdict(admission)}
+        return {
+            "of": journal_key(self._config),
+            "taken": self.taken,
+            "admission": asdict(admission),
+            "memory": self._memory.state() if self._memory else None,
+        }
 
     def _admission(self) -> Admission:
         fixed = self.admission.slots if self._engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
         slots = slot_count(self._config)
-        return admit(self._needs(), self._room(), slots, order, self._packing, NO_LIMIT, fixed)
+        room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
+        return admit(self._needs(), room, slots, order, self._packing, estimate, fixed)
 
     def _needs(self) -> list[Need]:
         """What the running tasks need, in the order in which they came."""
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
-        return [need_of(task, arrivals[task.name], (), sum) for task in self.running()]
+        return [
+            need_of(task, arrivals[task.name], self._states(task), partial(self._size, task.name))
+            for task in self.running()
+        ]
 
-    def _room(self) -> Room:
-        return Room()
+    def _states(self, task: Task) -> Sequence[int]:
+        return self._memory.states(task) if self._memory else ()
+
+    def _size(self, name: str, lengths: Sequence[int]) -> float:
+        return self._memory.size(name, lengths) if self._memory else sum(lengths)
 
     def _take(self, request: Request) -> None:
         """Do what a user asked for, as far as it still can be done."""
@@ -260,7 +303,9 @@ class Roster:
         for line in self._builder.warnings[told:]:
             self._reporter.warn(line)
         self.tasks.append(task)
-        self._reporter.joined(task, self.tasks)
+        self._look_at([task])
+        if task in self.tasks:
+            self._reporter.joined(task, self.tasks)
 
     def _refuse(self, name: str, message: str) -> None:
         self.tasks = [task for task in self.tasks if task.name != name]
@@ -303,8 +348,45 @@ class Roster:
     # micro-batches
 
     def batch(self, group: Group) -> list[Task]:
-        """Decide which tasks of a group take part in its next micro-batch."""
-        return group.running()
+        """Decide which tasks of a group take part in its next micro-batch.
+
+        Args:
+            group: none of its batches is under way.
+
+        Returns:
+            Those that do; their progress says which micro-batch is theirs.
+        """
+        running = group.running()
+        if self._memory is None:
+            return running
+        lengths = {task.name: task.next_lengths() for task in running}
+        chosen = choose(lengths, self.admission.budget, self._memory.estimate, list(self.admission.slots))
+        return [task for task in running if task.name in chosen]
+
+    def worth_measuring(self, batched: Sequence[Task]) -> bool:
+        """Say whether a micro-batch should be measured.
+
+        Args:
+            batched: the tasks that take part in it.
+        """
+        if self._memory is None:
+            return False
+        names = [task.name for task in batched]
+        return self._memory.estimate.worth_measuring(names, list(self.admission.slots))
+
+    def passed(self, measured: Sequence[Measured]) -> None:
+        """Learn from a batch that has passed.
+
+        Args:
+            measured: what its micro-batches needed, where they were measured.
+        """
+        if self._memory is None:
+            return
+        among = list(self.admission.slots)
+        for one in measured:
+            together = [length for own in one.lengths.values() for length in own]
+            self._memory.estimate.observe(together, among, self._memory.places(one.phases))
+        self._memory.took(self._engine.peak_memory)
 
 
 class _NoLimit:

@@ -42,7 +42,7 @@ def test_coefficients_are_never_negative() -> None:
 
 
 def test_errors_are_relative() -> None:
-    """A small batch's misfit counts as much as a large one's: unweighted, the large ones would decide alone."""
+    """A small batch's misfit counts as much as a large one's."""
     model = fitted([([10], 1_000), ([10], 1_100), ([20], 2_000), ([1000], 100_000), ([1000], 110_000)])
     assert 0.9 < model.predict([10]) / 1_050 < 1.1
 
