@@ -91,7 +91,9 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
 
     path = folder / f"step-{iteration:08d}.pt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync_folder(folder.parent)
         write_file(path, lambda file: torch.save({"format": FORMAT, **payload}, file))
     except (OSError, RuntimeError) as error:
         # torch reports a failed write as a RuntimeError whose context is the system's error
@@ -103,6 +105,8 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
     older = [old for old in list_checkpoints(folder) if old.name < path.name]  # a later one is damaged
     for old in older[::-1][keep - 1 :]:
         old.unlink(missing_ok=True)
+    for left in folder.glob(".step-*.pt.tmp"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
     return path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from mlora.account import BatchResult
-from mlora.checkpoint import save_checkpoint
+from mlora.checkpoint_writer import CheckpointWriter
 from mlora.device import is_out_of_memory
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
@@ -71,22 +71,31 @@ class TrainingLoop:
         folder: where its files are.
         metrics: its open ``metrics.jsonl``.
         reporter: told of what happens.
+        writer: takes its checkpoints.
     """
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        metrics: Metrics,
+        reporter: Reporter,
+        writer: CheckpointWriter,
+    ) -> None:
         self._run = prepared
         self._roster = prepared.roster
         self._engine = prepared.engine
         self._folder = folder
         self._metrics = metrics
         self._reporter = reporter
+        self._writer = writer
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
         self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.roster.stops)
         self._rounds.waiting = bool(prepared.roster.waiting())
 
     def train(self, caught: Sequence[int]) -> None:
-        """Iterate until no task is running or a signal was caught; then leave a checkpoint.
+        """Iterate until no task is running or a signal was caught; then leave a durable checkpoint.
 
         Args:
             caught: grows when a signal comes.
@@ -107,6 +116,7 @@ class TrainingLoop:
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
         self._checkpoint()
+        self._writer.wait()
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         """What comes before the next step of tasks that are newly on the engine."""
@@ -155,6 +165,7 @@ class TrainingLoop:
             if under_way:
                 ticket = self._engine.first_done(list(under_way))
                 self._finish(under_way.pop(ticket), ticket)
+                self._writer.check()
             elif caught or not self._go_on(rounds.boundary()):
                 return
 
@@ -296,18 +307,17 @@ class TrainingLoop:
         self._write_summary("running")
 
     def _checkpoint(self) -> None:
+        """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
-            "metrics_bytes": self._metrics.sync(),
+            "metrics_bytes": self._metrics.size,
             "config": self._run.config.model_dump(),
             "roster": self._roster.state(),
             "refused": self._roster.refused,
             "data": {task.name: fingerprints(task) for task in self._roster.alive()},
             "total_steps": {task.name: task.total_steps for task in self._roster.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._roster.tasks},
-            "adapters": {task.name: self._engine.state_dict(task.name) for task in self._roster.admitted()},
         }
-        save_checkpoint(
-            self._folder.checkpoints, self._run.iteration, payload, self._run.config.save_total_limit
-        )
+        states = ((task.name, self._engine.state_dict(task.name)) for task in self._roster.admitted())
+        self._writer.start(self._run.iteration, payload, states)

@@ -191,10 +191,8 @@ class StagePart(Hooks):
         """An adapter's weights, gradients and moments on this stage by their names, as copies."""
         parameters = self._parameters(name)
         return {
-            "weights": {key: p.detach().contiguous().clone() for key, p in parameters.items()},
-            "gradients": {
-                key: p.grad.contiguous().clone() for key, p in parameters.items() if p.grad is not None
-            },
+            "weights": {key: p.detach().clone() for key, p in parameters.items()},
+            "gradients": {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None},
             "moments": self._optimizers[name].state_dict(),
         }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.checkpoint import load_checkpoint
+from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
 from mlora.config_file import load_config
 from mlora.errors import RunError
@@ -235,7 +236,8 @@ def _run(
     *,
     trace: bool = False,
 ) -> RunResult:
-    loop = TrainingLoop(prepared, folder, metrics, reporter)
+    writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
+    loop = TrainingLoop(prepared, folder, metrics, reporter, writer)
     if member:
         member.put_right = reporter.close
     reporter.start(prepared.roster.tasks)
@@ -246,7 +248,7 @@ def _run(
         groups = prepared.roster.admission.count
         reporter.note(f"{times}{engine.stages} stages with {blocks} blocks; groups of adapters: {groups}")
     try:
-        with catch_signals() as caught:
+        with catch_signals() as caught, writer:
             loop.train(caught)
             if trace:
                 reporter.note(f"trace: {TraceFiles(*engine.trace(), engine.replicas).write(folder.path)}")

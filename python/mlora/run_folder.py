@@ -291,11 +291,13 @@ class Metrics:
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
-    def sync(self) -> int:
-        """Make the lines durable.
+    @property
+    def size(self) -> int:
+        """Bytes of the lines so far."""
+        return os.fstat(self._file.fileno()).st_size
 
-        Returns:
-            The size in bytes.
+    def sync(self) -> None:
+        """Make the lines so far durable; another thread may write further ones meanwhile.
 
         Raises:
             RunError: the disk refuses.
@@ -304,7 +306,6 @@ class Metrics:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
-        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Close the file, which frees the lock."""
