@@ -144,6 +144,11 @@ class Engine:
         ]
 
     @property
+    def memory_after(self) -> list[int]:
+        """What each stage had in use after the micro-batch that came back last, in bytes; empty before."""
+        return list(self._traffic.used_memory)
+
+    @property
     def peak_memory(self) -> int:
         """The most memory that a stage was known to have used when its last results came, in bytes."""
         return self._traffic.peak_memory

@@ -42,10 +42,11 @@ def used_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    found = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), None)
-    return peak_memory(device) if found is None else found
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:  # not Linux
+        return peak_memory(device)
 
 
 class PeakMemory:

@@ -90,7 +90,8 @@ class StagePart(Hooks):
             if memory is not None:
                 self._optimizers[name].drop_blank_gradients()
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
-        note = {"squares": squares, "peak_memory": self._peaks.read()}
+        memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
+        note = {"squares": squares, **memory_now}
         return note if memory is None else {**note, "memory": _phases(memory.peaks)}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:

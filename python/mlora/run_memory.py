@@ -21,7 +21,7 @@ from mlora.measured_cut import held_by
 from mlora.needs import largest_lengths, usual_lengths
 from mlora.scheduler import MemoryEstimate, Room
 from mlora.scheduler.estimate import DryRun, Phases
-from mlora.scheduler.need import within
+from mlora.scheduler.need import sum_of, within
 from mlora.tasks import Task
 from mlora_ext.nn.folder import read_config
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training has begun
-_NEAR = 0.99  # of the limit
+_TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
 _SHORT = 32  # rows of the sequences of dry runs that are many and short
 
 
@@ -56,6 +56,7 @@ class RunMemory:
         self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
         self._loras: dict[str, LoraConfig] = {}
         self._states: dict[str, tuple[int, ...]] = {}
+        self._held_states: dict[str, tuple[int, ...]] = {}
         self.estimate = MemoryEstimate(self._mixture, self._dry_run)
         self.base = engine.used_memory()[: 1 if self._together else len(self._stages)]
         self.reserved = RESERVED
@@ -74,6 +75,7 @@ class RunMemory:
         states = [stage.states(lora, task.optim) for stage in self._stages]
         self._tasks[task.name], self._loras[task.name] = task, lora
         self._states[task.name] = self._joined([_whole(state) for state in states])
+        self._held_states[task.name] = self._joined([state.weights + state.moments for state in states])
 
     def states(self, task: Task) -> tuple[int, ...]:
         """Return what a task takes at each place while it is admitted, in bytes."""
@@ -94,21 +96,31 @@ class RunMemory:
         held = (1,) if self._together else tuple(self._held)
         return Room(free, held)
 
-    def took(self, peak: int) -> None:
-        """Look at what a process had: where it came near to the limit, the reserve grows.
+    def took(self, tasks: Sequence[Task], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
+        """Compare what processes had with what was foreseen: what they keep is the new base, and what they
+        took beyond it for a moment is reserved.
 
         Args:
+            tasks: that are on the engine.
+            foreseen: bytes of what was under way at each place.
             peak: the most that a stage has had so far, in bytes.
+            after: what each stage had after it.
         """
-        near = int(peak - _NEAR * self._limit)
-        if peak > self._peak and near > 0:
-            self.reserved += near
+        states = sum_of([self._held_states[task.name] for task in tasks], len(self.base))
+        kept = [now - held for now, held in zip(after, states, strict=False)]
+        grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
+        if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
+            self.base = grown
+            self.estimate.exceeded = True
+        most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))
+        if peak > self._peak and peak > most + self.reserved:
+            self.reserved = int(peak - most)
             self.estimate.exceeded = True
         self._peak = max(peak, self._peak)
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, as plain values."""
-        return {"estimate": self.estimate.state(), "reserved": self.reserved}
+        return {"estimate": self.estimate.state(), "reserved": self.reserved, "base": list(self.base)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` gave.
@@ -117,7 +129,7 @@ class RunMemory:
             state: plain values.
         """
         self.estimate.load_state(state["estimate"])
-        self.reserved = state["reserved"]
+        self.reserved, self.base = state["reserved"], list(state["base"])
 
     def check(self, task: Task) -> None:
         """Refuse a task whose largest micro-batch does not fit even alone.

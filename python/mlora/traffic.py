@@ -75,12 +75,14 @@ class Traffic:
 
     Attributes:
         peak_memory: the most memory that a stage was known to have used when its last results came, in bytes.
+        used_memory: what each stage had in use after the micro-batch that came back last, in bytes.
     """
 
     def __init__(
         self, pipeline: Driver, accounts: Accounts, device: torch.device, vocab_size: int, micro_batches: int
     ) -> None:
         self.peak_memory = 0
+        self.used_memory: Sequence[int] = ()
         self._pipeline, self._accounts = pipeline, accounts
         self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
         self._measures = 0
@@ -267,6 +269,8 @@ class Traffic:
             return (), dict.fromkeys(batch.names, 0.0)
         result = self._pipeline.finish(number)
         self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
+        if result.notes and "used_memory" in result.notes[0]:
+            self.used_memory = [note["used_memory"] for note in result.notes]
         return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
 
 
