@@ -11,7 +11,6 @@ from mlora.data import Sample
 from mlora.dry_run import DryStage, _period
 from mlora.engine import Engine
 from mlora.optim_config import OptimConfig
-from mlora.scheduler import PeakModel
 from peft import LoraConfig
 from tiny_models import FAMILIES, make
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -197,8 +196,8 @@ def test_seeds_alone_are_close_and_ten_measurements_closer() -> None:
     def lengths(given: dict[str, list[int]]) -> list[int]:
         return [length for each in given.values() for length in each]
 
-    model = PeakModel(stage.knees)
-    dry = [{"a": [n], "b": [m]} for n, m in ((16, 8), (48, 24), (80, 120), (150, 30), (120, 300))]
+    model = stage.model()
+    dry = [{"a": [n], "b": [m]} for n, m in ((16, 8), (48, 24), (80, 120), (150, 30), (90, 90), (120, 300))]
     for given, phases in zip(dry, stage.activations(loras("ab"), dry), strict=True):
         model.seed(lengths(given), phases)
     data = [(given, measured(engine, given)[0]) for given in (shape(150) for _ in range(24))]

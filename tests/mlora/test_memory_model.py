@@ -86,6 +86,18 @@ def test_a_knee_is_fitted() -> None:
     assert fitted(samples).mape(samples) > 1.0
 
 
+def test_sequences_of_several_lengths_are_joined() -> None:
+    samples = [
+        (lengths, round(size + 2_000 * sum(lengths) * (len(set(lengths)) > 1)))
+        for lengths, size in draw(0, 40)
+    ]
+    assert {len(set(lengths)) > 1 for lengths, _ in samples} == {False, True}
+    assert fitted(samples, MemoryModel(pieces=True)).mape(samples) < 1e-3
+    assert fitted(samples).mape(samples) > 0.3
+    equal = [([n], 1_000_000 + 9_000 * n) for n in (50, 100, 200)]
+    assert fitted(equal, MemoryModel(pieces=True)).mape(equal) < 1e-3
+
+
 def test_the_error_is_that_of_predictions_made_before() -> None:
     model = MemoryModel()
     model.seed([100], 1_000_000)
