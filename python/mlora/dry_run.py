@@ -27,7 +27,6 @@ from mlora.pipeline.message import Message, Sort
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora.pretrained import skeleton, skeleton_of
-from mlora.scheduler import PeakModel
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.routes import LayerSpec
@@ -76,6 +75,7 @@ class DryStage:
 
     Attributes:
         base_bytes: of the stage's frozen weights and buffers, without what `pack_base` adds.
+        knees: of a `PeakModel` for its micro-batches.
     """
 
     def __init__(self, source: Source, options: PartOptions, span: Span | None = None) -> None:
@@ -92,11 +92,8 @@ class DryStage:
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         self.base_bytes = sum(t.nbytes for name, t in tensors if cut is None or cut.holds(name))
         mlora_ext.convert_model(self._model, {}, every_linear=True)
-
-    def model(self) -> PeakModel:
-        """An empty model of what micro-batches of one signature take on this stage."""
-        vocabulary = int(self._model.config.get_text_config().vocab_size)
-        return PeakModel((None, chunk_rows(self._options.device, vocabulary), None), pieces=True)
+        rows = chunk_rows(options.device, int(self._model.config.get_text_config().vocab_size))
+        self.knees = (None, rows, None)
 
     def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
         """What an adapter takes beside its micro-batches.

@@ -11,6 +11,7 @@ from mlora.data import Sample
 from mlora.dry_run import DryStage, _period
 from mlora.engine import Engine
 from mlora.optim_config import OptimConfig
+from mlora.scheduler import PeakModel
 from peft import LoraConfig
 from tiny_models import FAMILIES, make
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -196,7 +197,7 @@ def test_seeds_alone_are_close_and_ten_measurements_closer() -> None:
     def lengths(given: dict[str, list[int]]) -> list[int]:
         return [length for each in given.values() for length in each]
 
-    model = stage.model()
+    model = PeakModel(stage.knees)
     dry = [{"a": [n], "b": [m]} for n, m in ((16, 8), (48, 24), (80, 120), (150, 30), (90, 90), (120, 300))]
     for given, phases in zip(dry, stage.activations(loras("ab"), dry), strict=True):
         model.seed(lengths(given), phases)

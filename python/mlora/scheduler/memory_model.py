@@ -187,7 +187,7 @@ class PeakModel:
         pieces: see `MemoryModel`.
     """
 
-    def __init__(self, knees: Sequence[int | None] = (None,), pieces: bool = False) -> None:
+    def __init__(self, knees: Sequence[int | None] = (None,), pieces: bool = True) -> None:
         self.models = [MemoryModel(knee, pieces) for knee in knees]
 
     @property
