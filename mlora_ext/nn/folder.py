@@ -146,7 +146,7 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
             is left as it was.
     """
     path = Path(folder)
-    config = _read_config(path)
+    config = read_config(path)
     plan = plan_adapter(model, name, config)
     weights, others = _read_weights(path)
     _check_others(model, path, others)
@@ -219,7 +219,15 @@ def _umask() -> int:
     return current
 
 
-def _read_config(path: Path) -> LoraConfig:
+def read_config(path: Path) -> LoraConfig:
+    """Read the config of a PEFT folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ValueError: it is not one of a LoRA adapter, or says what the PEFT installed here does not know.
+    """
     from peft import LoraConfig
 
     if not (path / _CONFIG).is_file():

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlora.errors import RunError, first_fault
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 3
+FORMAT = 4
 
 
 class _Payload(BaseModel):
@@ -26,7 +26,7 @@ class _Payload(BaseModel):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     metrics_bytes: int = Field(ge=0)
     config: dict[str, Any]
-    groups: dict[str, int]
+    roster: dict[str, Any]
     refused: dict[str, str]
     data: dict[str, list[str]]
     tasks: dict[str, dict[str, Any]]
@@ -91,7 +91,9 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
 
     path = folder / f"step-{iteration:08d}.pt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync_folder(folder.parent)
         write_file(path, lambda file: torch.save({"format": FORMAT, **payload}, file))
     except (OSError, RuntimeError) as error:
         # torch reports a failed write as a RuntimeError whose context is the system's error
@@ -103,6 +105,8 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
     older = [old for old in list_checkpoints(folder) if old.name < path.name]  # a later one is damaged
     for old in older[::-1][keep - 1 :]:
         old.unlink(missing_ok=True)
+    for left in folder.glob(".step-*.pt.tmp"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
     return path
 
 

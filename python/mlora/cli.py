@@ -113,12 +113,13 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
         lines = PlainLines()
         prepared = validate(config, lines)
-        lines.start(prepared.tasks)
-        if prepared.refused:
+        roster = prepared.roster
+        lines.start(roster.tasks)
+        if roster.refused:
             raise RunError(
-                f"{run}: {len(prepared.refused)} of {len(config.adapters)} adapters would be refused"
+                f"{run}: {len(roster.refused)} of {len(config.adapters)} adapters would be refused"
             )
-        print(f"{run}: {len(prepared.tasks)} adapters are ready to train")
+        print(f"{run}: {len(roster.tasks)} adapters are ready to train")
 
 
 @app.command()

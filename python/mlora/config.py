@@ -26,7 +26,6 @@ from mlora.hub import is_hub_id
 from mlora.lora_fields import check_lora
 
 MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
-NOT_IN_THIS_VERSION = "is not available in this version"
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 WITH_PROMPTS = ("prompt_completion", "alpaca")
 
@@ -114,7 +113,7 @@ class AdapterConfig(TrainingFields):
     dataset: str
     lora: dict[str, Any] | None = None
     init_from: str | None = None
-    priority: int = 0
+    priority: int = Field(default=0, ge=-MOST, le=MOST)
 
     @field_validator("name")
     @classmethod
@@ -127,13 +126,6 @@ class AdapterConfig(TrainingFields):
                 f"{name!r} is not a plain name; use letters, digits, '_', '-' and '+', 100 at most"
             )
         return name
-
-    @field_validator("priority")
-    @classmethod
-    def _no_priority(cls, value: int) -> int:
-        if value != 0:
-            raise ValueError(f"{value}: an order of adapters {NOT_IN_THIS_VERSION}; remove the key")
-        return value
 
     @field_validator("lora")
     @classmethod
@@ -191,17 +183,29 @@ class DatasetConfig(_Strict):
 
 
 class SchedulerConfig(_Strict):
-    """How many tasks run at once: all of them."""
+    """Which tasks run at once: as many as the memory holds; without a limit, all of them.
+
+    ``memory_limit`` is what a stage's process may have resident on a CPU, and its allocator hold on a GPU.
+    ``policy`` says who comes first: ``fcfs`` (higher priorities, then who came first) or
+    ``shortest_first`` (higher priorities, then the least work left). ``packing`` says who shares a slot of a
+    pipeline: ``token_balanced`` or ``in_order``.
+    """
 
     memory_limit: int | str | None = None
+    policy: Literal["fcfs", "shortest_first"] = "fcfs"
+    packing: Literal["token_balanced", "in_order"] = "token_balanced"
 
     @field_validator("memory_limit")
     @classmethod
     def _limit(cls, value: int | str | None) -> int | str | None:
         if value is not None:
             parse_size(value)
-            raise ValueError(f"{value}: a limit on memory {NOT_IN_THIS_VERSION}; remove the key")
         return value
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """``memory_limit`` in bytes."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit)
 
 
 class PipelineConfig(_Strict):

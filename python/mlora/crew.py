@@ -50,6 +50,7 @@ class Crew:
         blocks: decoder blocks of each; of a single stage it need not be known.
         replicas: how many pipelines there are, of as many stages each.
         source: folder or hub id of the base, where there are several.
+        spread: whether each stage is a process of its own.
     """
 
     driver: Driver
@@ -57,6 +58,7 @@ class Crew:
     blocks: Sequence[int]
     replicas: int = 1
     source: str = ""
+    spread: bool = False
 
     @property
     def stages(self) -> int:

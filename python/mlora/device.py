@@ -9,6 +9,7 @@ import torch
 
 from mlora.config import RunConfig
 from mlora.errors import RunError, first_line
+from mlora.malloc import give_back_freed_memory, keep_freed_memory
 
 
 def choose_device(device: str | None, dtype: torch.dtype) -> str:
@@ -55,6 +56,18 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
 def dtype_of(config: RunConfig) -> torch.dtype:
     """Return the dtype of a run's base model."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+
+
+def set_malloc(config: RunConfig) -> None:
+    """Tell malloc how to hold a run's memory on a CPU: fast, or, under a limit, as little as can be.
+
+    Args:
+        config: the run's.
+    """
+    if config.scheduler.memory_limit is None:
+        keep_freed_memory()
+    else:
+        give_back_freed_memory()
 
 
 def kind_of(device: torch.device) -> str:

@@ -114,7 +114,7 @@ class DryStage:
         # PyTorch's AdamW makes the roots of all second moments at once; its fused kernel makes nothing.
         return States(pages, size, moments, size if optim.optim == "adamw_torch" else 0)
 
-    def signature(self, loras: Sequence[LoraConfig]) -> Hashable:
+    def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
         """Equal for sets of adapters under which equal rows take equal memory.
 
         Rows of all adapters are saved in each layer that any of them targets, and their products with the

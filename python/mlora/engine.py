@@ -131,6 +131,19 @@ class Engine:
         return list(self._crew.blocks)
 
     @property
+    def spread(self) -> bool:
+        """Whether each stage is a process of its own."""
+        return self._crew.spread
+
+    def used_memory(self) -> list[int]:
+        """The memory that each stage of each replica has in use now, in bytes; stages that are threads of one
+        process name that of the whole process."""
+        replicas = range(self.replicas)
+        return [
+            used for replica in replicas for used in self._pipeline.control("memory", {}, replica=replica)
+        ]
+
+    @property
     def peak_memory(self) -> int:
         """The most memory that a stage was known to have used when its last results came, in bytes."""
         return self._traffic.peak_memory

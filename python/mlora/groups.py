@@ -7,7 +7,7 @@ passed the pipeline. What each batch holds is a function of the group's own iter
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlora.config import RunConfig
@@ -35,29 +35,6 @@ class Group:
         return [task for task in self.tasks if task.progress.state == "running"]
 
 
-def assign(tasks: Sequence[Task], count: int) -> dict[str, int]:
-    """Spread tasks over groups so that batches are about equally long.
-
-    The longest first, each to the group with the fewest tokens so far.
-
-    Args:
-        tasks: with their data.
-        count: of groups, at most; none is empty.
-
-    Returns:
-        The group of each task by name, groups counted in the order of their first tasks.
-    """
-    tokens = {task.name: _tokens(task) for task in tasks}
-    loads = [0.0] * min(count, len(tasks))
-    found: dict[str, int] = {}
-    for name in sorted(tokens, key=lambda name: -tokens[name]):
-        lightest = loads.index(min(loads))
-        loads[lightest] += tokens[name]
-        found[name] = lightest
-    order = {group: place for place, group in enumerate(dict.fromkeys(found[task.name] for task in tasks))}
-    return {task.name: order[found[task.name]] for task in tasks}
-
-
 def group_count(config: RunConfig) -> int:
     """Return into how many groups a run's tasks are spread, at most.
 
@@ -82,38 +59,56 @@ def most_under_way(config: RunConfig) -> int:
         config: the run's.
     """
     pipeline = config.pipeline
-    groups = min(group_count(config), len(config.adapters))
-    return -(-groups // pipeline.replicas) * pipeline.micro_batches
+    return -(-slot_count(config) // pipeline.replicas) * pipeline.micro_batches
 
 
-def _tokens(task: Task) -> float:
-    """Tokens of one of its batches, on average."""
-    samples = task.data.samples
-    total = sum(len(sample.input_ids) for sample in samples)
-    return task.config.per_device_train_batch_size * total / max(len(samples), 1)
+def slot_count(config: RunConfig) -> int:
+    """Return how many groups a run has at most: tasks that come later join those that its own tasks form.
+
+    Args:
+        config: the run's.
+    """
+    return min(group_count(config), len(config.adapters))
 
 
 class Rounds:
-    """Which group starts next, and when all of them stop for a checkpoint.
+    """Which group starts next, and at which iterations all of them stand still.
 
-    A checkpoint holds all groups after the same number of iterations, so none starts beyond one that is due.
-    Whether one is due is known in advance: it depends on steps, not on results.
+    At such a boundary a checkpoint is written, or tasks come and go. Checkpoints hold all groups after the
+    same number of iterations, so none starts beyond one that is due. Whether one is due is known in advance:
+    it depends on steps, not on results. So is where a task ends by its steps, if others wait for its place.
 
     Args:
-        tasks: of the run.
-        places: the group of each task by name.
+        members: the tasks of each group, by the group's place.
         iteration: that all of them have made.
+        stops: iterations at which all stand still whatever else happens.
+
+    Attributes:
+        groups: those that there are now.
+        wanted: whether all shall stand still as soon as they have made as many iterations.
+        waiting: whether tasks wait for others to end.
     """
 
-    def __init__(self, tasks: Sequence[Task], places: Mapping[str, int], iteration: int) -> None:
-        members: dict[int, list[Task]] = {}
-        for task in tasks:
-            members.setdefault(places[task.name], []).append(task)
+    def __init__(
+        self, members: Mapping[int, Sequence[Task]], iteration: int, stops: Collection[int] = ()
+    ) -> None:
+        self.wanted = False
+        self.waiting = False
+        self._stops = stops
+        self.regroup(members, iteration)
+
+    def regroup(self, members: Mapping[int, Sequence[Task]], iteration: int) -> None:
+        """Form the groups anew, at a boundary.
+
+        Args:
+            members: the tasks of each group, by the group's place.
+            iteration: that all of them have made.
+        """
         self.groups = [Group(place, members[place], iteration) for place in sorted(members)]
         self._waiting = deque(group for group in self.groups if group.running())
         self._under_way = 0
-        self._most = iteration
-        self._saved = iteration
+        self._most = self._settled = iteration
+        self.wanted = False
 
     def next(self, *, stopping: bool) -> Group | None:
         """The group that starts now, or none.
@@ -124,12 +119,11 @@ class Rounds:
         if not self._waiting:
             return None
         group = self._furthest_behind()
-        if stopping and group.iteration >= self._most:
+        if (stopping or self.wanted) and group.iteration >= self._most:
             return None
-        if group.iteration > self._saved and self._save_due(group.iteration):
+        if group.iteration > self._settled and self._due(group.iteration):
             return None
         self._waiting.remove(group)
-        group.batched = group.running()
         self._under_way += 1
         self._most = max(self._most, group.iteration + 1)
         return group
@@ -141,29 +135,51 @@ class Rounds:
         if group.running():
             self._waiting.append(group)
 
-    def checkpoint_due(self) -> int | None:
-        """The iteration of a checkpoint that is due now, with nothing under way; none if there is none."""
-        if self._under_way or not self._waiting:
-            return None
-        iteration = self._furthest_behind().iteration
-        due = iteration > self._saved and self._save_due(iteration)
-        return iteration if due else None
+    def boundary(self) -> int:
+        """The iteration that all have made, when `next` has none and nothing is under way."""
+        return self._furthest_behind().iteration if self._waiting else self._most
 
-    def saved(self, iteration: int) -> None:
-        """A checkpoint was written."""
-        self._saved = iteration
+    def settled(self, iteration: int) -> None:
+        """What was due at a boundary was done."""
+        self._settled = iteration
+        self.wanted = False
 
     def _furthest_behind(self) -> Group:
         """Of groups that are alike the one that has waited longest; replicas may have other speeds."""
         return min(self._waiting, key=lambda group: group.iteration)
 
-    def _save_due(self, iteration: int) -> bool:
-        return any(
-            _saves(task, iteration - group.iteration)
-            for group in self.groups
-            if iteration >= group.iteration
-            for task in (group.batched if iteration == group.iteration else group.running())
+    def _due(self, iteration: int) -> bool:
+        if iteration in self._stops or self.save_due(iteration):
+            return True
+        return self.waiting and any(_ends(task, ahead) for task, ahead in self._ahead(iteration))
+
+    def save_due(self, iteration: int) -> bool:
+        """Say whether a task's last batch up to an iteration makes a step that asks for a checkpoint."""
+        return iteration > self._settled and any(
+            _saves(task, ahead) for task, ahead in self._ahead(iteration)
         )
+
+    def _ahead(self, iteration: int) -> Iterator[tuple[Task, int]]:
+        """Tasks, and how many batches from their last one they will be at an iteration."""
+        for group in self.groups:
+            if iteration >= group.iteration:
+                ahead = iteration - group.iteration
+                for task in group.running() if ahead else group.batched:
+                    yield task, ahead
+
+
+def _ends(task: Task, ahead: int) -> bool:
+    """Whether a task makes its last step with its batch `ahead` from its last one."""
+    progress = task.progress
+    if ahead == 0:
+        return progress.state != "running"
+    step, batches = progress.step, progress.batches
+    for _ in range(ahead):
+        if step >= task.total_steps:
+            return False  # it will have ended before
+        step += task.plan.ends_step(batches)
+        batches += 1
+    return step >= task.total_steps
 
 
 def _saves(task: Task, ahead: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from mlora.account import BatchResult
-from mlora.checkpoint import save_checkpoint
+from mlora.checkpoint_writer import CheckpointWriter
 from mlora.device import is_out_of_memory
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
@@ -60,33 +60,42 @@ def catch_signals() -> Iterator[list[int]]:
 class TrainingLoop:
     """The iterations of a run.
 
-    Every iteration of a group takes one batch of each of its running tasks, passes them through the model
-    together, and steps the optimizers of the tasks whose accumulation is complete. On one device all tasks
-    are one group; a pipeline is filled by several. What a run does is a function of its config and of the
-    iterations made, never of timing.
+    Every iteration of a group takes one batch of each of its tasks, as far as memory allows, passes them
+    through the model together, and steps the optimizers of the tasks whose accumulation is complete. On one
+    device all tasks are one group; a pipeline is filled by several. At iteration boundaries tasks come and
+    go. What a run does is a function of its config, of what was decided at boundaries, which is journaled,
+    and of the iterations made, never of timing.
 
     Args:
         prepared: the run before its next iteration.
         folder: where its files are.
         metrics: its open ``metrics.jsonl``.
         reporter: told of what happens.
+        writer: takes its checkpoints.
     """
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, metrics: Metrics, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        metrics: Metrics,
+        reporter: Reporter,
+        writer: CheckpointWriter,
+    ) -> None:
         self._run = prepared
+        self._roster = prepared.roster
         self._engine = prepared.engine
         self._folder = folder
         self._metrics = metrics
         self._reporter = reporter
+        self._writer = writer
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
-        self._rounds = Rounds(prepared.tasks, prepared.groups, prepared.iteration)
-
-    def _running(self) -> list[Task]:
-        return [task for task in self._run.tasks if task.progress.state == "running"]
+        self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.roster.stops)
+        self._rounds.waiting = bool(prepared.roster.waiting())
 
     def train(self, caught: Sequence[int]) -> None:
-        """Iterate until no task is running or a signal was caught; then leave a checkpoint.
+        """Iterate until no task is running or a signal was caught; then leave a durable checkpoint.
 
         Args:
             caught: grows when a signal comes.
@@ -96,8 +105,7 @@ class TrainingLoop:
         """
         self._write_summary("running")
         try:
-            self._evaluate([task for task in self._running() if not task.progress.evaluations])
-            self._last_step = dict.fromkeys((task.name for task in self._running()), time.monotonic())
+            self._begin(self._roster.admitted())
             self._iterate(caught)
         except (MemoryError, RuntimeError) as error:
             # of a stage that is a thread of this process; another process tells of its own
@@ -107,8 +115,13 @@ class TrainingLoop:
             raise RunError(
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
-        if self._running():
-            self._checkpoint()
+        self._checkpoint()
+        self._writer.wait()
+
+    def _begin(self, tasks: Sequence[Task]) -> None:
+        """What comes before the next step of tasks that are newly on the engine."""
+        self._evaluate([task for task in tasks if not task.progress.evaluations])
+        self._last_step |= dict.fromkeys((task.name for task in tasks), time.monotonic())
 
     def finish(self, caught: int | None) -> RunResult:
         """Write what stands at the end of a run, or of a part of it.
@@ -122,17 +135,21 @@ class TrainingLoop:
         Raises:
             RunError: a file cannot be written.
         """
-        failed = bool(self._run.refused) or any(task.progress.state == "stopped" for task in self._run.tasks)
-        status: Status = "interrupted" if self._running() else "failed" if failed else "finished"
+        tasks = self._roster.tasks
+        failed = bool(self._roster.refused) or any(task.progress.state == "stopped" for task in tasks)
+        status: Status = "failed" if failed else "finished"
+        if self._roster.alive():
+            status = "interrupted" if self._roster.running() else "paused"
         result = self._write_summary(status, caught)
-        names = [task.name for task in self._run.tasks]
+        names = [task.name for task in tasks]
         plot_losses(self._folder.plot, names, read_metrics(self._folder.metrics))
         return result
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
-        done = {task.name: adapter_result(task) for task in self._run.tasks}
-        done |= {name: AdapterResult("refused", message) for name, message in self._run.refused.items()}
-        adapters = {adapter.name: done[adapter.name] for adapter in self._run.config.adapters}
+        done = {task.name: adapter_result(task) for task in self._roster.tasks}
+        done |= {name: AdapterResult("refused", message) for name, message in self._roster.refused.items()}
+        names = [adapter.name for adapter in self._run.config.adapters]
+        adapters = {name: done[name] for name in [*names, *done]}
         seconds = time.monotonic() - self._began
         result = RunResult(status, self._folder.path, seconds, adapters, caught)
         self._folder.write_summary(result.summary())
@@ -142,29 +159,43 @@ class TrainingLoop:
         """Keep the pipeline full of batches, one of each group, until nothing runs or a signal came."""
         rounds, under_way = self._rounds, dict[Ticket, Group]()
         while True:
+            rounds.wanted |= self._roster.asked()
             while (group := rounds.next(stopping=bool(caught))) is not None:
                 under_way[self._start(group)] = group
             if under_way:
                 ticket = self._engine.first_done(list(under_way))
                 self._finish(under_way.pop(ticket), ticket)
-            elif (iteration := rounds.checkpoint_due()) is not None:
-                self._checkpoint()
-                rounds.saved(iteration)
-            else:
+                self._writer.check()
+            elif caught or not self._go_on(rounds.boundary()):
                 return
 
+    def _go_on(self, iteration: int) -> bool:
+        """Do what is due at a boundary, and say whether anything is left to train."""
+        save = self._rounds.save_due(iteration)
+        if self._roster.is_due(iteration):
+            self._begin(self._roster.decide(iteration))
+            self._rounds.regroup(self._roster.members(), iteration)
+            self._rounds.waiting = bool(self._roster.waiting())
+            self._write_summary("running")
+        going_on = bool(self._roster.members())
+        if save and going_on:  # at the end there is one anyway
+            self._checkpoint()
+        self._rounds.settled(iteration)
+        return going_on
+
     def _start(self, group: Group) -> Ticket:
-        running = group.running()
+        running = group.batched = self._roster.batch(group)
         batches = {
             task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
             for task in running
         }
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
-        return self._engine.start(batches, ends=ends)
+        return self._engine.start(batches, ends=ends, measure=self._roster.worth_measuring(running))
 
     def _finish(self, group: Group, ticket: Ticket) -> None:
         results = self._engine.finish(ticket)
-        stepped = [task for task in group.running() if self._take(task, results[task.name])]
+        self._roster.passed(ticket.measured)
+        stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
             if task.progress.state == "running" and task.progress.step >= task.total_steps:
@@ -276,18 +307,17 @@ class TrainingLoop:
         self._write_summary("running")
 
     def _checkpoint(self) -> None:
+        """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
-            "metrics_bytes": self._metrics.sync(),
+            "metrics_bytes": self._metrics.size,
             "config": self._run.config.model_dump(),
-            "groups": self._run.groups,
-            "refused": self._run.refused,
-            "data": {task.name: fingerprints(task) for task in self._running()},
-            "total_steps": {task.name: task.total_steps for task in self._run.tasks},
-            "tasks": {task.name: asdict(task.progress) for task in self._run.tasks},
-            "adapters": {task.name: self._engine.state_dict(task.name) for task in self._running()},
+            "roster": self._roster.state(),
+            "refused": self._roster.refused,
+            "data": {task.name: fingerprints(task) for task in self._roster.alive()},
+            "total_steps": {task.name: task.total_steps for task in self._roster.tasks},
+            "tasks": {task.name: asdict(task.progress) for task in self._roster.tasks},
         }
-        save_checkpoint(
-            self._folder.checkpoints, self._run.iteration, payload, self._run.config.save_total_limit
-        )
+        states = ((task.name, self._engine.state_dict(task.name)) for task in self._roster.admitted())
+        self._writer.start(self._run.iteration, payload, states)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's parameters, <malloc.h>
 _KEPT_BYTES, _LARGEST_BLOCK = 1 << 30, 32 << 20
+_LARGE_BLOCK = 128 << 10
 
 
 def keep_freed_memory() -> bool:
@@ -18,8 +20,25 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether malloc was told to; not with another C library.
     """
+    return _told({_TRIM_THRESHOLD: _KEPT_BYTES, _MMAP_THRESHOLD: _LARGEST_BLOCK})
+
+
+def give_back_freed_memory() -> bool:
+    """Let glibc's malloc map each block of 128 KiB or more by itself, and give it back as soon as it is free.
+
+    The process has then resident what is allocated and little more, as a limit on it needs: in glibc's heap,
+    blocks of changing sizes leave holes, which take up to three times as much (docs/design.md). Changes the
+    whole process.
+
+    Returns:
+        As `keep_freed_memory`.
+    """
+    return _told({_MMAP_THRESHOLD: _LARGE_BLOCK, _TRIM_THRESHOLD: _LARGE_BLOCK})
+
+
+def _told(parameters: Mapping[int, int]) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK))
+    return all([mallopt(parameter, value) for parameter, value in parameters.items()])

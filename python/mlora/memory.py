@@ -34,6 +34,20 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def used_memory(device: torch.device) -> int:
+    """Return the memory that is in use now, in bytes.
+
+    Args:
+        device: of a CUDA device, what PyTorch's allocator holds; of the CPU, what the process has resident.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), None)
+    return peak_memory(device) if found is None else found
+
+
 class PeakMemory:
     """The most memory that was in use, also where the device's own peak is reset between.
 

@@ -188,7 +188,7 @@ class AdapterOptimizer:
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Both moments by the Parameter's name, as copies; nothing before the first update, or for SGD."""
         pairs = zip(self._names, self._moments, strict=False)
-        return {name: [tensor.contiguous().clone() for tensor in pair] for name, pair in pairs}
+        return {name: [tensor.clone() for tensor in pair] for name, pair in pairs}
 
     def load_state_dict(self, steps: int, moments: Mapping[str, Sequence[Tensor]]) -> None:
         """Take over what `state_dict` gave, here or on other stages.

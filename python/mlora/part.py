@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.live_memory import WorkMemory, work_memory
 from mlora.loss import chunked_losses, plain_losses
-from mlora.memory import PeakMemory
+from mlora.memory import PeakMemory, used_memory
 from mlora.model import BaseModel
 from mlora.optim_config import OptimConfig
 from mlora.optimizer import AdapterOptimizer, Update
@@ -104,6 +104,7 @@ class StagePart(Hooks):
             "load": self.load,
             "weights": self._weights,
             "base_gemm": self._choose_gemm,
+            "memory": self._used_memory,
         }
         if verb not in verbs:
             return super().control(verb, arguments)
@@ -190,10 +191,8 @@ class StagePart(Hooks):
         """An adapter's weights, gradients and moments on this stage by their names, as copies."""
         parameters = self._parameters(name)
         return {
-            "weights": {key: p.detach().contiguous().clone() for key, p in parameters.items()},
-            "gradients": {
-                key: p.grad.contiguous().clone() for key, p in parameters.items() if p.grad is not None
-            },
+            "weights": {key: p.detach().clone() for key, p in parameters.items()},
+            "gradients": {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None},
             "moments": self._optimizers[name].state_dict(),
         }
 
@@ -221,6 +220,9 @@ class StagePart(Hooks):
 
     def _weights(self, name: str) -> dict[str, Tensor]:
         return adapter_state(self.base.model, name)
+
+    def _used_memory(self) -> int:
+        return used_memory(self.device)
 
     def _choose_gemm(self, dtype: str, library: str) -> None:
         gemm.choose({dtype: library})

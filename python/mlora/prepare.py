@@ -11,19 +11,23 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
-from mlora.config import PipelineConfig, RunConfig
+from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.crew import Crew
-from mlora.device import choose_device, dtype_of, is_out_of_memory
-from mlora.doubts import lora_doubts
+from mlora.device import choose_device, dtype_of, is_out_of_memory, set_malloc
 from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
-from mlora.groups import assign, group_count, most_under_way
-from mlora.malloc import keep_freed_memory
+from mlora.groups import most_under_way, slot_count
+from mlora.needs import need_of
 from mlora.report import Reporter, Silent
+from mlora.roster import Roster
 from mlora.run_folder import RunFolder
+from mlora.run_memory import RunMemory
+from mlora.scheduler import TokenBalanced
 from mlora.stages import Member, crew_of, own_stage, usual_lengths_of
-from mlora.tasks import Progress, Task, TaskBuilder
+from mlora.submission import submitted
+from mlora.task_queue import Request
+from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
 
 class Prepared:
@@ -32,10 +36,8 @@ class Prepared:
     Args:
         config: its config.
         base: its base model, without weights.
-        engine: holds the running adapters.
-        tasks: all tasks but the refused.
-        refused: why adapters were refused, by name.
-        groups: the group of each task by name; the tasks of a group are batched together.
+        engine: holds the adapters of the admitted tasks.
+        roster: the tasks, and who is admitted.
         iteration: iterations made.
         seconds: wall time of earlier parts.
     """
@@ -45,18 +47,14 @@ class Prepared:
         config: RunConfig,
         base: BaseInfo,
         engine: Engine,
-        tasks: list[Task],
-        refused: dict[str, str],
-        groups: dict[str, int],
+        roster: Roster,
         iteration: int = 0,
         seconds: float = 0.0,
     ) -> None:
         self.config = config
         self.base = base
         self.engine = engine
-        self.tasks = tasks
-        self.refused = refused
-        self.groups = groups
+        self.roster = roster
         self.iteration = iteration
         self.seconds = seconds
 
@@ -67,6 +65,8 @@ def prepare(
     checkpoint: dict[str, Any] | None = None,
     member: Member | None = None,
     *,
+    requests: Sequence[Request] = (),
+    entry: Mapping[str, Any] | None = None,
     trace: int = 0,
 ) -> Prepared:
     """Read the data, load the base model and create the adapters; write nothing.
@@ -76,6 +76,8 @@ def prepare(
         reporter: told of warnings and of refused adapters.
         checkpoint: what the run continues from.
         member: this process's part in a pipeline over processes.
+        requests: what was asked of the run before the checkpoint.
+        entry: what a run without a checkpoint has decided at its start; decided anew where it is none.
         trace: spans that each stage shall keep.
 
     Returns:
@@ -89,21 +91,7 @@ def prepare(
     base = BaseInfo(config.base_model, config.base_folder)
     check_blocks(config, base.blocks)
     builder = TaskBuilder(config, base)
-    refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
-    faults: dict[str, str] = {}
-    tasks = []
-    for adapter in config.adapters:
-        if adapter.name in refused:
-            continue
-        if checkpoint and _progress(adapter.name, checkpoint).state != "running":
-            tasks.append(builder.ended(adapter, checkpoint["total_steps"][adapter.name]))
-            continue
-        try:
-            tasks.append(builder.build(adapter))
-        except RunError as error:
-            if checkpoint:
-                raise RunError(f"{adapter.name}: {error}") from error
-            faults[adapter.name] = str(error)
+    tasks, refused, faults = _tasks(config, builder, checkpoint, requests)
     _tell(faults, reporter)
     for line in builder.warnings:
         reporter.warn(line)
@@ -113,39 +101,73 @@ def prepare(
         with warnings_to(reporter):
             engine = make_engine(config, tasks, member, trace)
             unless_prepared.callback(engine.close)
+            memory = run_memory(config, engine)
+            roster = Roster(config, engine, builder, tasks, refused | faults, reporter, memory)
             if checkpoint:
-                groups, made = _groups(config, tasks, checkpoint), checkpoint["iteration"]
-                _restore(engine, tasks, groups, checkpoint)
+                for task in roster.alive():
+                    if fingerprints(task) != checkpoint["data"][task.name]:
+                        raise RunError(
+                            f"{task.name}: its data changed since the checkpoint; train anew with --overwrite"
+                        )
+                roster.restore(checkpoint)
                 unless_prepared.pop_all()
-                return Prepared(config, base, engine, tasks, refused, groups, made, checkpoint["seconds"])
-            groups = assign(tasks, group_count(config))
-            late = _create(engine, tasks, groups, reporter)
-        _tell(late, reporter)
-        tasks = [task for task in tasks if task.name not in late]
-        if not tasks:
+                return Prepared(config, base, engine, roster, checkpoint["iteration"], checkpoint["seconds"])
+            roster.start(entry)
+        if not roster.tasks:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
-    return Prepared(config, base, engine, tasks, faults | late, groups)
+    return Prepared(config, base, engine, roster)
 
 
-def _create(
-    engine: Engine, tasks: Sequence[Task], groups: Mapping[str, int], reporter: Reporter
-) -> dict[str, str]:
-    """Create the adapters of tasks, and return by name why some were refused."""
-    faults = {}
-    for task in tasks:
-        try:
-            create_adapter(engine, task, groups)
-        except ValueError as error:
-            faults[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
+def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
+    """Return what a run knows of its memory, if it has a limit.
+
+    Args:
+        config: the run's.
+        engine: with its model, before any adapter.
+
+    Raises:
+        RunError: a limit does not go with the rest of the config.
+    """
+    if config.scheduler.memory_limit is None:
+        return None
+    if engine.replicas > 1:
+        raise RunError("scheduler.memory_limit: does not go with pipeline.replicas; remove one of them")
+    if engine.device.type != "cpu":
+        raise RunError(
+            f"scheduler.memory_limit: serves the CPU, the run is on {engine.device}; remove it, or set device"
+        )
+    return RunMemory(config, engine)
+
+
+def _tasks(
+    config: RunConfig,
+    builder: TaskBuilder,
+    checkpoint: dict[str, Any] | None,
+    requests: Sequence[Request],
+) -> tuple[list[Task], dict[str, str], dict[str, str]]:
+    """The tasks of a run, why some were refused before, and why some are refused now."""
+    refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
+    faults: dict[str, str] = {}
+    tasks: list[Task] = []
+    came = [submitted(request) for request in requests if request.kind == "submit"]
+    own: list[tuple[AdapterConfig, list[DatasetConfig]]] = [(adapter, []) for adapter in config.adapters]
+    for adapter, datasets in [*own, *came]:
+        if adapter.name in refused or any(task.name == adapter.name for task in tasks):
+            continue
+        progress = _progress(adapter.name, checkpoint) if checkpoint else Progress()
+        if checkpoint and progress.state not in ALIVE:
+            tasks.append(builder.ended(adapter, checkpoint["total_steps"][adapter.name]))
         else:
-            for line in lora_doubts(engine.registry, task.name, task.lora) if task.lora else ():
-                reporter.warn(line)
-    return faults
+            try:
+                tasks.append(builder.build(adapter, datasets))
+            except RunError as error:
+                if checkpoint:
+                    raise RunError(f"{adapter.name}: {error}") from error
+                faults[adapter.name] = str(error)
+                continue
+        tasks[-1].progress = progress
+    return tasks, refused, faults
 
 
 @contextmanager
@@ -193,7 +215,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
     try:
         device = choose_device(config.device, dtype)
         if device == "cpu":
-            keep_freed_memory()
+            set_malloc(config)
         pipeline = config.pipeline
         engine = Engine(
             config.base_model,
@@ -243,60 +265,10 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
         tasks: with their data, but for those that have ended.
         config: the run's.
     """
-    tasks = [task for task in tasks if task.data.samples]
-    groups = assign(tasks, group_count(config))
-    first = [task for task in tasks if groups[task.name] == 0]
-    batches = [[task.data.samples[row] for row in task.plan.batch(0)] for task in first]
-    lengths = [len(sample.input_ids) for batch in batches for sample in batch]
+    needs = [need_of(task, 0, (), sum) for task in tasks if task.data.samples]
+    slots = TokenBalanced().place(needs, slot_count(config), {})
+    lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
     return lengths[:: config.pipeline.micro_batches] or [512]
-
-
-def create_adapter(engine: Engine, task: Task, groups: Mapping[str, int]) -> None:
-    """Create a task's adapter as it is before its first step; groups go to the replicas in turn.
-
-    Args:
-        engine: where.
-        task: what.
-        groups: the group of each task by name.
-
-    Raises:
-        ValueError: the engine refuses the adapter.
-    """
-    replica = groups[task.name] % engine.replicas
-    init_from = task.config.init_from
-    engine.create_adapter(
-        task.name, task.lora, task.optim, init_from=init_from, seed=task.seed, replica=replica
-    )
-
-
-def _restore(
-    engine: Engine, tasks: Sequence[Task], groups: Mapping[str, int], checkpoint: dict[str, Any]
-) -> None:
-    for task in tasks:
-        task.progress = _progress(task.name, checkpoint)
-        if task.progress.state != "running":
-            continue
-        if fingerprints(task) != checkpoint["data"][task.name]:
-            raise RunError(f"{task.name}: its data changed since the checkpoint; train anew with --overwrite")
-        try:
-            create_adapter(engine, task, groups)
-            engine.load_state_dict(task.name, checkpoint["adapters"][task.name])
-        except ValueError as error:
-            raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"{task.name}: cannot be restored: its checkpoint does not hold an adapter's state "
-                f"({type(error).__name__}: {first_line(error)})"
-            ) from error
-
-
-def _groups(config: RunConfig, tasks: Sequence[Task], checkpoint: dict[str, Any]) -> dict[str, int]:
-    """Those of the checkpoint, so that batches are composed alike, unless the pipeline is another one now."""
-    before = PipelineConfig.model_validate(checkpoint["config"]["pipeline"])
-    if group_count(config.model_copy(update={"pipeline": before})) == group_count(config):
-        groups: dict[str, int] = checkpoint["groups"]
-        return groups
-    return assign(tasks, group_count(config))
 
 
 def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
@@ -306,8 +278,8 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
         RunError: its checkpoint does not say so.
     """
     needed = ["tasks", "total_steps"]
-    if checkpoint["tasks"].get(name, {}).get("state") == "running":
-        needed += ["data", "adapters"]
+    if checkpoint["tasks"].get(name, {}).get("state") in ALIVE:
+        needed += ["data"]
     lacking = [key for key in needed if name not in checkpoint[key]]
     if lacking:
         raise RunError(f"{name}: cannot be restored: its checkpoint lacks {lacking[0]}.{name}")

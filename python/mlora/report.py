@@ -27,8 +27,11 @@ class Reporter(Protocol):
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
         """A task was evaluated; ``record`` is its line of ``metrics.jsonl``."""
 
+    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
+        """A task came while the run goes; ``tasks`` are all that there are now."""
+
     def changed(self, task: Task) -> None:
-        """A task was stopped or finished."""
+        """A task ended, or was paused or let go on."""
 
     def note(self, line: str) -> None:
         """Something worth a line."""
@@ -53,6 +56,9 @@ class Silent:
         """Say nothing."""
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
         """Say nothing."""
 
     def changed(self, task: Task) -> None:
@@ -150,8 +156,12 @@ class PlainLines:
             f"{task.name}: step {record['step']}/{task.total_steps} eval_loss {record['eval_loss']:.4f}{more}"
         )
 
+    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
+        """Say for how long it trains."""
+        self.start([task])
+
     def changed(self, task: Task) -> None:
-        """Print that a task ended."""
+        """Print that a task ended, or was paused or let go on."""
         progress = task.progress
         if progress.state == "stopped":
             self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
@@ -206,6 +216,11 @@ class LiveTable:
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
         """Redraw."""
+        self._draw()
+
+    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
+        """Redraw, with one row more."""
+        self._tasks = tasks
         self._draw()
 
     def changed(self, task: Task) -> None:

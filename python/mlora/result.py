@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from mlora.tasks import Progress, Task
 
-Status = Literal["running", "finished", "failed", "interrupted"]
+Status = Literal["running", "finished", "failed", "paused", "interrupted"]
 Pair = dict[str, float | None]
 
 
@@ -48,7 +48,8 @@ class RunResult:
 
     Args:
         status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped;
-            ``interrupted`` when a signal ended it after a checkpoint.
+            ``paused`` when all that is left is paused; ``interrupted`` when a signal ended it after a
+            checkpoint.
         output_dir: its folder.
         seconds: wall time, all parts of a resumed run together.
         adapters: by name, in the order of the config.
@@ -63,10 +64,10 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 when every adapter was trained, 128 + the signal after an interruption, else 1."""
+        """0 when no adapter was refused or stopped, 128 + the signal after an interruption, else 1."""
         if self.status == "interrupted":
             return 128 + (self.signal or signal.SIGINT)
-        return 0 if self.status == "finished" else 1
+        return 0 if self.status in ("finished", "paused") else 1
 
     def summary(self) -> dict[str, Any]:
         """Return the content of ``summary.json``."""

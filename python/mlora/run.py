@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.checkpoint import load_checkpoint
+from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
 from mlora.config_file import load_config
 from mlora.errors import RunError
@@ -14,8 +15,10 @@ from mlora.plot import plot_losses
 from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
+from mlora.roster import journal_key
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.stages import Member, check_replicas
+from mlora.task_queue import TaskQueue, has_news
 from mlora.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
@@ -29,6 +32,8 @@ FREE = {
     "logging_steps",
     "save_steps",
     "pipeline",
+    "scheduler",
+    "priority",
 }
 
 
@@ -78,7 +83,9 @@ def train(
         folder.clear()
         metrics.cut(0)
         folder.write_config(prepared.config)
-        return _run(prepared, folder, metrics, reporter, member, trace=trace)
+        with TaskQueue(folder.queue) as queue:
+            prepared.roster.begin(queue, prepared.iteration)
+            return _run(prepared, folder, metrics, reporter, member, trace=trace)
 
 
 def _measured(prepared: Prepared) -> Prepared:
@@ -120,12 +127,20 @@ def resume(
                 checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
                 config = folder.read_config()
                 check_replicas(config, member)
-                prepared = _measured(_continued(config, folder, checkpoint, reporter, member))
-                with prepared.engine:
-                    if prepared.config.pipeline != config.pipeline:
-                        folder.write_config(prepared.config)
-                    metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
-                    return _run(prepared, folder, metrics, reporter, member)
+                with TaskQueue(folder.queue) as queue:
+                    begun = checkpoint["iteration"] if checkpoint else -1
+                    entries = _journaled(queue, config, begun)
+                    first = entries.pop(0, None) if checkpoint is None else None
+                    prepared = _measured(
+                        _continued(config, folder, checkpoint, reporter, member, queue, first)
+                    )
+                    with prepared.engine:
+                        if prepared.config.pipeline != config.pipeline:
+                            folder.write_config(prepared.config)
+                        metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+                        known = None if checkpoint is None and first is None else entries
+                        prepared.roster.begin(queue, prepared.iteration, known)
+                        return _run(prepared, folder, metrics, reporter, member)
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
@@ -141,10 +156,12 @@ def _continued(
     checkpoint: dict[str, Any] | None,
     reporter: Reporter,
     member: Member | None,
+    queue: TaskQueue,
+    first: dict[str, Any] | None,
 ) -> Prepared:
     if checkpoint is None:
         reporter.note(f"{folder.path} has no checkpoint; training starts anew")
-        return prepare(config, reporter, member=member)
+        return prepare(config, reporter, member=member, entry=first)
     changed = changed_key(checkpoint["config"], config.model_dump())
     if changed:
         raise RunError(
@@ -158,7 +175,18 @@ def _continued(
                 "training only; put it back, or train anew with --overwrite"
             )
     reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
-    return prepare(config, reporter, checkpoint, member)
+    taken = checkpoint["roster"]["taken"]
+    requests = [request for request in queue.requests() if request.number <= taken]
+    return prepare(config, reporter, checkpoint, member, requests=requests)
+
+
+def _journaled(queue: TaskQueue, config: RunConfig, after: int) -> dict[int, dict[str, Any]]:
+    """What was decided after a checkpoint; it is forgotten where the run is another one now."""
+    entries = queue.entries(after)
+    if all(entry["of"] == journal_key(config) for entry in entries.values()):
+        return entries
+    queue.forget_entries(after)
+    return {}
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:
@@ -191,7 +219,9 @@ def finished_result(folder: RunFolder) -> RunResult | None:
         RunError: its summary cannot be read.
     """
     summary = folder.read_summary()
-    if summary is None or summary["status"] not in ("finished", "failed"):
+    if summary is None or summary["status"] not in ("finished", "failed", "paused"):
+        return None
+    if has_news(folder.queue):
         return None
     adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
@@ -206,18 +236,19 @@ def _run(
     *,
     trace: bool = False,
 ) -> RunResult:
-    loop = TrainingLoop(prepared, folder, metrics, reporter)
+    writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
+    loop = TrainingLoop(prepared, folder, metrics, reporter, writer)
     if member:
         member.put_right = reporter.close
-    reporter.start(prepared.tasks)
+    reporter.start(prepared.roster.tasks)
     engine = prepared.engine
     if not engine.alone:
         times = f"{engine.replicas} pipelines of " if engine.replicas > 1 else ""
         blocks = ", ".join(map(str, engine.blocks))
-        groups = len(set(prepared.groups.values()))
+        groups = prepared.roster.admission.count
         reporter.note(f"{times}{engine.stages} stages with {blocks} blocks; groups of adapters: {groups}")
     try:
-        with catch_signals() as caught:
+        with catch_signals() as caught, writer:
             loop.train(caught)
             if trace:
                 reporter.note(f"trace: {TraceFiles(*engine.trace(), engine.replicas).write(folder.path)}")

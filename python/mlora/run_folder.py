@@ -23,6 +23,7 @@ from mlora.result import AdapterResult
 
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
+    r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.pt(\.tmp)?)?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
 )
@@ -51,6 +52,8 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.adapters = self.path / "adapters"
         self.checkpoints = self.path / "checkpoints"
+        self.queue = self.path / "queue.sqlite"
+        self.states = self.path / "states"
         self.plot = self.path / "loss.png"
         self.summary = self.path / "summary.json"
 
@@ -154,9 +157,10 @@ class RunFolder:
         """
         try:
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
-            for file in (self.plot, self.summary, *traces):
+            queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
+            for file in (self.plot, self.summary, *traces, *queue):
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.adapters):
+            for folder in (self.checkpoints, self.adapters, self.states):
                 if folder.exists():
                     shutil.rmtree(folder)
         except OSError as error:
@@ -287,11 +291,13 @@ class Metrics:
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
-    def sync(self) -> int:
-        """Make the lines durable.
+    @property
+    def size(self) -> int:
+        """Bytes of the lines so far."""
+        return os.fstat(self._file.fileno()).st_size
 
-        Returns:
-            The size in bytes.
+    def sync(self) -> None:
+        """Make the lines so far durable; another thread may write further ones meanwhile.
 
         Raises:
             RunError: the disk refuses.
@@ -300,7 +306,6 @@ class Metrics:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
-        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Close the file, which frees the lock."""

@@ -18,11 +18,10 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
 from mlora.crew import Crew, PartOptions, crew_of_processes
-from mlora.device import dtype_of, is_out_of_memory, own_device
+from mlora.device import dtype_of, is_out_of_memory, own_device, set_malloc
 from mlora.errors import RunError, first_line
 from mlora.groups import most_under_way
 from mlora.imports import is_importing
-from mlora.malloc import keep_freed_memory
 from mlora.measured_cut import measured_cut
 from mlora.part import StagePart
 from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
@@ -250,7 +249,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         config.pack_base,
     )
     if options.device.type == "cpu":
-        keep_freed_memory()
+        set_malloc(config)
     else:
         torch.cuda.set_device(options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
@@ -276,7 +275,7 @@ def crew_of(config: RunConfig, stage: OwnStage) -> Crew:
         stage: stage 0.
     """
     first = FirstStage(stage.process)
-    return Crew(first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model)
+    return Crew(first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True)
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,8 @@ from mlora.sampler import BatchPlan, derive_seed
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-State = Literal["running", "finished", "stopped"]
+State = Literal["running", "paused", "finished", "stopped", "cancelled"]
+ALIVE = ("running", "paused")
 
 
 @dataclass
@@ -26,7 +28,8 @@ class Progress:
     """How far a task has come; plain values, all of them part of a checkpoint.
 
     Args:
-        state: ``running``; ``finished`` (all steps or an early stop); ``stopped`` (a fault while training).
+        state: ``running``, even while it waits for memory; ``paused`` by its user; ``finished`` (all steps or
+            an early stop); ``stopped`` (a fault while training); ``cancelled`` by its user.
         message: why it was stopped, or that it stopped early.
         batches: micro-batches taken.
         step: optimizer steps made.
@@ -68,6 +71,8 @@ class Task:
         lora: PEFT's config, or none where ``init_from`` gives it.
         optim: optimizer and schedule.
         progress: how far it has come.
+        kept: the file that holds its state while it is not admitted, in the run's ``states``; none before it
+            was admitted first, and while it is.
     """
 
     config: AdapterConfig
@@ -79,6 +84,24 @@ class Task:
     lora: LoraConfig | None
     optim: OptimConfig
     progress: Progress = field(default_factory=Progress)
+    kept: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.progress.state in ALIVE
+
+    def next_lengths(self) -> list[int]:
+        """Return the sequence lengths of its next micro-batch, in rows."""
+        return self.lengths_of(self.progress.batches)
+
+    def lengths_of(self, batch: int) -> list[int]:
+        """Return the sequence lengths of a micro-batch, in rows.
+
+        Args:
+            batch: how many came before.
+        """
+        return [len(self.data.samples[row].input_ids) for row in self.plan.batch(batch)]
 
     @property
     def name(self) -> str:
@@ -115,13 +138,14 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._loaded: dict[tuple[str, int, bool], Dataset] = {}
+        self._loaded: dict[tuple[str, str, str, int, bool], Dataset] = {}
 
-    def build(self, adapter: AdapterConfig) -> Task:
+    def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
         """Read an adapter's data and check what can be checked without the model's weights.
 
         Args:
-            adapter: one of the config's adapters.
+            adapter: one of the config's adapters, or one that was submitted.
+            datasets: those that were submitted with it.
 
         Returns:
             The task.
@@ -138,8 +162,9 @@ class TaskBuilder:
                 lora = build_lora(adapter.lora or {})
             except ValueError as error:
                 raise RunError(f"lora: {first_line(error)}") from error
-        data = self._load(adapter.dataset, adapter)
-        eval_data = self._load(adapter.eval_dataset, adapter) if adapter.eval_dataset else None
+        known = self._datasets | {dataset.name: dataset for dataset in datasets}
+        data = self._load(known[adapter.dataset], adapter)
+        eval_data = self._load(known[adapter.eval_dataset], adapter) if adapter.eval_dataset else None
         if adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
         plan = self._plan(adapter, data)
@@ -177,12 +202,11 @@ class TaskBuilder:
             seed=derive_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed,
         )
 
-    def _load(self, name: str, adapter: AdapterConfig) -> Dataset:
-        key = (name, adapter.max_length, adapter.assistant_only_loss)
+    def _load(self, dataset: DatasetConfig, adapter: AdapterConfig) -> Dataset:
+        key = (dataset.name, dataset.path, dataset.format, adapter.max_length, adapter.assistant_only_loss)
         if key not in self._loaded:
-            dataset: DatasetConfig = self._datasets[name]
             self._loaded[key] = load_dataset(
-                name,
+                dataset.name,
                 dataset.path,
                 dataset.format,
                 max_length=adapter.max_length,

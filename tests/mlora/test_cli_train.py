@@ -36,7 +36,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(run: Run, tiny_base: Path, tm
     short = ("--set", "adapters.first.max_steps=1", "--set", "adapters.second.max_steps=1")
     assert run("train", path, "--overwrite", *short).exit_code == 0
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
-    assert not list((tmp_path / "run" / "checkpoints").glob("*.pt"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003.pt"]
 
     (tmp_path / "run" / "adapters" / "first" / "notes.txt").write_text("mine")
     line = only_line(run("train", path, "--overwrite"))

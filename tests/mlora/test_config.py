@@ -148,7 +148,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.lora", None, "adapters[0]: needs lora (PEFT's LoraConfig fields) or init_from"),
         ("adapters.0.dataset", "x", "adapters[0].dataset: no dataset is named 'x'; datasets: d"),
         ("adapters.0.eval_steps", 5, "adapters[0]: eval_steps needs an eval_dataset"),
-        ("adapters.0.priority", 1, "adapters[0].priority: 1: an order of adapters is not available"),
+        ("adapters.0.priority", 0.5, "adapters[0].priority: must be a valid integer, got a number with a f"),
         ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),
         ("adapters.0.max_steps", 10**400, "adapters[0].max_steps: must be less than or equal to 10000"),
         ("adapters.0.num_train_epochs", 1e300, "num_train_epochs: must be less than or equal to 10000"),
@@ -175,11 +175,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
             True,
             "adapters[0].assistant_only_loss: needs a dataset of messages (messages, sharegpt, ",
         ),
-        (
-            "scheduler.memory_limit",
-            "8GiB",
-            "scheduler.memory_limit: 8GiB: a limit on memory is not available",
-        ),
+        ("scheduler.policy", "best", "scheduler.policy: must be one of fcfs, shortest_first, got 'best'"),
         (
             "scheduler.memory_limit",
             "8 elephants",

@@ -1,12 +1,13 @@
 """A disk that fills up, or fails, while a run's own files are written: one line, exit code 1, nothing lost.
 
-Checkpoints and adapters are in test_resume.py.
+Adapters, and checkpoints that training waits for, are in test_resume.py.
 """
 
 import builtins
 import errno
 import io
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mlora.checkpoint import list_checkpoints
 from mlora.cli import app
 from tiny_run import lines, run_data, weights, write_run
 from typer.testing import CliRunner
+from watched_disk import watch_disk, writing_threads
 
 Fill = Callable[[str, int], None]
 
@@ -98,6 +100,38 @@ def test_summary(run_file: Path, tmp_path: Path, fill: Fill, time: int) -> None:
     resumes(tmp_path)
 
 
+@pytest.mark.parametrize(("iteration", "before"), [(2, []), (4, [2]), (12, [6, 8])])
+def test_checkpoint(
+    run_file: Path,
+    tmp_path: Path,
+    fill: Fill,
+    monkeypatch: pytest.MonkeyPatch,
+    iteration: int,
+    before: list[int],
+) -> None:
+    """While training goes on: it is made to take a step, or to end a task, before the disk is full."""
+    path = tmp_path / "run" / "checkpoints" / f"step-{iteration:08d}.pt"
+    held = []
+
+    def told(what: str, synced: Path) -> None:
+        if synced.name == "metrics.jsonl" and len(list_checkpoints(path.parent)) == len(before):
+            held.append(synced.stat().st_size)
+            end = time.monotonic() + 2  # it may have gone on for as far as it can already
+            while synced.stat().st_size == held[-1] and time.monotonic() < end:
+                time.sleep(0.001)
+
+    with monkeypatch.context() as patch:
+        watch_disk(patch, told)
+        fill(path.name)
+        intact = "; earlier checkpoints are intact" if before else ""
+        assert fails("train", run_file) == f"error: {path}: cannot be saved: No space left on device{intact}"
+    assert held
+    assert [old.name for old in list_checkpoints(path.parent)] == [f"step-{n:08d}.pt" for n in before]
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert writing_threads() == []
+    resumes(tmp_path)
+
+
 def test_plot(run_file: Path, tmp_path: Path, fill: Fill) -> None:
     fill("loss.png", 1)
     plot = tmp_path / "run" / "loss.png"
@@ -107,6 +141,7 @@ def test_plot(run_file: Path, tmp_path: Path, fill: Fill) -> None:
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "queue.sqlite",
         "summary.json",
     }
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")

@@ -18,6 +18,13 @@ def task(name: str, steps: int, save_steps: int | None) -> Any:
     )
 
 
+def rounds_of(tasks: list[Any], places: list[int]) -> Rounds:
+    members: dict[int, list[Any]] = {}
+    for one, place in zip(tasks, places, strict=True):
+        members.setdefault(place, []).append(one)
+    return Rounds(members, 0)
+
+
 def passed(rounds: Rounds, group: Group) -> None:
     for member in group.running():
         member.progress.step += 1
@@ -31,12 +38,12 @@ def checkpoints(
     tasks: list[Any], ends: list[int], places: list[int] | None = None
 ) -> list[tuple[int, list[int]]]:
     """Run each task in its group; `ends` says, again and again, which group of those under way ends next."""
-    places = places or list(range(len(tasks)))
-    rounds = Rounds(tasks, {one.name: place for one, place in zip(tasks, places, strict=True)}, 0)
+    rounds = rounds_of(tasks, places or list(range(len(tasks))))
     under_way: list[Group] = []
     found, turn = [], 0
     while True:
         while (group := rounds.next(stopping=False)) is not None:
+            group.batched = group.running()
             under_way.append(group)
         if under_way:
             place = ends[turn % len(ends)]
@@ -44,9 +51,11 @@ def checkpoints(
             group = next((group for group in under_way if group.place == place), under_way[0])
             under_way.remove(group)
             passed(rounds, group)
-        elif (iteration := rounds.checkpoint_due()) is not None:
+        elif any(group.running() for group in rounds.groups):
+            iteration = rounds.boundary()
+            assert rounds.save_due(iteration)
             found.append((iteration, [group.iteration for group in rounds.groups]))
-            rounds.saved(iteration)
+            rounds.settled(iteration)
         else:
             assert all(one.progress.state == "finished" for one in tasks)
             return found
@@ -72,7 +81,7 @@ def test_a_task_that_has_ended_in_a_group_that_goes_on_asks_no_more(every: int) 
 
 def test_steps_that_will_not_be_made_ask_for_nothing() -> None:
     """While the first group lags behind, nobody waits for the save of a step beyond its last one."""
-    rounds = Rounds([task("short", 3, 4), task("long", 9, None)], {"short": 0, "long": 1}, 0)
+    rounds = rounds_of([task("short", 3, 4), task("long", 9, None)], [0, 1])
     first, second = rounds.next(stopping=False), rounds.next(stopping=False)
     assert first is not None
     assert second is not None
@@ -86,8 +95,10 @@ def test_ended_tasks_of_a_resumed_run_have_no_plan() -> None:
     ended.progress = SimpleNamespace(state="finished", step=4, batches=4)
     ended.plan.ends_step = None
     running.progress.step = running.progress.batches = 5
-    rounds = Rounds([ended, running], {"ended": 0, "running": 0}, 5)
+    rounds = Rounds({0: [ended, running]}, 5)
     group = rounds.next(stopping=False)
     assert group is not None
+    group.batched = group.running()
     passed(rounds, group)
-    assert rounds.checkpoint_due() == 6
+    assert rounds.save_due(rounds.boundary())
+    assert rounds.boundary() == 6

@@ -116,7 +116,8 @@ def test_an_adapter_that_ended_with_a_checkpoint_asks_for_no_more(tiny_base: Pat
     data["adapters"][0] |= {"max_steps": 2, "save_steps": 2}
     data["adapters"][1] |= {"max_steps": 9, "save_steps": None, "gradient_accumulation_steps": 1}
     train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
-    assert len(list_checkpoints(tmp_path / "whole" / "checkpoints")) == 1
+    names = [path.name for path in list_checkpoints(tmp_path / "whole" / "checkpoints")]
+    assert names == ["step-00000006.pt", "step-00000009.pt"]  # at the end there is one, for tasks that come
     result = train(resolve_config(data, folder=tmp_path), reporter=Interrupting(7))
     assert result.adapters["first"].state == "finished"
     assert resume(tmp_path / "run").exit_code == 0
@@ -156,7 +157,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(whole: dict[str, Any], tm
 def test_checkpoints_are_few_and_follow_save_steps(whole: dict[str, Any], tmp_path: Path) -> None:
     # `second` steps at each of its 9 iterations, `first` at every third one and ends at 18
     names = [path.name for path in list_checkpoints(tmp_path / "whole" / "checkpoints")]
-    assert names == ["step-00000008.pt", "step-00000012.pt"]
+    assert names == ["step-00000012.pt", "step-00000018.pt"]
 
 
 def test_resume_without_a_checkpoint_starts_anew(whole: dict[str, Any], tmp_path: Path) -> None:
@@ -342,12 +343,19 @@ def test_a_full_disk_while_an_adapter_is_saved(whole: dict[str, Any], tmp_path: 
 
 
 def test_a_full_disk_while_metrics_are_written(whole: dict[str, Any], tmp_path: Path) -> None:
-    whole["defaults"] = {"max_steps": 50, "save_steps": None}
-    whole["adapters"][1]["max_steps"] = 50
-    with small_files(6000), pytest.raises(RunError) as error:
+    whole["defaults"] = {"max_steps": 250, "save_steps": None}
+    whole["adapters"][1]["max_steps"] = 250
+    with small_files(32_000), pytest.raises(RunError) as error:
         train(resolve_config(whole, folder=tmp_path))
     assert str(error.value).startswith(f"{tmp_path}/run/metrics.jsonl: cannot be written: ")
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 20
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 100
+
+
+def test_a_full_disk_while_the_queue_is_made(whole: dict[str, Any], tmp_path: Path) -> None:
+    with small_files(6000), pytest.raises(RunError) as error:
+        train(resolve_config(whole, folder=tmp_path))
+    assert str(error.value) == f"{tmp_path}/run/queue.sqlite: cannot be used: disk I/O error"
+    assert train(resolve_config(whole, folder=tmp_path), overwrite=True).exit_code == 0
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:

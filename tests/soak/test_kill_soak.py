@@ -1,38 +1,105 @@
 """Long randomised runs: `mlora train` killed with SIGKILL at random moments, resumed until it is done.
 
-Run by `make soak`. Every resume must succeed and the end must be that of an undisturbed run, bit for bit.
+Run by `make soak`. Every resume must succeed, from the last checkpoint that was whole, and the end must be
+that of an undisturbed run, bit for bit.
 """
 
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from mlora.checkpoint import list_checkpoints, load_checkpoint
+from mlora.run_folder import read_metrics
 
-from tests.mlora.tiny_run import run_data, save_base, write_run
+from tests.mlora.tiny_run import lines, run_data, save_base, weights, write_run
 
 KILLS = 30
-MLORA = [sys.executable, "-m", "mlora"]
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}/python:{ROOT}",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+SLOW = [sys.executable, str(ROOT / "tests" / "soak" / "slow_disk.py")]
+PATIENCE = 300.0  # seconds
 
 
-def outcome(run: Path) -> tuple[list[dict], dict[str, bytes]]:
-    """Metrics without what a clock or the machine says, and the adapters' bytes."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("seconds", None)
-        line.pop("peak_memory_bytes", None)
-    adapters = {
-        path.parent.name: path.read_bytes() for path in run.glob("adapters/*/adapter_model.safetensors")
-    }
-    return lines, adapters
+class Killed:
+    """A run that is killed again and again.
+
+    Args:
+        folder: its `output_dir`.
+        command: of `mlora` or something like it.
+        config: its YAML.
+        save_steps: of its adapters.
+    """
+
+    def __init__(self, folder: Path, command: list[str], config: Path, save_steps: int) -> None:
+        self.folder, self.save_steps = folder, save_steps
+        self._mlora, self._config = command, config
+        self._at: int | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start or resume it."""
+        command = ["train", str(self._config), "--set", f"output_dir={self.folder}"]
+        if (self.folder / "config.yaml").exists():
+            command = ["resume", str(self.folder)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen([*self._mlora, *command], text=True, env=ENVIRONMENT, **pipes)
+
+    def check_end(self, output: str) -> None:
+        """Check that it went on where it had to; `output` is what it has printed."""
+        found = re.search(r"resuming \S+ at iteration (\d+)", output)
+        assert not found or int(found[1]) == self._at, output
+
+    def check_files(self) -> None:
+        """Check what a kill has left: the newest checkpoint can be read, and few steps are lost."""
+        told: list[str] = []
+        checkpoint = load_checkpoint(self.folder / "checkpoints", told.append)
+        assert not told
+        assert bool(checkpoint) == bool(list_checkpoints(self.folder / "checkpoints"))
+        self._at = checkpoint["iteration"] if checkpoint else None
+        made = {line["adapter"]: line["step"] for line in read_metrics(self.folder / "metrics.jsonl")}
+        for name, step in made.items():
+            saved = checkpoint["tasks"][name]["step"] if checkpoint else 0
+            # one checkpoint may be on its way to the disk, and the next one almost due
+            assert step - saved <= 2 * self.save_steps, name
 
 
-def run_to_end(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def undisturbed(folder: Path, save_steps: int) -> tuple[Path, float]:
+    """Make a config, run it into the folder `whole`, and return it with the seconds that it took."""
+    data = run_data(save_base(folder / "base"), folder)
+    data["defaults"] |= {"max_steps": 120, "save_steps": save_steps}
+    data["adapters"][1]["max_steps"] = 90
+    config = write_run(folder, data)
+    start = time.monotonic()
+    whole = Killed(folder / "whole", [sys.executable, "-m", "mlora"], config, save_steps)
+    run_to_end(whole)
+    return config, time.monotonic() - start
+
+
+def run_to_end(run: Killed) -> None:
+    """Leave a run alone until it has ended."""
+    process = run.start()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    run.check_end(output)
+
+
+def assert_equal(run: Path, whole: Path, seed: int) -> None:
+    """Metrics have neither gaps nor repeats, and the adapters' bytes are the same."""
+    assert lines(run) == lines(whole), f"seed {seed}"
+    assert weights(run) == weights(whole), f"seed {seed}"
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert not list(run.rglob("*.tmp"))
 
 
 @pytest.mark.soak
@@ -40,35 +107,60 @@ def run_to_end(command: list[str]) -> None:
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     seed = int(time.time())
     rng = random.Random(seed)
-    base = save_base(tmp_path / "base")
-    data = run_data(base, tmp_path)
-    data["defaults"] |= {"max_steps": 120, "save_steps": 3}
-    data["adapters"][1]["max_steps"] = 90
-
-    data["output_dir"] = str(tmp_path / "whole")
-    start = time.monotonic()
-    run_to_end([*MLORA, "train", str(write_run(tmp_path, data))])
-    undisturbed = time.monotonic() - start
-
+    config, whole = undisturbed(tmp_path, save_steps=3)
     kills, rounds = 0, 0
     while kills < KILLS:
-        data["output_dir"] = str(tmp_path / f"killed{rounds}")
-        command = [*MLORA, "train", str(write_run(tmp_path, data))]
+        run = Killed(tmp_path / f"killed{rounds}", [sys.executable, "-m", "mlora"], config, 3)
         while kills < KILLS:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            process = run.start()
             try:
-                _, errors = process.communicate(timeout=rng.uniform(0.5, undisturbed))
+                output, _ = process.communicate(timeout=rng.uniform(0.5, whole))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.communicate()
+                run.check_end(process.communicate()[0])
+                run.check_files()
                 kills += 1
             else:
-                assert process.returncode == 0, errors
+                assert process.returncode == 0, output
                 break
-            if Path(data["output_dir"], "config.yaml").exists():
-                command = [*MLORA, "resume", data["output_dir"]]
-        if Path(data["output_dir"], "config.yaml").exists():
-            run_to_end([*MLORA, "resume", data["output_dir"]])
-            assert outcome(Path(data["output_dir"])) == outcome(tmp_path / "whole"), f"seed {seed}"
-            rounds += 1
+        run_to_end(run)
+        assert_equal(run.folder, tmp_path / "whole", seed)
+        rounds += 1
     print(f"kill soak: seed {seed}, {kills} kills in {rounds} runs, every one ended bit-equal")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_killed_while_checkpoints_are_written(tmp_path: Path) -> None:
+    """Each step asks for a checkpoint, and the disk is slow, so that there is hardly a moment without one."""
+    seed = int(time.time())
+    rng = random.Random(seed)
+    config, _ = undisturbed(tmp_path, save_steps=1)
+    moments: Counter[str] = Counter()
+    rounds = 0
+    while moments.total() < KILLS:
+        log = tmp_path / f"log{rounds}"
+        log.touch()
+        run = Killed(tmp_path / f"killed{rounds}", [*SLOW, str(log)], config, 1)
+        ended = False
+        while moments.total() < KILLS and not ended:
+            before = log.stat().st_size
+            with run.start() as process:
+                while log.stat().st_size == before and process.poll() is None:
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0.0, 4.0))
+                ended = process.poll() is not None
+                process.kill()
+                output = process.communicate()[0]
+            run.check_end(output)
+            if ended:
+                assert process.returncode == 0, output
+            else:
+                moments[log.read_text().splitlines()[-1]] += 1
+                run.check_files()
+        run_to_end(run)
+        assert_equal(run.folder, tmp_path / "whole", seed)
+        rounds += 1
+    print(f"kill soak: seed {seed}, {KILLS} kills in {rounds} runs, every one ended bit-equal; while waiting")
+    print(f"to {dict(moments)}")
+    assert len(moments) >= 3

@@ -1,5 +1,25 @@
-"""What runs when: memory predicted before it is needed, and who is admitted to it."""
+"""Which tasks run when: memory predicted, admission, preemptive priorities. Knows no model."""
 
-from .memory_model import MemoryModel, PeakModel
+from mlora.scheduler.admission import NOBODY, Admission, Estimate, admit, choose
+from mlora.scheduler.estimate import MemoryEstimate
+from mlora.scheduler.memory_model import MemoryModel, PeakModel
+from mlora.scheduler.need import Need, Room
+from mlora.scheduler.policy import ORDERS, PACKINGS, Order, Packing, TokenBalanced
 
-__all__ = ["MemoryModel", "PeakModel"]
+__all__ = [
+    "NOBODY",
+    "ORDERS",
+    "PACKINGS",
+    "Admission",
+    "Estimate",
+    "MemoryEstimate",
+    "MemoryModel",
+    "Need",
+    "Order",
+    "Packing",
+    "PeakModel",
+    "Room",
+    "TokenBalanced",
+    "admit",
+    "choose",
+]

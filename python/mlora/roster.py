@@ -1,0 +1,412 @@
+"""Which tasks a run has, and which of them are on its engine: who comes, waits, is set aside and goes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from mlora.config import RunConfig
+from mlora.device import is_out_of_memory
+from mlora.doubts import lora_doubts
+from mlora.engine import Engine
+from mlora.errors import RunError
+from mlora.groups import Group, slot_count
+from mlora.needs import need_of
+from mlora.report import Reporter
+from mlora.run_folder import RunFolder
+from mlora.run_memory import RunMemory
+from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit, choose
+from mlora.set_aside import bring_back, restore_adapter, set_aside
+from mlora.submission import submitted
+from mlora.task_queue import Request, TaskQueue
+from mlora.tasks import State, Task, TaskBuilder
+from mlora.traffic import Measured
+
+
+class Roster:
+    """The tasks of a run.
+
+    Decisions are made at iteration boundaries, where nothing is under way. Each is written into the queue's
+    journal before it is carried out, and a run that goes on from a checkpoint makes those again that are
+    journaled after it.
+
+    Args:
+        config: the run's.
+        engine: without adapters.
+        builder: reads the data of tasks that come.
+        tasks: those of the config, and those that have come before the checkpoint.
+        refused: why others were not taken, by name.
+        reporter: told of what happens.
+        memory: knows its limit; none = there is no limit.
+
+    Attributes:
+        tasks: all but the refused.
+        refused: why, by name.
+        admission: who is admitted, and to which group.
+        taken: the number of the last request that was taken.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        builder: TaskBuilder,
+        tasks: Sequence[Task],
+        refused: Mapping[str, str],
+        reporter: Reporter,
+        memory: RunMemory | None = None,
+    ) -> None:
+        self.tasks, self.refused = list(tasks), dict(refused)
+        self._memory = memory
+        self.admission: Admission = NOBODY
+        self.taken = 0
+        self._config, self._engine, self._builder, self._reporter = config, engine, builder, reporter
+        self._folder = RunFolder(config.output_dir)
+        self._packing = PACKINGS[config.scheduler.packing]
+        self._queue: TaskQueue | None = None
+        self._replay: dict[int, dict[str, Any]] = {}
+        self._asked = False
+
+    def named(self, name: str) -> Task | None:
+        """The task of a name, if there is one."""
+        return next((task for task in self.tasks if task.name == name), None)
+
+    def running(self) -> list[Task]:
+        """The tasks that have not ended and are not paused, whether they are admitted or wait."""
+        return [task for task in self.tasks if task.progress.state == "running"]
+
+    def admitted(self) -> list[Task]:
+        """The tasks that are on the engine."""
+        on_engine = set(self._engine.adapters)
+        return [task for task in self.tasks if task.name in on_engine]
+
+    def waiting(self) -> list[Task]:
+        """The tasks that would train if there were room."""
+        return [task for task in self.running() if task.name not in self.admission.slots]
+
+    def members(self) -> dict[int, list[Task]]:
+        """The admitted tasks of each group that there are, by its place."""
+        found: dict[int, list[Task]] = {}
+        for name, slot in self.admission.slots.items():
+            task = self.named(name)
+            if task is not None and task.progress.state == "running":
+                found.setdefault(slot, []).append(task)
+        return found
+
+    def alive(self) -> list[Task]:
+        """The tasks that have not ended."""
+        return [task for task in self.tasks if task.alive]
+
+    def start(self, entry: Mapping[str, Any] | None = None) -> None:
+        """Admit the first tasks.
+
+        Args:
+            entry: what was decided before; decided anew where it is none.
+
+        Raises:
+            RunError: memory ran out.
+        """
+        self._look_at(self.alive())
+        if entry is not None:
+            self._remember(entry)
+        self._carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
+
+    def _look_at(self, tasks: Sequence[Task]) -> None:
+        """Learn what tasks need, and refuse those that never fit."""
+        for task in tasks if self._memory else ():
+            try:
+                self._memory.know(task)  # type: ignore[union-attr]
+                self._memory.check(task)  # type: ignore[union-attr]
+            except ValueError as error:
+                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+
+    def _remember(self, state: Mapping[str, Any]) -> None:
+        """What was learned of the memory, if the run has had a limit."""
+        if self._memory and state["memory"]:
+            self._memory.load_state(state["memory"])
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of who is admitted, as plain values."""
+        return {
+            "taken": self.taken,
+            "admission": asdict(self.admission),
+            "memory": self._memory.state() if self._memory else None,
+            "slots": slot_count(self._config),
+            "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
+        }
+
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            checkpoint: with ``roster``, which `state` gave, and the states of ``adapters``.
+
+        Raises:
+            RunError: a state cannot be restored.
+        """
+        state, adapters = checkpoint["roster"], checkpoint["adapters"]
+        self.taken = state["taken"]
+        for task in self.alive() if self._memory else ():
+            self._memory.know(task)  # type: ignore[union-attr]
+        self._remember(state)
+        self.admission = _admission_of(state["admission"])
+        if state["slots"] != slot_count(self._config):  # the pipeline is another one now
+            needs = [need for need in self._needs() if need.name in self.admission.slots]
+            slots = self._packing.place(needs, slot_count(self._config), {})
+            self.admission = replace(self.admission, slots=slots, count=len(set(slots.values())))
+        for task in self.alive():
+            task.kept = state["kept"].get(task.name)
+            if task.name in self.admission.slots:
+                if task.name not in adapters:
+                    raise RunError(
+                        f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
+                    )
+                restore_adapter(self._engine, task, self.admission.slots[task.name], adapters[task.name])
+
+    # decisions
+
+    def begin(
+        self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Take requests from now on, and journal what is decided.
+
+        Args:
+            queue: the run's.
+            iteration: that the run has made.
+            entries: journaled after the checkpoint that the run goes on from, to be made again; none where
+                it has just been decided who is first.
+
+        Raises:
+            RunError: the queue cannot be written.
+        """
+        self._queue = queue
+        if entries is None:
+            queue.write_entry(iteration, self._entry(self.admission))
+        else:
+            self._replay = {number: dict(entry) for number, entry in entries.items()}
+        queue.changed()
+        self._asked = bool(queue.requests(self.taken))
+
+    @property
+    def stops(self) -> list[int]:
+        """Iterations at which decisions are to be made again."""
+        return list(self._replay)
+
+    def asked(self) -> bool:
+        """Say whether somebody may have asked for something; takes microseconds."""
+        if self._queue is not None:
+            self._asked |= self._queue.changed()
+        self._asked |= self._memory is not None and self._memory.estimate.exceeded
+        return self._asked and not self._replay
+
+    def is_due(self, iteration: int) -> bool:
+        """Say whether there is something to decide at a boundary.
+
+        Args:
+            iteration: that all groups have made.
+        """
+        if self._replay:
+            return iteration in self._replay
+        running = {task.name for task in self.running()}
+        return self._asked or (bool(self.waiting()) and not running.issuperset(self.admission.slots))
+
+    def decide(self, iteration: int) -> list[Task]:
+        """Take requests, and decide who is admitted.
+
+        Args:
+            iteration: that all groups have made.
+
+        Returns:
+            The tasks that are newly on the engine.
+
+        Raises:
+            RunError: a file cannot be written, or a task's state not be read.
+        """
+        self._asked = False
+        again = self._replay.pop(iteration, None)
+        requests = self._queue.requests(self.taken) if self._queue else []
+        for request in requests:
+            if again is None or request.number <= again["taken"]:
+                self._take(request)
+        if again is None:
+            if self._memory:
+                self._memory.estimate.adopt()
+            admission = self._admission()
+            if self._queue:
+                self._queue.write_entry(iteration, self._entry(admission))
+        else:
+            self._remember(again)
+            admission = _admission_of(again["admission"])
+        return self._carry_out(admission)
+
+    def _entry(self, admission: Admission) -> dict[str, Any]:
+        return {
+            "of": journal_key(self._config),
+            "taken": self.taken,
+            "admission": asdict(admission),
+            "memory": self._memory.state() if self._memory else None,
+        }
+
+    def _admission(self) -> Admission:
+        fixed = self.admission.slots if self._engine.replicas > 1 else {}
+        order = ORDERS[self._config.scheduler.policy]
+        slots = slot_count(self._config)
+        room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
+        return admit(self._needs(), room, slots, order, self._packing, estimate, fixed)
+
+    def _needs(self) -> list[Need]:
+        """What the running tasks need, in the order in which they came."""
+        arrivals = {task.name: number for number, task in enumerate(self.tasks)}
+        return [
+            need_of(task, arrivals[task.name], self._states(task), partial(self._size, task.name))
+            for task in self.running()
+        ]
+
+    def _states(self, task: Task) -> Sequence[int]:
+        return self._memory.states(task) if self._memory else ()
+
+    def _size(self, name: str, lengths: Sequence[int]) -> float:
+        return self._memory.size(name, lengths) if self._memory else sum(lengths)
+
+    def _take(self, request: Request) -> None:
+        """Do what a user asked for, as far as it still can be done."""
+        self.taken = request.number
+        task = self.named(request.task)
+        if request.kind == "submit":
+            self._submit(request)
+        elif task is None or not task.alive:
+            self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
+        elif request.kind == "cancel":
+            self._end(task, "cancelled", "")
+        elif request.kind == "pause" and task.progress.state == "running":
+            task.progress.state = "paused"
+            self._reporter.changed(task)
+        elif request.kind == "unpause" and task.progress.state == "paused":
+            task.progress.state = "running"
+            self._reporter.changed(task)
+
+    def _submit(self, request: Request) -> None:
+        adapter, datasets = submitted(request)
+        if self.named(adapter.name) is not None or adapter.name in self.refused:
+            self._reporter.warn(f"{adapter.name}: submitted again under a name that is taken; left out")
+            return
+        told = len(self._builder.warnings)
+        try:
+            task = self._builder.build(adapter, datasets)
+        except RunError as error:
+            self._refuse(adapter.name, str(error))
+            return
+        for line in self._builder.warnings[told:]:
+            self._reporter.warn(line)
+        self.tasks.append(task)
+        self._look_at([task])
+        if task in self.tasks:
+            self._reporter.joined(task, self.tasks)
+
+    def _refuse(self, name: str, message: str) -> None:
+        self.tasks = [task for task in self.tasks if task.name != name]
+        self.refused[name] = message
+        self._reporter.fault(f"{name}: refused: {message}")
+
+    def _end(self, task: Task, state: State, message: str) -> None:
+        if task.name in self._engine.adapters:
+            self._engine.remove_adapter(task.name)
+        task.progress.state, task.progress.message, task.kept = state, message, None
+        self._reporter.changed(task)
+
+    def _carry_out(self, admission: Admission) -> list[Task]:
+        """Bring the engine's adapters in line with who is admitted."""
+        for task in self.admitted():
+            if task.name not in admission.slots:
+                set_aside(self._engine, task, self._folder.states)
+        self.admission = admission
+        on_engine = set(self._engine.adapters)
+        new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
+        return [task for task in new if self._put_on(task)]
+
+    def _put_on(self, task: Task) -> bool:
+        begins = task.kept is None
+        try:
+            bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
+        except ValueError as error:
+            del self.admission.slots[task.name]
+            self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+            return False
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
+        if begins and task.lora:
+            for line in lora_doubts(self._engine.registry, task.name, task.lora):
+                self._reporter.warn(line)
+        return True
+
+    # micro-batches
+
+    def batch(self, group: Group) -> list[Task]:
+        """Decide which tasks of a group take part in its next micro-batch.
+
+        Args:
+            group: none of its batches is under way.
+
+        Returns:
+            Those that do; their progress says which micro-batch is theirs.
+        """
+        running = group.running()
+        if self._memory is None:
+            return running
+        lengths = {task.name: task.next_lengths() for task in running}
+        chosen = choose(lengths, self.admission.budget, self._memory.estimate, list(self.admission.slots))
+        return [task for task in running if task.name in chosen]
+
+    def worth_measuring(self, batched: Sequence[Task]) -> bool:
+        """Say whether a micro-batch should be measured.
+
+        Args:
+            batched: the tasks that take part in it.
+        """
+        if self._memory is None:
+            return False
+        names = [task.name for task in batched]
+        return self._memory.estimate.worth_measuring(names, list(self.admission.slots))
+
+    def passed(self, measured: Sequence[Measured]) -> None:
+        """Learn from a batch that has passed.
+
+        Args:
+            measured: what its micro-batches needed, where they were measured.
+        """
+        if self._memory is None:
+            return
+        among = list(self.admission.slots)
+        for one in measured:
+            together = [length for own in one.lengths.values() for length in own]
+            self._memory.estimate.observe(together, among, self._memory.places(one.phases))
+        self._memory.took(self._engine.peak_memory)
+
+
+class _NoLimit:
+    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
+        return (0.0,)
+
+
+NO_LIMIT = _NoLimit()
+
+
+def journal_key(config: RunConfig) -> str:
+    """Name what decisions depend on beside tasks that come: they are made again only where it is the same.
+
+    Args:
+        config: the run's.
+    """
+    adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
+    facts = [slot_count(config), config.scheduler.model_dump(), adapters]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _admission_of(values: Mapping[str, Any]) -> Admission:
+    return Admission(dict(values["slots"]), values["count"], tuple(values["budget"]))

@@ -1,0 +1,147 @@
+"""Who is admitted, and who takes part in a micro-batch: pure functions of plain data.
+
+Both go through the tasks in the order of a policy and take each that fits beside those taken before it. So a
+task never runs while one that stands before it, and would fit, waits; and a large task that waits for others
+to end does not keep smaller ones from using what is free until then.
+
+Admitted tasks have their states at hand. Admission counts a usual micro-batch of each; whose next one is
+longer may have to stand back for an iteration, which `choose` decides. Every admitted task fits alone with
+its largest micro-batch, so that the first of each slot always runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlora.scheduler.need import Need, Room, sum_of, within
+from mlora.scheduler.policy import Order, Packing
+
+
+class Estimate(Protocol):
+    """How much memory micro-batches need."""
+
+    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
+        """Return the bytes that a micro-batch needs at each place beyond what states take, error margin
+        included.
+
+        Args:
+            lengths: of the sequences of each task that takes part.
+            among: tasks of which any may take part beside them; those of `lengths` included.
+        """
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who is admitted.
+
+    Args:
+        slots: of each admitted task, by name, in the order of the policy.
+        count: of slots that are in use.
+        budget: bytes that a micro-batch may need at each place.
+    """
+
+    slots: dict[str, int]
+    count: int
+    budget: tuple[float, ...]
+
+    def members(self, slot: int) -> list[str]:
+        """The tasks of a slot, the first one first."""
+        return [name for name, other in self.slots.items() if other == slot]
+
+
+NOBODY = Admission({}, 1, ())
+
+
+def admit(
+    needs: Sequence[Need],
+    room: Room,
+    slots: int,
+    order: Order,
+    packing: Packing,
+    estimate: Estimate,
+    fixed: Mapping[str, int] | None = None,
+) -> Admission:
+    """Decide who is admitted.
+
+    Args:
+        needs: of all tasks that want to run.
+        room: what they may use.
+        slots: micro-batches of different tasks that fill the pipeline; fewer are used where the first task
+            would not fit beside others.
+        order: who comes first.
+        packing: who shares a slot.
+        estimate: of memory.
+        fixed: slots of tasks that cannot change theirs.
+
+    Returns:
+        The admitted. Where none fits even alone, the first one: tasks that never fit are not asked for, and
+        an estimate that grew too careful must not keep the others waiting for ever.
+    """
+    ranked = sorted(needs, key=order.key)
+    fixed = fixed or {}
+    for count in range(min(slots, max(len(ranked), 1)), 0, -1):
+        count = max([count, *(slot + 1 for slot in fixed.values())])
+        found = _admit(ranked, room, count, packing, estimate, fixed)
+        if found.slots and (room.free is None or ranked[0].name in found.slots or count == 1):
+            return found
+    if not ranked:
+        return NOBODY
+    return Admission({ranked[0].name: fixed.get(ranked[0].name, 0)}, 1, room.budget(ranked[0].states, 1))
+
+
+def _admit(
+    ranked: Sequence[Need],
+    room: Room,
+    count: int,
+    packing: Packing,
+    estimate: Estimate,
+    fixed: Mapping[str, int],
+) -> Admission:
+    if room.free is None:
+        places = packing.place(ranked, count, fixed)
+        return Admission(places, len(set(places.values())), ())
+    admitted: list[Need] = []
+    found = NOBODY
+    for need in ranked:
+        trial = [*admitted, need]
+        budget = room.budget(sum_of([n.states for n in trial], len(room.held)), count)
+        names = [n.name for n in trial]
+        if min(budget) <= 0 or not all(
+            within(estimate.activations({n.name: n.largest}, names), budget) for n in trial
+        ):
+            continue
+        places = packing.place(trial, count, fixed)
+        batches: dict[int, dict[str, Sequence[int]]] = {}
+        for n in trial:
+            batches.setdefault(places[n.name], {})[n.name] = n.usual
+        if all(within(estimate.activations(batch, names), budget) for batch in batches.values()):
+            admitted, found = trial, Admission(places, count, budget)
+    return found
+
+
+def choose(
+    lengths: Mapping[str, Sequence[int]],
+    budget: Sequence[float],
+    estimate: Estimate,
+    among: Sequence[str],
+) -> list[str]:
+    """Decide which tasks of a slot take part in its next micro-batch.
+
+    Args:
+        lengths: of the sequences of the next micro-batch of each, the first one first.
+        budget: bytes that it may need at each place.
+        estimate: of memory.
+        among: all admitted tasks.
+
+    Returns:
+        Those that do, in their order; the first one always.
+    """
+    if within(estimate.activations(lengths, among), budget):
+        return list(lengths)
+    chosen: dict[str, Sequence[int]] = {}
+    for name, own in lengths.items():
+        if not chosen or within(estimate.activations({**chosen, name: own}, among), budget):
+            chosen[name] = own
+    return list(chosen)

@@ -1,0 +1,263 @@
+"""What users ask of a run while it trains, and what the run decided: an SQLite file in its folder.
+
+Requests come from any process at any time. The run takes them at an iteration boundary and writes down,
+before it acts, at which one and what followed: the journal. A run that was killed goes on from a checkpoint
+and does the same again at the same iterations, so that what it computes depends on no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mlora.errors import RunError
+
+Kind = Literal["submit", "cancel", "pause", "unpause"]
+VERSION = 1
+_PATIENCE = 10.0  # seconds to wait for another process's transaction
+_TABLES = f"""
+    CREATE TABLE requests (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        kind TEXT NOT NULL CHECK (kind IN {get_args(Kind)}),
+        task TEXT NOT NULL,
+        content TEXT NOT NULL,
+        at REAL NOT NULL
+    );
+    CREATE TABLE journal (iteration INTEGER PRIMARY KEY, entry TEXT NOT NULL);
+    CREATE TABLE tasks (name TEXT PRIMARY KEY, view TEXT NOT NULL);
+    PRAGMA user_version = {VERSION};
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Args:
+        number: grows from request to request.
+        kind: ``submit``, ``cancel``, ``pause`` or ``unpause``.
+        task: whose.
+        content: of a submission, the task's resolved config.
+        at: seconds since 1970.
+    """
+
+    number: int
+    kind: Kind
+    task: str
+    content: dict[str, Any]
+    at: float
+
+
+class TaskQueue:
+    """The file; made where it is not there.
+
+    Args:
+        path: the run's ``queue.sqlite``.
+
+    Raises:
+        RunError: it cannot be opened or made, or is of another version of mlora.
+
+    Example:
+        >>> with TaskQueue(folder.queue) as queue:
+        ...     queue.ask("pause", "sums-r8")
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = -1
+        with self._told():
+            self._connection = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)
+            with ExitStack() as unless_open:
+                unless_open.callback(self._connection.close)
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._make()
+                unless_open.pop_all()
+
+    def _make(self) -> None:
+        found = self._version()
+        if found == 0:
+            with self._transaction():
+                if self._version() == 0:  # another process may have made it meanwhile
+                    for statement in _TABLES.split(";"):
+                        self._connection.execute(statement)
+                found = self._version()
+        if found != VERSION:
+            raise RunError(f"{self._path}: was written by another version of mlora")
+
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise RunError(f"{self._path}: cannot be used: {error}") from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._told(), ExitStack() as unless_done:
+            self._connection.execute("BEGIN IMMEDIATE")
+            unless_done.callback(self._take_back)
+            yield
+            self._connection.execute("COMMIT")
+            unless_done.pop_all()
+
+    def _take_back(self) -> None:
+        if self._connection.in_transaction:  # after some errors SQLite has done so
+            self._connection.execute("ROLLBACK")
+
+    def ask(self, kind: Kind, task: str, content: Mapping[str, Any] | None = None) -> int:
+        """Put a request into the queue; it is durable when this returns.
+
+        Args:
+            kind: what is asked for.
+            task: whose.
+            content: of a submission, the task's resolved config.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        with self._transaction():
+            values = (kind, task, json.dumps(content or {}), time.time())
+            cursor = self._connection.execute(
+                "INSERT INTO requests (kind, task, content, at) VALUES (?, ?, ?, ?)", values
+            )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def changed(self) -> bool:
+        """Say whether another process may have asked for something since the last call; takes microseconds.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        with self._told():
+            version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+        before, self._seen = self._seen, version
+        return version != before
+
+    def requests(self, after: int = 0) -> list[Request]:
+        """Return what was asked for.
+
+        Args:
+            after: leaves out requests up to this number.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        with self._told():
+            rows = self._connection.execute(
+                "SELECT number, kind, task, content, at FROM requests WHERE number > ? ORDER BY number",
+                (after,),
+            ).fetchall()
+        return [Request(n, kind, task, self._read(content), at) for n, kind, task, content, at in rows]
+
+    def write_entry(self, iteration: int, entry: Mapping[str, Any]) -> None:
+        """Write down what was decided at an iteration boundary; it is durable when this returns.
+
+        Args:
+            iteration: how many the run has made.
+            entry: plain values.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        with self._transaction():
+            self._connection.execute(
+                "INSERT OR REPLACE INTO journal VALUES (?, ?)", (iteration, json.dumps(entry))
+            )
+
+    def entries(self, after: int = -1) -> dict[int, dict[str, Any]]:
+        """Return what was decided, by iteration, in their order.
+
+        Args:
+            after: leaves out iterations up to this one.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        with self._told():
+            rows = self._connection.execute(
+                "SELECT iteration, entry FROM journal WHERE iteration > ? ORDER BY iteration", (after,)
+            ).fetchall()
+        return {iteration: self._read(entry) for iteration, entry in rows}
+
+    def forget_entries(self, after: int = -1) -> None:
+        """Forget what was decided, for a run that will decide anew.
+
+        Args:
+            after: keeps iterations up to this one.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        with self._transaction():
+            self._connection.execute("DELETE FROM journal WHERE iteration > ?", (after,))
+
+    def show(self, views: Mapping[str, Mapping[str, Any]]) -> None:
+        """Publish what `mlora status` shows of each task.
+
+        Args:
+            views: plain values by task, of all tasks.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        with self._transaction():
+            self._connection.execute("DELETE FROM tasks")
+            rows = [(name, json.dumps(view)) for name, view in views.items()]
+            self._connection.executemany("INSERT INTO tasks VALUES (?, ?)", rows)
+
+    def views(self) -> dict[str, dict[str, Any]]:
+        """Return what was published last, by task, in its order.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        with self._told():
+            rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
+        return {name: self._read(view) for name, view in rows}
+
+    def _read(self, text: str) -> dict[str, Any]:
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is no object")
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def __enter__(self) -> TaskQueue:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+        self.close()
+
+
+def has_news(path: Path) -> bool:
+    """Say whether something was asked of a run that it has not taken.
+
+    Args:
+        path: its ``queue.sqlite``, which may be missing.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    if not path.is_file():
+        return False
+    with TaskQueue(path) as queue:
+        entries = queue.entries().values()
+        return bool(queue.requests(after=max((entry["taken"] for entry in entries), default=0)))

@@ -1,0 +1,94 @@
+"""No task set ever exceeds its limit, in simulations whose truth is no fit's."""
+
+import math
+from statistics import median
+
+import pytest
+from mlora.scheduler import MemoryEstimate
+from mlora.scheduler.estimate import LEAST_MARGIN, SEEDED_MARGIN, DryRun
+from scheduled_runs import simulate
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 125))
+def test_a_thousand_random_task_sets_stay_within_their_limits(first: int) -> None:
+    outcomes = [simulate(seed) for seed in range(first, first + 125)]
+    assert all(outcome.ended == outcome.tasks for outcome in outcomes)
+    assert max(outcome.most / outcome.limit for outcome in outcomes) <= 1.0
+
+
+def test_where_enough_tasks_wait_the_limit_is_used() -> None:
+    outcomes = [simulate(seed, many=True) for seed in range(2000, 2020)]
+    assert max(outcome.most / outcome.limit for outcome in outcomes) <= 1.0
+    assert all(outcome.used for outcome in outcomes)
+    assert min(max(outcome.used) for outcome in outcomes) >= 0.85
+    assert median(median(outcome.used) for outcome in outcomes) >= 0.85
+
+
+def estimate_of(per_row: float) -> MemoryEstimate:
+    shapes = [[10], [100], [40, 40]]
+    samples = [(shape, [[int(per_row * sum(shape))]]) for shape in shapes]
+    return MemoryEstimate(lambda names: "+".join(sorted(set(names))), lambda names: DryRun([[None]], samples))
+
+
+def test_what_was_observed_counts_when_it_is_adopted() -> None:
+    estimate = estimate_of(1000)
+    before = estimate.activations({"a": [50]}, ["a"])
+    assert before == [pytest.approx(50_000 * (1 + SEEDED_MARGIN), rel=1e-3)]
+    for rows in (20, 50, 80):
+        estimate.observe([rows], ["a"], [[2000 * rows]])
+    assert estimate.exceeded
+    assert estimate.activations({"a": [50]}, ["a"]) == before
+    estimate.adopt()
+    assert not estimate.exceeded
+    assert estimate.predict({"a": [50]}, ["a"]) == [pytest.approx(100_000, rel=5e-3)]
+
+
+def test_the_margin_falls_with_good_predictions_and_grows_with_bad_ones() -> None:
+    estimate = estimate_of(1000)
+    for rows in range(10, 60):
+        estimate.observe([rows], ["a"], [[1000 * rows]])
+    estimate.adopt()
+    margin = estimate.activations({"a": [50]}, ["a"])[0] / estimate.predict({"a": [50]}, ["a"])[0] - 1
+    assert math.isclose(margin, LEAST_MARGIN)
+    estimate.observe([50], ["a"], [[55_000]])
+    estimate.adopt()
+    margin = estimate.activations({"a": [50]}, ["a"])[0] / estimate.predict({"a": [50]}, ["a"])[0] - 1
+    assert margin > 0.15
+
+
+def test_a_mixture_of_adapters_has_a_fit_of_its_own() -> None:
+    runs: list[list[str]] = []
+
+    def dry_run(names: object) -> DryRun:
+        runs.append(sorted(names))  # type: ignore[call-overload]
+        return DryRun([[None]], [([10], [[10_000 * len(runs)]]), ([20], [[20_000 * len(runs)]])])
+
+    estimate = MemoryEstimate(lambda names: "+".join(sorted(names)), dry_run)
+    alone = estimate.predict({"a": [10]}, ["a"])
+    together = estimate.predict({"a": [10]}, ["a", "b"])
+    assert estimate.predict({"a": [10]}, ["b", "a"]) == together
+    assert together[0] == pytest.approx(2 * alone[0], rel=1e-3)
+    assert runs == [["a"], ["a", "b"]]
+
+
+def test_its_state_goes_on_alike() -> None:
+    estimate, other = estimate_of(1000), estimate_of(777)
+    for rows in (20, 50):
+        estimate.observe([rows], ["a"], [[1010 * rows]])
+        estimate.worth_measuring(["a"], ["a"])
+    estimate.adopt()
+    estimate.observe([80], ["a"], [[1020 * 80]])
+    other.load_state(estimate.state())
+    for _ in range(2):
+        assert other.activations({"a": [33]}, ["a"]) == estimate.activations({"a": [33]}, ["a"])
+        estimate.adopt()
+        other.adopt()
+    assert other.state() == estimate.state()
+
+
+def test_early_micro_batches_are_measured_and_later_ones_now_and_then() -> None:
+    estimate = estimate_of(1000)
+    measured = [estimate.worth_measuring(["a"], ["a"]) for _ in range(200)]
+    assert all(measured[:10])
+    assert 2 <= sum(measured[10:]) <= 4
+    assert not estimate.worth_measuring(["a"], ["a", "b"])  # of another mixture
