@@ -152,7 +152,8 @@ class DryStage:
             The phases' bytes for each micro-batch.
 
         Raises:
-            ValueError: as `states`.
+            ValueError: as `states`, or if PyTorch cannot fake something that the model does, such as the
+                product with a mixture's experts in fp32.
         """
         model = copy.deepcopy(self._model)
         for name, lora in loras.items():
@@ -225,7 +226,12 @@ class DryStage:
             stage = Stage(part.module, index, stages, part.losses, part)
             for count in counts:
                 base.cut = self._cut(model, count)
-                found.append([_pass(stage, self._message(shape), self._hidden(shape)) for shape in shapes])
+                try:
+                    passes = [_pass(stage, self._message(shape), self._hidden(shape)) for shape in shapes]
+                except RuntimeError as error:
+                    name, reason = type(model).__name__, str(error).partition("\n")[0]
+                    raise ValueError(f"base_model: {name} cannot be run dry: {reason}") from error
+                found.append(passes)
         return found
 
     def _fill(self, model: PreTrainedModel, cut: Cut | None, mode: FakeTensorMode) -> BaseModel:

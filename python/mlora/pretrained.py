@@ -66,7 +66,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
         model: may be cut, and have adapters.
     """
     made = _empty(lambda: type(model)(copy.deepcopy(model.config)))
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     for name, parameter in made.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     return made

@@ -89,7 +89,14 @@ def test_with_a_head_that_is_trained() -> None:
     check(llama(vocab_size=300), "ac", [{"a": [20, 9], "c": [30]}])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_torch_cannot_fake_is_refused() -> None:
+    """`_grouped_mm` of experts takes fp32 on a CPU, but not as a fake tensor."""
+    stage = DryStage(make("gpt_oss"), PartOptions(CPU, torch.float32))
+    with pytest.raises(ValueError, match="GptOssForCausalLM cannot be run dry"):
+        stage.activations({"a": LoraConfig(r=4, target_modules=["q_proj"])}, [{"a": [9]}])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss"}))
 def test_every_family_that_can_be_trained(family: str) -> None:
     source, options = make(family), PartOptions(CPU, torch.float32)
     targets = ["c_attn"] if family == "gpt2" else ["qkv_proj"] if family == "phi3" else ["q_proj", "v_proj"]
@@ -116,7 +123,8 @@ def test_a_folder_is_as_good_as_the_model_and_nothing_of_it_is_read(tmp_path: Pa
 def test_blocks_left_out_make_no_difference() -> None:
     stage = DryStage(llama(num_hidden_layers=9), PartOptions(CPU, torch.float32))
     short = stage.activations(loras("ab"), SHAPES)
-    assert stage.activations(loras("ab"), SHAPES, whole=True) == short
+    for one, other in zip(stage.activations(loras("ab"), SHAPES, whole=True), short, strict=True):
+        assert one == pytest.approx(other, abs=512)  # constants are made by the first run
 
 
 def test_the_period_of_blocks() -> None:
@@ -190,7 +198,7 @@ def test_seeds_alone_are_close_and_ten_measurements_closer() -> None:
         return [length for each in given.values() for length in each]
 
     model = PeakModel(stage.knees)
-    dry = [{"a": [n], "b": [m]} for n, m in ((16, 8), (48, 24), (80, 120), (150, 30), (120, 300))]
+    dry = [{"a": [n], "b": [m]} for n, m in ((16, 8), (48, 24), (80, 120), (150, 30), (90, 90), (120, 300))]
     for given, phases in zip(dry, stage.activations(loras("ab"), dry), strict=True):
         model.seed(lengths(given), phases)
     data = [(given, measured(engine, given)[0]) for given in (shape(150) for _ in range(24))]

@@ -42,7 +42,7 @@ def test_coefficients_are_never_negative() -> None:
 
 
 def test_errors_are_relative() -> None:
-    """A small batch's misfit counts as much as a large one's."""
+    """A small batch's misfit counts as much as a large one's, which else would decide alone."""
     model = fitted([([10], 1_000), ([10], 1_100), ([20], 2_000), ([1000], 100_000), ([1000], 110_000)])
     assert 0.9 < model.predict([10]) / 1_050 < 1.1
 
@@ -76,10 +76,26 @@ def test_one_shape_alone_leaves_the_others_to_the_seeds() -> None:
 
 def test_a_knee_is_fitted() -> None:
     knee = 131
-    samples = [(lengths, round(size + 64_000 * min(sum(lengths), knee))) for lengths, size in draw(0, 40)]
-    samples += [([n], round(TRUE[0] + TRUE[1] * n + TRUE[2] * n * n + 64_000 * n)) for n in (5, 30, 60, 100)]
+
+    def with_loss(lengths: list[int], size: float) -> tuple[list[int], int]:
+        return lengths, round(size + 64_000 * min(sum(lengths) - len(lengths), knee))
+
+    samples = [with_loss(*sample) for sample in draw(0, 40)]
+    samples += [with_loss([n], TRUE[0] + TRUE[1] * n + TRUE[2] * n * n) for n in (5, 30, 60, 100)]
     assert fitted(samples, MemoryModel(knee)).mape(samples) < 1e-3
     assert fitted(samples).mape(samples) > 1.0
+
+
+def test_sequences_of_several_lengths_are_joined() -> None:
+    samples = [
+        (lengths, round(size + 2_000 * sum(lengths) * (len(set(lengths)) > 1)))
+        for lengths, size in draw(0, 40)
+    ]
+    assert {len(set(lengths)) > 1 for lengths, _ in samples} == {False, True}
+    assert fitted(samples, MemoryModel(pieces=True)).mape(samples) < 1e-3
+    assert fitted(samples).mape(samples) > 0.3
+    equal = [([n], 1_000_000 + 9_000 * n) for n in (50, 100, 200)]
+    assert fitted(equal, MemoryModel(pieces=True)).mape(equal) < 1e-3
 
 
 def test_the_error_is_that_of_predictions_made_before() -> None:

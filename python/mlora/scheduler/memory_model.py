@@ -28,6 +28,8 @@ class MemoryModel:
     Args:
         knee: where memory has a part `κ·min(Σ(Lᵢ-1), knee)`, as of a loss that takes so many trained rows at
             a time, `κ ≥ 0` is fitted, too. Default: there is none.
+        pieces: whether memory has a part `λ·ΣLᵢ` where not all sequences are equally long, `λ ≥ 0`: attention
+            is then called piece by piece, and what it gives is joined in other memory.
 
     Attributes:
         count: measurements taken in.
@@ -41,13 +43,13 @@ class MemoryModel:
         >>> model.predict([1024])
     """
 
-    def __init__(self, knee: int | None = None) -> None:
+    def __init__(self, knee: int | None = None, pieces: bool = False) -> None:
         if knee is not None and knee < 1:
             raise ValueError(f"knee: expected at least 1 row, got {knee}")
-        self.knee = knee
+        self.knee, self.pieces = knee, pieces
         self.count = 0
         self.error = 0.0
-        size = 3 if knee is None else 4
+        size = 3 + (knee is not None) + pieces
         self._sums, self._seeds = _Sums(size), _Sums(size)
         self._found: np.ndarray[Any, Any] | None = None
 
@@ -115,7 +117,7 @@ class MemoryModel:
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """β0, β1 and β2, in bytes, bytes per row and bytes per square of rows; without the knee's κ.
+        """β0, β1 and β2, in bytes, bytes per row and bytes per square of rows; without κ and λ.
 
         Raises:
             RuntimeError: as `predict`.
@@ -127,6 +129,7 @@ class MemoryModel:
         """Everything that `from_state` needs to go on alike, as plain numbers and lists."""
         return {
             "knee": self.knee,
+            "pieces": self.pieces,
             "count": self.count,
             "error": self.error,
             "sums": self._sums.state(),
@@ -136,7 +139,7 @@ class MemoryModel:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MemoryModel:
         """Make a model again from its `state`."""
-        model = cls(state["knee"])
+        model = cls(state["knee"], state["pieces"])
         model.count, model.error = state["count"], state["error"]
         model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
         return model
@@ -148,6 +151,8 @@ class MemoryModel:
         found = [1.0, rows / _ROWS, sum(length * length for length in lengths) / _ROWS**2]
         if self.knee is not None:
             found.append(min(rows - len(lengths), self.knee) / _ROWS)
+        if self.pieces:
+            found.append(rows / _ROWS if min(lengths) < max(lengths) else 0.0)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
@@ -161,7 +166,7 @@ class MemoryModel:
             raise RuntimeError("nothing has been observed, and there is no seed: call observe or seed first")
         gram = self._sums.gram + _SEED * self._seeds.gram
         right = self._sums.right + _SEED * self._seeds.right
-        scale = np.sqrt(np.diag(gram))
+        scale = np.sqrt(np.maximum(np.diag(gram), np.finfo(float).tiny))  # a feature may be 0 throughout
         values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
         kept = values > values[-1] * 1e-13
         roots = np.sqrt(values[kept])
@@ -179,10 +184,11 @@ class PeakModel:
 
     Args:
         knees: of each phase's model, or None where it has none.
+        pieces: see `MemoryModel`.
     """
 
-    def __init__(self, knees: Sequence[int | None] = (None,)) -> None:
-        self.models = [MemoryModel(knee) for knee in knees]
+    def __init__(self, knees: Sequence[int | None] = (None,), pieces: bool = True) -> None:
+        self.models = [MemoryModel(knee, pieces) for knee in knees]
 
     @property
     def count(self) -> int:
@@ -225,7 +231,7 @@ class PeakModel:
     @classmethod
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> PeakModel:
         """Make a model again from its `state`."""
-        model = cls([None] * len(state))
+        model = cls()
         model.models = [MemoryModel.from_state(each) for each in state]
         return model
 
