@@ -51,8 +51,9 @@ ALLOWED_BACK = {
     ("mlora.traffic", "mlora.data.Sample"),
 }
 
-# It looks at what the user has set in the environment that the processes it starts inherit.
-READS_ENVIRONMENT = {"mlora.launch"}
+# The first looks at what the user has set in the environment that the processes it starts inherit; the
+# second sets what a library can be told by its environment only.
+READS_ENVIRONMENT = {"mlora.launch", "mlora.onednn_caches"}
 
 
 def module_name(path: Path) -> str:

@@ -10,6 +10,7 @@ import torch
 from mlora.config import RunConfig
 from mlora.errors import RunError, first_line
 from mlora.malloc import give_back_freed_memory, keep_freed_memory
+from mlora.onednn_caches import bound_caches
 
 
 def choose_device(device: str | None, dtype: torch.dtype) -> str:
@@ -59,11 +60,12 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def set_malloc(config: RunConfig) -> None:
-    """Tell malloc how to hold a run's memory on a CPU: fast, or, under a limit, as little as can be.
+    """Tell libraries how to hold a run's memory on a CPU: fast, or, under a limit, as little as can be.
 
     Args:
         config: the run's.
     """
+    bound_caches()
     if config.scheduler.memory_limit is None:
         keep_freed_memory()
     else:

@@ -385,7 +385,7 @@ class Roster:
         among = list(self.admission.slots)
         for one in measured:
             together = [length for own in one.lengths.values() for length in own]
-            self._memory.estimate.observe(together, among, self._memory.places(one.phases))
+            self._memory.estimate.observe(together, among, one.phases)
         budget = zip(self.admission.budget, self._memory.room().held, strict=True)
         foreseen = [bytes * held for bytes, held in budget]
         after, peak = self._engine.memory_after, self._engine.peak_memory

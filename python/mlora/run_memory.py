@@ -20,7 +20,7 @@ from mlora.engine import Engine
 from mlora.measured_cut import held_by
 from mlora.needs import largest_lengths, usual_lengths
 from mlora.scheduler import MemoryEstimate, Room
-from mlora.scheduler.estimate import DryRun, Phases
+from mlora.scheduler.estimate import DryRun
 from mlora.scheduler.need import sum_of, within
 from mlora.tasks import Task
 from mlora_ext.nn.folder import read_config
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training has begun
+_LEAST_RESERVED = 32 * MIB  # once it has, and the base is known
+_WARM = 8  # micro-batches
 _TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
 _SHORT = 32  # rows of the sequences of dry runs that are many and short
 
@@ -50,7 +52,6 @@ class RunMemory:
         assert config.scheduler.limit_bytes is not None
         self._config, self._limit = config, config.scheduler.limit_bytes
         self._stages = _dry_stages(config, engine)
-        self._together = len(self._stages) > 1 and not engine.spread  # stages in one process share its memory
         self._held = [-(-held // config.pipeline.micro_batches) for held in held_by(config)]
         self._tasks: dict[str, Task] = {}
         self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
@@ -58,9 +59,10 @@ class RunMemory:
         self._states: dict[str, tuple[int, ...]] = {}
         self._held_states: dict[str, tuple[int, ...]] = {}
         self.estimate = MemoryEstimate(self._mixture, self._dry_run)
-        self.base = engine.used_memory()[: 1 if self._together else len(self._stages)]
+        self.base = engine.used_memory()
         self.reserved = RESERVED
         self._peak = engine.peak_memory
+        self._more = self._passed = 0
 
     def know(self, task: Task) -> None:
         """Look at a task's adapter.
@@ -74,8 +76,8 @@ class RunMemory:
         lora = task.lora or read_config(Path(str(task.config.init_from)))
         states = [stage.states(lora, task.optim) for stage in self._stages]
         self._tasks[task.name], self._loras[task.name] = task, lora
-        self._states[task.name] = self._joined([_whole(state) for state in states])
-        self._held_states[task.name] = self._joined([state.weights + state.moments for state in states])
+        self._states[task.name] = tuple(_whole(state) for state in states)
+        self._held_states[task.name] = tuple(state.weights + state.moments for state in states)
 
     def states(self, task: Task) -> tuple[int, ...]:
         """Return what a task takes at each place while it is admitted, in bytes."""
@@ -93,8 +95,7 @@ class RunMemory:
     def room(self) -> Room:
         """Return what tasks may use."""
         free = tuple(self._limit - base - self.reserved for base in self.base)
-        held = (1,) if self._together else tuple(self._held)
-        return Room(free, held)
+        return Room(free, tuple(self._held))
 
     def took(self, tasks: Sequence[Task], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
         """Compare what processes had with what was foreseen: what they keep is the new base, and what they
@@ -113,14 +114,24 @@ class RunMemory:
             self.base = grown
             self.estimate.exceeded = True
         most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))
-        if peak > self._peak and peak > most + self.reserved:
-            self.reserved = int(peak - most)
-            self.estimate.exceeded = True
+        if peak > self._peak:
+            self._more = max(self._more, int(peak - most))
         self._peak = max(peak, self._peak)
+        self._passed += 1
+        reserved = max(self._more, RESERVED if self._passed < _WARM else _LEAST_RESERVED)
+        if reserved != self.reserved:
+            self.reserved = reserved
+            self.estimate.exceeded = True
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, as plain values."""
-        return {"estimate": self.estimate.state(), "reserved": self.reserved, "base": list(self.base)}
+        return {
+            "estimate": self.estimate.state(),
+            "reserved": self.reserved,
+            "base": list(self.base),
+            "more": self._more,
+            "passed": self._passed,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` gave.
@@ -130,6 +141,7 @@ class RunMemory:
         """
         self.estimate.load_state(state["estimate"])
         self.reserved, self.base = state["reserved"], list(state["base"])
+        self._more, self._passed = state["more"], state["passed"]
 
     def check(self, task: Task) -> None:
         """Refuse a task whose largest micro-batch does not fit even alone.
@@ -192,28 +204,14 @@ class RunMemory:
         samples = []
         for index, shape in enumerate(shapes):
             lengths = [length for own in shape.values() for length in own]
-            samples.append((lengths, self.places([phases[index] for phases in found])))
-        knees = [(None,)] if self._together else [stage.knees for stage in self._stages]
-        return DryRun(knees, samples)
-
-    def places(self, stages: Sequence[Phases]) -> list[Phases]:
-        """Return what a micro-batch needs at each place.
-
-        Args:
-            stages: the phases of each stage.
-        """
-        if not self._together:
-            return list(stages)
-        return [[sum(held * max(phases) for held, phases in zip(self._held, stages, strict=True))]]
+            samples.append((lengths, [phases[index] for phases in found]))
+        return DryRun([stage.knees for stage in self._stages], samples)
 
     def _shapes(self, names: Sequence[str]) -> list[list[int]]:
         """Short and long sequences, few and many: what tells the coefficients apart."""
         longest = max(max(usual_lengths(self._tasks[name])) for name in names)
         short = max(1, min(_SHORT, longest // 2))
         return [[short] * 4, [short] * 40, [longest], [longest] * 4, [longest] * 12]
-
-    def _joined(self, stages: Sequence[int]) -> tuple[int, ...]:
-        return (sum(stages),) if self._together else tuple(stages)
 
 
 def _dry_stages(config: RunConfig, engine: Engine) -> list[DryStage]:
