@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -39,19 +39,27 @@ class EvalLoss:
         return math.isfinite(self.loss)
 
 
-def evaluate_losses(engine: Engine, tasks: Sequence[Task]) -> dict[str, EvalLoss]:
-    """Evaluate tasks on their evaluation sets, one micro-batch of each at a time.
+Fits = Callable[[Mapping[str, Sequence[int]]], bool]
+"""Says whether memory holds a micro-batch, by the sequence lengths of each task."""
+
+
+def evaluate_losses(
+    engine: Engine, tasks: Sequence[Task], fits: Fits = lambda lengths: True
+) -> dict[str, EvalLoss]:
+    """Evaluate tasks on their evaluation sets, one micro-batch of each at a time, as far as memory allows.
 
     Args:
         engine: holds the tasks' adapters.
         tasks: each with ``eval_data``.
+        fits: of training; an evaluation needs less.
 
     Returns:
         By task name.
     """
     sums = {task.name: 0.0 for task in tasks}
     counts = {task.name: 0 for task in tasks}
-    for results in engine.evaluate_each(_batches(tasks)):
+    batches = (part for batch in _batches(tasks) for part in _parts(batch, fits))
+    for results in engine.evaluate_each(batches):
         for name, result in results.items():
             sums[name] += result.loss_sum
             counts[name] += result.tokens
@@ -73,8 +81,36 @@ def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample
         yield batches
 
 
+def _parts(
+    batch: Mapping[str | None, Sequence[Sample]], fits: Fits
+) -> Iterator[Mapping[str | None, Sequence[Sample]]]:
+    """A batch in as few parts as memory holds, halved again and again; a single sample is not cut."""
+    rows = [(name, sample) for name, samples in batch.items() for sample in samples]
+    lengths = {str(name): [len(sample.input_ids) for sample in samples] for name, samples in batch.items()}
+    if len(rows) < 2 or fits(lengths):
+        yield batch
+        return
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        part: dict[str | None, list[Sample]] = {}
+        for name, sample in half:
+            part.setdefault(name, []).append(sample)
+        yield from _parts(part, fits)
+
+
+def _rows_that_fit(requests: Sequence[Request], fits: Fits) -> int:
+    """How many prompts may be completed together, if all were as long as the longest."""
+    longest = max((len(r.input_ids) + r.max_new_tokens for r in requests), default=1)
+    names = list(dict.fromkeys(request.adapter for request in requests))
+    rows = GENERATION_ROWS
+    while rows > 1 and not fits(
+        {name: [longest] * len(range(rows)[i :: len(names)]) for i, name in enumerate(names)}
+    ):
+        rows //= 2
+    return rows
+
+
 def complete_over_stages(
-    engine: Engine, requests: Sequence[Request], *, end_token: int
+    engine: Engine, requests: Sequence[Request], *, end_token: int, rows: int = GENERATION_ROWS
 ) -> list[tuple[int, ...]]:
     """Complete prompts greedily over several stages, the whole sequences anew for each token.
 
@@ -84,6 +120,7 @@ def complete_over_stages(
         engine: holds the requests' adapters.
         requests: the prompts.
         end_token: ends a completion.
+        rows: the most prompts of one batch.
 
     Returns:
         For each request, its new tokens: up to and with the end token, or ``max_new_tokens`` of them.
@@ -91,9 +128,9 @@ def complete_over_stages(
     new: list[list[int]] = [[] for _ in requests]
     going = [index for index, request in enumerate(requests) if request.max_new_tokens > 0]
     while going:
-        for start in range(0, len(going), GENERATION_ROWS):
+        for start in range(0, len(going), rows):
             batches: dict[str | None, list[list[int]]] = {}
-            part = sorted(going[start : start + GENERATION_ROWS], key=lambda index: requests[index].adapter)
+            part = sorted(going[start : start + rows], key=lambda index: requests[index].adapter)
             for index in part:
                 ids = [*requests[index].input_ids, *new[index]]
                 batches.setdefault(requests[index].adapter, []).append(ids)
@@ -106,7 +143,10 @@ def complete_over_stages(
 
 
 def exact_matches(
-    engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase
+    engine: Engine,
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    fits: Fits = lambda lengths: True,
 ) -> Mapping[str, float]:
     """Return the share of evaluation prompts that greedy generation completes exactly.
 
@@ -117,6 +157,7 @@ def exact_matches(
         engine: holds the tasks' adapters.
         tasks: each with an ``eval_data`` of prompts.
         tokenizer: the base model's.
+        fits: as for `evaluate_losses`.
 
     Returns:
         Shares between 0 and 1, by task name.
@@ -124,10 +165,11 @@ def exact_matches(
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [Request(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted]
     end = end_token(tokenizer)
+    rows = _rows_that_fit(requests, fits)
     if engine.alone:
-        answers = complete(engine.model, requests, end_token=end, rows=GENERATION_ROWS)
+        answers = complete(engine.model, requests, end_token=end, rows=rows)
     else:
-        answers = complete_over_stages(engine, requests, end_token=end)
+        answers = complete_over_stages(engine, requests, end_token=end, rows=rows)
     hits = {task.name: 0 for task in tasks}
     totals = dict(hits)
     for (name, prompt), answer in zip(wanted, answers, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
@@ -255,7 +255,7 @@ class TrainingLoop:
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
-        losses = evaluate_losses(self._engine, tasks)
+        losses = evaluate_losses(self._engine, tasks, self._roster.fits)
         early = []
         for task in tasks:
             if not losses[task.name].finite:
@@ -265,7 +265,9 @@ class TrainingLoop:
         tasks = [task for task in tasks if task.progress.state == "running"]
         ends = [t for t in tasks if t in early or t.progress.step >= t.total_steps or t.progress.step == 0]
         asked = [task for task in ends if task.config.eval_exact_match]
-        exact = exact_matches(self._engine, asked, self._run.base.tokenizer()) if asked else {}
+        exact: Mapping[str, float] = {}
+        if asked:
+            exact = exact_matches(self._engine, asked, self._run.base.tokenizer(), self._roster.fits)
         for task in tasks:
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": losses[task.name].loss}
             if task.name in exact:

@@ -135,8 +135,8 @@ def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
         raise RunError("scheduler.memory_limit: does not go with pipeline.replicas; remove one of them")
     if engine.stages > 1 and not engine.spread:
         raise RunError(
-            "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, or "
-            "under torchrun"
+            "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, "
+            "or under torchrun"
         )
     if engine.device.type != "cpu":
         raise RunError(

@@ -20,6 +20,7 @@ from mlora.report import Reporter
 from mlora.run_folder import RunFolder
 from mlora.run_memory import RunMemory
 from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit, choose
+from mlora.scheduler.need import within
 from mlora.set_aside import bring_back, restore_adapter, set_aside
 from mlora.submission import submitted
 from mlora.task_queue import Request, TaskQueue
@@ -362,6 +363,17 @@ class Roster:
         lengths = {task.name: task.next_lengths() for task in running}
         chosen = choose(lengths, self.admission.budget, self._memory.estimate, list(self.admission.slots))
         return [task for task in running if task.name in chosen]
+
+    def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
+        """Say whether memory holds a micro-batch of admitted tasks.
+
+        Args:
+            lengths: of the sequences of each.
+        """
+        if self._memory is None:
+            return True
+        among = list(self.admission.slots)
+        return within(self._memory.estimate.activations(lengths, among), self.admission.budget)
 
     def worth_measuring(self, batched: Sequence[Task]) -> bool:
         """Say whether a micro-batch should be measured.
