@@ -12,12 +12,13 @@ from safetensors import SafetensorError
 
 from mlora.base_info import BaseInfo
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
-from mlora.crew import Crew
+from mlora.crew import Crew, PartOptions
 from mlora.device import choose_device, dtype_of, is_out_of_memory, set_malloc
 from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.groups import most_under_way, slot_count
+from mlora.memory import peak_memory
 from mlora.needs import need_of
 from mlora.report import Reporter, Silent
 from mlora.roster import Roster
@@ -26,6 +27,7 @@ from mlora.run_memory import RunMemory
 from mlora.scheduler import TokenBalanced
 from mlora.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.submission import submitted
+from mlora.task_memory import TaskMemory, dry_stages
 from mlora.task_queue import Request
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
@@ -142,7 +144,12 @@ def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
         raise RunError(
             f"scheduler.memory_limit: serves the CPU, the run is on {engine.device}; remove it, or set device"
         )
-    return RunMemory(config, engine)
+    options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
+    try:
+        stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
+    except ValueError as error:
+        raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error
+    return RunMemory(config, TaskMemory(stages), engine.used_memory(), peak_memory(engine.device))
 
 
 def _tasks(

@@ -120,7 +120,7 @@ class Roster:
         """Learn what tasks need, and refuse those that never fit."""
         for task in tasks if self._memory else ():
             try:
-                self._memory.know(task)  # type: ignore[union-attr]
+                self._memory.tasks.know(task)  # type: ignore[union-attr]
                 self._memory.check(task)  # type: ignore[union-attr]
             except ValueError as error:
                 self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
@@ -152,7 +152,7 @@ class Roster:
         state, adapters = checkpoint["roster"], checkpoint["adapters"]
         self.taken = state["taken"]
         for task in self.alive() if self._memory else ():
-            self._memory.know(task)  # type: ignore[union-attr]
+            self._memory.tasks.know(task)  # type: ignore[union-attr]
         self._remember(state)
         self.admission = _admission_of(state["admission"])
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
@@ -268,10 +268,10 @@ class Roster:
         ]
 
     def _states(self, task: Task) -> Sequence[int]:
-        return self._memory.states(task) if self._memory else ()
+        return self._memory.tasks.admitted(task.name) if self._memory else ()
 
     def _size(self, name: str, lengths: Sequence[int]) -> float:
-        return self._memory.size(name, lengths) if self._memory else sum(lengths)
+        return self._memory.tasks.size(name, lengths) if self._memory else sum(lengths)
 
     def _take(self, request: Request) -> None:
         """Do what a user asked for, as far as it still can be done."""

@@ -7,33 +7,23 @@ before the first step, and then by what micro-batches are measured to need.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlora.config import RunConfig
-from mlora.crew import PartOptions, count_blocks, spans_of
-from mlora.dry_run import DryStage, States
-from mlora.engine import Engine
 from mlora.measured_cut import held_by
-from mlora.needs import largest_lengths, usual_lengths
-from mlora.scheduler import MemoryEstimate, Room
-from mlora.scheduler.estimate import DryRun
+from mlora.needs import largest_lengths
+from mlora.scheduler import Room
 from mlora.scheduler.need import sum_of, within
+from mlora.task_memory import TaskMemory
 from mlora.tasks import Task
-from mlora_ext.nn.folder import read_config
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training has begun
 _LEAST_RESERVED = 32 * MIB  # once it has, and the base is known
 _WARM = 8  # micro-batches
 _TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
-_SHORT = 32  # rows of the sequences of dry runs that are many and short
 
 
 class RunMemory:
@@ -41,61 +31,29 @@ class RunMemory:
 
     Args:
         config: with a limit on memory.
-        engine: with its model, before any adapter.
+        tasks: knows what they need.
+        base: bytes that each stage's process has before any task.
+        peak: the most that one has had until then.
 
     Attributes:
+        tasks: knows what they need.
         estimate: of micro-batches.
         base: bytes at each place without any task.
+        reserved: bytes at each place for what nobody foresees.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine) -> None:
+    def __init__(self, config: RunConfig, tasks: TaskMemory, base: Sequence[int], peak: int) -> None:
         assert config.scheduler.limit_bytes is not None
-        self._config, self._limit = config, config.scheduler.limit_bytes
-        self._stages = _dry_stages(config, engine)
-        self._held = [-(-held // config.pipeline.micro_batches) for held in held_by(config)]
-        self._tasks: dict[str, Task] = {}
-        self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
-        self._loras: dict[str, LoraConfig] = {}
-        self._states: dict[str, tuple[int, ...]] = {}
-        self._held_states: dict[str, tuple[int, ...]] = {}
-        self.estimate = MemoryEstimate(self._mixture, self._dry_run)
-        self.base = engine.used_memory()
-        self.reserved = RESERVED
-        self._peak = engine.peak_memory
+        self.tasks, self.base, self.reserved = tasks, list(base), RESERVED
+        self.estimate = tasks.estimate
+        self.limit = config.scheduler.limit_bytes
+        self._held = tuple(-(-held // config.pipeline.micro_batches) for held in held_by(config))
+        self._peak = peak
         self._more = self._passed = 0
-
-    def know(self, task: Task) -> None:
-        """Look at a task's adapter.
-
-        Args:
-            task: new to this run, or to this process.
-
-        Raises:
-            ValueError: the adapter cannot be put on the base.
-        """
-        lora = task.lora or read_config(Path(str(task.config.init_from)))
-        states = [stage.states(lora, task.optim) for stage in self._stages]
-        self._tasks[task.name], self._loras[task.name] = task, lora
-        self._states[task.name] = tuple(_whole(state) for state in states)
-        self._held_states[task.name] = tuple(state.weights + state.moments for state in states)
-
-    def states(self, task: Task) -> tuple[int, ...]:
-        """Return what a task takes at each place while it is admitted, in bytes."""
-        return self._states[task.name]
-
-    def size(self, name: str, lengths: Sequence[int]) -> float:
-        """Return what a micro-batch of a task alone needs at most, in bytes, at the place that it fills most.
-
-        Args:
-            name: of the task.
-            lengths: of its sequences.
-        """
-        return max(self.estimate.predict({name: lengths}, [name]))
 
     def room(self) -> Room:
         """Return what tasks may use."""
-        free = tuple(self._limit - base - self.reserved for base in self.base)
-        return Room(free, tuple(self._held))
+        return Room(tuple(self.limit - base - self.reserved for base in self.base), self._held)
 
     def took(self, tasks: Sequence[Task], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
         """Compare what processes had with what was foreseen: what they keep is the new base, and what they
@@ -107,8 +65,10 @@ class RunMemory:
             peak: the most that a stage has had so far, in bytes.
             after: what each stage had after it.
         """
-        states = sum_of([self._held_states[task.name] for task in tasks], len(self.base))
-        kept = [now - held for now, held in zip(after, states, strict=False)]
+        if not after:
+            return
+        states = sum_of([self.tasks.at_rest(task.name) for task in tasks], len(self.base))
+        kept = [now - held for now, held in zip(after, states, strict=True)]
         grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
         if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
             self.base = grown
@@ -153,8 +113,8 @@ class RunMemory:
             ValueError: it does not; with the largest batch that would.
         """
         room = self.room()
-        budget = room.budget(self.states(task), 1)
-        lengths = largest_lengths(task, partial(self.size, task.name))
+        budget = room.budget(self.tasks.admitted(task.name), 1)
+        lengths = largest_lengths(task, partial(self.tasks.size, task.name))
         if within(self.estimate.activations({task.name: lengths}, [task.name]), budget):
             return
         longest = sorted(lengths, reverse=True)
@@ -166,7 +126,9 @@ class RunMemory:
         need = max(
             size + state
             for size, state in zip(
-                self.estimate.activations({task.name: lengths}, [task.name]), self.states(task), strict=True
+                self.estimate.activations({task.name: lengths}, [task.name]),
+                self.tasks.admitted(task.name),
+                strict=True,
             )
         )
         assert room.free is not None
@@ -176,60 +138,6 @@ class RunMemory:
             f"{sum(lengths)} tokens, and scheduler.memory_limit leaves {in_units(max(min(room.free), 0))} "
             f"beside the base model; {what}"
         )
-
-    def _mixture(self, names: Sequence[str]) -> str:
-        """Equal where rows take equally much: by layers that have adapters, and the highest rank there."""
-        ranks: dict[str, int] = {}
-        for key in {self._key(name) for name in names}:
-            for layer, rank in key:
-                ranks[layer] = max(rank, ranks.get(layer, 0))
-        return hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
-
-    def _key(self, name: str) -> tuple[tuple[str, int], ...]:
-        if name not in self._keys:
-            self._keys[name] = tuple(
-                (layer, most)
-                for stage in self._stages
-                for layer, most, _ in stage.signature([self._loras[name]])
-            )
-        return self._keys[name]
-
-    def _dry_run(self, names: Sequence[str]) -> DryRun:
-        """Of one task for each kind of adapter: how many of a kind there are does not matter."""
-        kinds = {self._key(name): name for name in reversed(names)}
-        shown = list(kinds.values())
-        shapes = [_spread(shown, shape) for shape in self._shapes(names)]
-        loras = {name: self._loras[name] for name in shown}
-        found = [stage.activations(loras, shapes) for stage in self._stages]
-        samples = []
-        for index, shape in enumerate(shapes):
-            lengths = [length for own in shape.values() for length in own]
-            samples.append((lengths, [phases[index] for phases in found]))
-        return DryRun([stage.knees for stage in self._stages], samples)
-
-    def _shapes(self, names: Sequence[str]) -> list[list[int]]:
-        """Short and long sequences, few and many: what tells the coefficients apart."""
-        longest = max(max(usual_lengths(self._tasks[name])) for name in names)
-        short = max(1, min(_SHORT, longest // 2))
-        return [[short] * 4, [short] * 40, [longest], [longest] * 4, [longest] * 12]
-
-
-def _dry_stages(config: RunConfig, engine: Engine) -> list[DryStage]:
-    options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
-    if engine.stages == 1:
-        return [DryStage(config.base_model, options)]
-    spans = spans_of(engine.blocks, count_blocks(config.base_model))
-    return [DryStage(config.base_model, options, span) for span in spans]
-
-
-def _whole(states: States) -> int:
-    """What an adapter takes with the copy that a checkpoint writes, or that its optimizer makes."""
-    return states.total + max(states.total, states.update)
-
-
-def _spread(names: Sequence[str], lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Sequences in turn for each task."""
-    return {name: list(lengths[place :: len(names)]) for place, name in enumerate(names)}
 
 
 def in_units(size: float) -> str:

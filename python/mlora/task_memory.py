@@ -1,0 +1,136 @@
+"""What tasks need of the memory of each stage, by dry runs before they have run and by measurements after."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlora.config import RunConfig
+from mlora.crew import PartOptions, count_blocks, spans_of
+from mlora.dry_run import DryStage, States
+from mlora.scheduler import MemoryEstimate
+from mlora.scheduler.estimate import DryRun
+from mlora.tasks import Task
+from mlora_ext.nn.folder import read_config
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_SHORT = 32  # rows of the sequences of dry runs that are many and short
+
+
+class TaskMemory:
+    """What tasks need at each stage.
+
+    Args:
+        stages: of the model, none of which runs.
+
+    Attributes:
+        estimate: of micro-batches.
+    """
+
+    def __init__(self, stages: Sequence[DryStage]) -> None:
+        self.estimate = MemoryEstimate(self._mixture, self._dry_run)
+        self._stages = stages
+        self._loras: dict[str, LoraConfig] = {}
+        self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
+        self._states: dict[str, list[States]] = {}
+        self._longest: dict[str, int] = {}
+
+    def know(self, task: Task) -> None:
+        """Look at a task's adapter and data.
+
+        Args:
+            task: new to this run, or to this process.
+
+        Raises:
+            ValueError: the adapter cannot be put on the base.
+        """
+        lora = task.lora or read_config(Path(str(task.config.init_from)))
+        self._states[task.name] = [stage.states(lora, task.optim) for stage in self._stages]
+        self._loras[task.name] = lora
+        self._longest[task.name] = max(len(sample.input_ids) for sample in task.data.samples)
+
+    def admitted(self, name: str) -> tuple[int, ...]:
+        """Return the bytes that a task's states need at each stage while it is admitted: with the copy that a
+        checkpoint writes, or that its optimizer makes for a moment.
+
+        Args:
+            name: of a task that `know` was told of.
+        """
+        return tuple(state.total + max(state.total, state.update) for state in self._states[name])
+
+    def at_rest(self, name: str) -> tuple[int, ...]:
+        """Return the bytes that a task's states take at each stage between micro-batches.
+
+        Args:
+            name: of a task that `know` was told of.
+        """
+        return tuple(state.weights + state.moments for state in self._states[name])
+
+    def size(self, name: str, lengths: Sequence[int]) -> float:
+        """Return what a micro-batch of a task alone needs, in bytes, at the stage where that is most.
+
+        Args:
+            name: of the task.
+            lengths: of its sequences.
+        """
+        return max(self.estimate.predict({name: lengths}, [name]))
+
+    def _mixture(self, names: Sequence[str]) -> str:
+        """Equal where rows take equally much: by layers that have adapters, and the highest rank there."""
+        ranks: dict[str, int] = {}
+        for key in {self._key(name) for name in names}:
+            for layer, rank in key:
+                ranks[layer] = max(rank, ranks.get(layer, 0))
+        return hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
+
+    def _key(self, name: str) -> tuple[tuple[str, int], ...]:
+        if name not in self._keys:
+            self._keys[name] = tuple(
+                (layer, most)
+                for stage in self._stages
+                for layer, most, _ in stage.signature([self._loras[name]])
+            )
+        return self._keys[name]
+
+    def _dry_run(self, names: Sequence[str]) -> DryRun:
+        """Of one task for each kind of adapter: how many of a kind there are does not matter."""
+        kinds = {self._key(name): name for name in reversed(names)}
+        shown = list(kinds.values())
+        shapes = [_spread(shown, shape) for shape in self._shapes(names)]
+        loras = {name: self._loras[name] for name in shown}
+        found = [stage.activations(loras, shapes) for stage in self._stages]
+        samples = []
+        for index, shape in enumerate(shapes):
+            lengths = [length for own in shape.values() for length in own]
+            samples.append((lengths, [phases[index] for phases in found]))
+        return DryRun([stage.knees for stage in self._stages], samples)
+
+    def _shapes(self, names: Sequence[str]) -> list[list[int]]:
+        """Short and long sequences, few and many: what tells the coefficients apart."""
+        longest = max(self._longest[name] for name in names)
+        short = max(1, min(_SHORT, longest // 2))
+        return [[short] * 4, [short] * 40, [longest], [longest] * 4, [longest] * 12]
+
+
+def dry_stages(config: RunConfig, options: PartOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
+    """Return the stages of a run's base model, of which none runs.
+
+    Args:
+        config: the run's.
+        options: how each would hold its piece.
+        blocks: of each stage, or how many stages there are.
+
+    Raises:
+        ValueError: the model cannot be loaded, cut, or run dry.
+    """
+    spans = spans_of(blocks, count_blocks(config.base_model))
+    return [DryStage(config.base_model, options, span if len(spans) > 1 else None) for span in spans]
+
+
+def _spread(names: Sequence[str], lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Sequences in turn for each task."""
+    return {name: list(lengths[place :: len(names)]) for place, name in enumerate(names)}
