@@ -112,9 +112,16 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         from mlora.report import PlainLines
 
         lines = PlainLines()
-        prepared = validate(config, lines)
+        prepared, plan = validate(config, lines)
         roster = prepared.roster
         lines.start(roster.tasks)
+        if plan:
+            print_rows(plan.table())
+            for line in plan.lines():
+                print(line)
+            for task in plan.never:
+                lines.fault(f"{task.name}: refused: {task.verdict}")
+            roster.refused |= {task.name: task.verdict for task in plan.never}
         if roster.refused:
             raise RunError(
                 f"{run}: {len(roster.refused)} of {len(config.adapters)} adapters would be refused"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
@@ -18,7 +19,8 @@ from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.groups import most_under_way, slot_count
-from mlora.memory import peak_memory
+from mlora.memory import peak_memory, used_memory
+from mlora.memory_plan import MemoryPlan, memory_plan
 from mlora.needs import need_of
 from mlora.report import Reporter, Silent
 from mlora.roster import Roster
@@ -306,7 +308,7 @@ def fingerprints(task: Task) -> list[str]:
     return [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
 
 
-def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
+def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:
     """Do everything that comes before the first step of a run: read, check and load; write nothing.
 
     Args:
@@ -314,7 +316,8 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
         reporter: told of warnings and of adapters that would be refused.
 
     Returns:
-        The run as it would begin; its engine is closed.
+        The run as it would begin, with all adapters whatever its memory limit; its engine is closed. And what
+        it will need of memory, where that can be predicted: on a CPU.
 
     Raises:
         RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
@@ -324,6 +327,34 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Prepared:
     folder.check_writable()
     if folder.holds_something():
         reporter.warn(f"output_dir: {folder.path} is not empty; `mlora train` will ask for --overwrite")
-    prepared = prepare(config, reporter)
+    before = used_memory(torch.device("cpu"))
+    unlimited = config.scheduler.model_copy(update={"memory_limit": None})
+    prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter)
     prepared.engine.close()
-    return prepared
+    return prepared, _plan(config, prepared, before)
+
+
+def _plan(config: RunConfig, prepared: Prepared, before: int) -> MemoryPlan | None:
+    """What a run will need, by the stages that it will have or, where those are measured, equal ones.
+
+    Args:
+        config: the run's.
+        prepared: the run.
+        before: bytes that the process had before it loaded the model.
+    """
+    engine = prepared.engine
+    if engine.device.type != "cpu" or config.pipeline.replicas > 1:
+        return None
+    options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
+    try:
+        stages = dry_stages(config, options, config.pipeline.partition or config.pipeline.stages)
+        memory = TaskMemory(stages)
+        packed = 4 if config.pack_base else 1  # twice, and oneDNN pads
+        held = [packed * stage.base_bytes for stage in stages]
+        libraries = max(0, used_memory(engine.device) - before - sum(held))  # what loading has made them take
+        base = [before + libraries + size for size in held]
+        return memory_plan(config, prepared.roster.tasks, memory, base)
+    except ValueError as error:
+        if config.scheduler.memory_limit is None:  # nobody has asked for it
+            return None
+        raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error

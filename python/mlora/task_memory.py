@@ -110,10 +110,17 @@ class TaskMemory:
         return DryRun([stage.knees for stage in self._stages], samples)
 
     def _shapes(self, names: Sequence[str]) -> list[list[int]]:
-        """Short and long sequences, few and many: what tells the coefficients apart."""
+        """Short and long sequences, few and many, alike and mixed: what tells the coefficients apart."""
         longest = max(self._longest[name] for name in names)
         short = max(1, min(_SHORT, longest // 2))
-        return [[short] * 4, [short] * 40, [longest], [longest] * 4, [longest] * 12]
+        return [
+            [short] * 2,
+            [short] * 10,
+            [longest],
+            [longest] * 3,
+            [short, longest],
+            [short, longest] * 3,
+        ]
 
 
 def dry_stages(config: RunConfig, options: PartOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
