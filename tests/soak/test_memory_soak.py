@@ -131,7 +131,7 @@ def test_no_run_exceeds_its_limit(tmp_path: Path) -> None:
         waited = _waited(folder / "run")
         seconds = time.monotonic() - began
         print(
-            f"run {number}: {'hard, ' if before else ''}limit {limit / MIB:.0f} MiB, peak {peak / limit:.3f}, "
+            f"run {number}: {'hard, ' if before else ''}limit {limit // MIB} MiB, peak {peak / limit:.3f}, "
             f"{waited} decisions with tasks waiting, {seconds:.0f} s",
             flush=True,
         )
