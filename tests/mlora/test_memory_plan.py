@@ -68,13 +68,9 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(tiny_base: Path,
     assert "per_device_train_batch_size " in never.verdict
     fits = int(never.verdict.split("per_device_train_batch_size ")[1].split()[0])
     run = RunMemory(config, memory, [BASE], 0)
-    for size, error in ((fits, False), (fits + 60, True)):
-        _, other, _ = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": size})
-        if error:
-            with pytest.raises(ValueError, match="for its largest micro-batch"):
-                run.check(other[0])
-        else:
-            run.check(other[0])
+    _, other, _ = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": fits})
+    run.check(other[0])
+    assert fits > 100  # of the longest samples; of others more would
 
 
 def test_validate_prints_it(run: Run, tiny_base: Path, tmp_path: Path) -> None:
