@@ -124,14 +124,20 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
 
 @app.command()
-def status(run_dir: RunDir) -> None:
-    """Show how far a run has come, from its files."""
+def status(
+    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False
+) -> None:
+    """Show how far a run has come and what waits in its queue, from its files."""
     with command():
         from mlora.status import read_status
 
-        state, rows = read_status(run_dir)
-        print(state)
-        print_rows(rows)
+        found = read_status(run_dir)
+        if as_json:
+            print(json.dumps(found.as_json()))
+            return
+        print(found.line)
+        print_rows(found.table())
+        print_lines(found.notes())
 
 
 @app.command()
@@ -440,11 +446,20 @@ def finish(result: RunResult) -> None:
     """
     from mlora.result_table import result_table
 
+    from mlora.run_folder import RunFolder
+    from mlora.status import how_to_go_on
+    from mlora.task_queue import has_news
+
     print_rows(result_table(result.summary()))
     if result.status == "interrupted":
         print(f"interrupted; continue with: mlora resume {result.output_dir}")
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
+        if has_news(RunFolder(result.output_dir).queue):
+            print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
+        elif result.status == "paused":
+            paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
+            print(f"all that is left is paused; continue with {how_to_go_on(result.output_dir, paused)}")
     raise typer.Exit(result.exit_code)
 
 
