@@ -70,9 +70,10 @@ class RunStatus:
         """Lines below the table: memory, and why tasks were refused or stopped."""
         if self.memory:
             size = {key: f"{value / MIB:.0f} MiB" for key, value in self.memory.items()}
+            peak = f"measured peak {size['peak_bytes']}" if self.memory["peak_bytes"] else "not yet measured"
             yield (
                 f"memory: limit {size['limit_bytes']}, base {size['base_bytes']}, "
-                f"predicted {size['predicted_bytes']}, measured peak {size['peak_bytes']}"
+                f"predicted {size['predicted_bytes']}, {peak}"
             )
         for name, entry in self.adapters.items():
             if entry["state"] in ("refused", "stopped") and entry.get("message"):
