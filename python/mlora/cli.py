@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +32,7 @@ app = typer.Typer(
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's config")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -130,14 +131,64 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
 
 @app.command()
-def status(run_dir: RunDir) -> None:
-    """Show how far a run has come, from its files."""
+def status(
+    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False
+) -> None:
+    """Show how far a run has come and what waits in its queue, from its files."""
     with command():
         from mlora.status import read_status
 
-        state, rows = read_status(run_dir)
-        print(state)
-        print_rows(rows)
+        found = read_status(run_dir)
+        if as_json:
+            print(json.dumps(found.as_json()))
+            return
+        print(found.line)
+        print_rows(found.table())
+        print_lines(found.notes())
+
+
+@app.command()
+def submit(
+    run_dir: RunDir,
+    tasks: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TASK.yaml...", help="what stands below adapters for one task, and its datasets"
+        ),
+    ],
+) -> None:
+    """Give a run further tasks, while it trains or afterwards."""
+    with command():
+        from mlora.requests import submit
+
+        print_lines(submit(run_dir, tasks))
+
+
+@app.command()
+def cancel(run_dir: RunDir, names: Names) -> None:
+    """End tasks of a run for good; what they have learned is not kept."""
+    with command():
+        from mlora.requests import change
+
+        print_lines(change(run_dir, "cancel", names))
+
+
+@app.command()
+def pause(run_dir: RunDir, names: Names) -> None:
+    """Set tasks of a run aside until they are unpaused; their memory is free for others."""
+    with command():
+        from mlora.requests import change
+
+        print_lines(change(run_dir, "pause", names))
+
+
+@app.command()
+def unpause(run_dir: RunDir, names: Names) -> None:
+    """Let paused tasks of a run go on where they were."""
+    with command():
+        from mlora.requests import change
+
+        print_lines(change(run_dir, "unpause", names))
 
 
 @app.command()
@@ -402,12 +453,27 @@ def finish(result: RunResult) -> None:
     """
     from mlora.result_table import result_table
 
+    from mlora.run_folder import RunFolder
+    from mlora.status import how_to_go_on
+    from mlora.task_queue import has_news
+
     print_rows(result_table(result.summary()))
     if result.status == "interrupted":
         print(f"interrupted; continue with: mlora resume {result.output_dir}")
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
+        if has_news(RunFolder(result.output_dir).queue):
+            print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
+        elif result.status == "paused":
+            paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
+            print(f"all that is left is paused; continue with {how_to_go_on(result.output_dir, paused)}")
     raise typer.Exit(result.exit_code)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        print(line)
 
 
 def print_rows(rows: list[list[str]]) -> None:

@@ -67,11 +67,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, Any]:
     """Read a YAML file that holds one mapping.
 
     Args:
         path: the file.
+        keys: some that it should hold, for the error where it holds something else.
 
     Returns:
         The mapping.
@@ -83,7 +84,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return _parse(text, str(path))
+    return _parse(text, str(path), keys)
 
 
 def _load(text: str) -> Any:
@@ -93,7 +94,7 @@ def _load(text: str) -> Any:
         raise yaml.YAMLError("brackets are nested too deeply") from error
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def _parse(text: str, where: str, keys: str) -> dict[str, Any]:
     try:
         data = _load(text)
     except yaml.MarkedYAMLError as error:
@@ -102,7 +103,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RunError(f"{where}: {first_line(error)}") from error
     if not isinstance(data, dict):
-        raise RunError(f"{where}: must hold keys such as base_model and adapters, got {type(data).__name__}")
+        raise RunError(f"{where}: must hold keys such as {keys}, got {type(data).__name__}")
     return data
 
 

@@ -140,6 +140,7 @@ class TrainingLoop:
         status: Status = "failed" if failed else "finished"
         if self._roster.alive():
             status = "interrupted" if self._roster.running() else "paused"
+        self._roster.show(now=True)
         result = self._write_summary(status, caught)
         names = [task.name for task in tasks]
         plot_losses(self._folder.plot, names, read_metrics(self._folder.metrics))
@@ -202,6 +203,7 @@ class TrainingLoop:
                 self._finish_task(task, "")
         self._rounds.ended(group)
         self._run.iteration = max(self._run.iteration, group.iteration)
+        self._roster.show()
 
     def _take(self, task: Task, result: BatchResult) -> bool:
         """Count a micro-batch; step the optimizer when it is the last of its accumulation."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def result_table(summary: dict[str, Any]) -> list[list[str]]:
+def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | None = None) -> list[list[str]]:
     """Return the rows of a run's table.
 
     Args:
         summary: what stands in ``summary.json``.
+        more: further columns: their titles, and a cell for each adapter.
 
     Returns:
         A row of titles, then one row for each adapter; columns that would be empty are left out.
@@ -32,6 +33,9 @@ def result_table(summary: dict[str, Any]) -> list[list[str]]:
                 _number(exact.get("after"), ".1%"),
             ]
         )
+    for title, cells in (more or {}).items():
+        for row, cell in zip(rows, [title, *cells], strict=True):
+            row.append(cell)
     used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in used] for row in rows]
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from mlora.board import Board
 from mlora.config import RunConfig
 from mlora.device import is_out_of_memory
 from mlora.doubts import lora_doubts
@@ -69,6 +70,7 @@ class Roster:
         self._folder = RunFolder(config.output_dir)
         self._packing = PACKINGS[config.scheduler.packing]
         self._queue: TaskQueue | None = None
+        self._board: Board | None = None
         self._replay: dict[int, dict[str, Any]] = {}
         self._asked = False
 
@@ -191,6 +193,18 @@ class Roster:
             self._replay = {number: dict(entry) for number, entry in entries.items()}
         queue.changed()
         self._asked = bool(queue.requests(self.taken))
+        limit = self._config.scheduler.limit_bytes
+        self._board = Board(queue, self._engine, self._memory, limit, self._reporter)
+        self.show(now=True)
+
+    def show(self, *, now: bool = False) -> None:
+        """Publish for `mlora status` what has changed, at most every few seconds.
+
+        Args:
+            now: however little time has passed.
+        """
+        if self._board is not None:
+            self._board.show(self.alive(), self.admission, now=now)
 
     @property
     def stops(self) -> list[int]:
@@ -242,7 +256,9 @@ class Roster:
         else:
             self._remember(again)
             admission = _admission_of(again["admission"])
-        return self._carry_out(admission)
+        new = self._carry_out(admission)
+        self.show()
+        return new
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
         return {

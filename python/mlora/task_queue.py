@@ -21,6 +21,12 @@ from mlora.errors import RunError
 Kind = Literal["submit", "cancel", "pause", "unpause"]
 VERSION = 1
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
+_ADVICE = {
+    sqlite3.SQLITE_BUSY: "; another process keeps it; try again when that has ended",
+    sqlite3.SQLITE_CORRUPT: "; put a whole copy there, or train anew with --overwrite",
+    sqlite3.SQLITE_NOTADB: "; put a whole copy there, or train anew with --overwrite",
+}
+_RUN = ""  # no task has this name
 _TABLES = f"""
     CREATE TABLE requests (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -88,7 +94,10 @@ class TaskQueue:
                         self._connection.execute(statement)
                 found = self._version()
         if found != VERSION:
-            raise RunError(f"{self._path}: was written by another version of mlora")
+            raise RunError(
+                f"{self._path}: was written by another version of mlora; use that one, or train anew with "
+                "--overwrite"
+            )
 
     def _version(self) -> int:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
@@ -98,10 +107,25 @@ class TaskQueue:
         try:
             yield
         except sqlite3.Error as error:
-            raise RunError(f"{self._path}: cannot be used: {error}") from error
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            more = _ADVICE.get(code, "")
+            raise RunError(f"{self._path}: cannot be used: {error}{more}") from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other process asks for anything; all that is asked for inside is taken together.
+
+        Raises:
+            RunError: the file cannot be written; then nothing inside was asked for.
+        """
+        with self._transaction():
+            yield
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        if self._connection.in_transaction:
+            yield
+            return
         with self._told(), ExitStack() as unless_done:
             self._connection.execute("BEGIN IMMEDIATE")
             unless_done.callback(self._take_back)
@@ -192,6 +216,20 @@ class TaskQueue:
             ).fetchall()
         return {iteration: self._read(entry) for iteration, entry in rows}
 
+    def taken(self) -> int:
+        """Return the number of the last request that the run has taken; 0 before the first.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        with self._told():
+            query = "SELECT entry FROM journal ORDER BY iteration DESC LIMIT 1"
+            row = self._connection.execute(query).fetchone()
+        taken = self._read(row[0]).get("taken") if row else 0
+        if not isinstance(taken, int):
+            raise RunError(f"{self._path}: is damaged: an entry of its journal says nothing of requests")
+        return taken
+
     def forget_entries(self, after: int = -1) -> None:
         """Forget what was decided, for a run that will decide anew.
 
@@ -204,32 +242,38 @@ class TaskQueue:
         with self._transaction():
             self._connection.execute("DELETE FROM journal WHERE iteration > ?", (after,))
 
-    def show(self, views: Mapping[str, Mapping[str, Any]]) -> None:
+    def show(self, views: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any] | None = None) -> None:
         """Publish what `mlora status` shows of each task.
 
         Args:
             views: plain values by task, of all tasks.
+            run: those of the whole run.
 
         Raises:
             RunError: the file cannot be written.
         """
         with self._transaction():
             self._connection.execute("DELETE FROM tasks")
-            rows = [(name, json.dumps(view)) for name, view in views.items()]
+            rows = [(name, json.dumps(view)) for name, view in [*views.items(), (_RUN, run or {})]]
             self._connection.executemany("INSERT INTO tasks VALUES (?, ?)", rows)
 
-    def views(self) -> dict[str, dict[str, Any]]:
-        """Return what was published last, by task, in its order.
+    def views(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Return what was published last: by task, in its order, and of the whole run.
 
         Raises:
             RunError: the file cannot be read.
         """
         with self._told():
             rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
-        return {name: self._read(view) for name, view in rows}
+        views = {name: self._read(view) for name, view in rows}
+        run = views.pop(_RUN, {})
+        return views, run
 
     def _read(self, text: str) -> dict[str, Any]:
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except (TypeError, ValueError):
+            found = None
         if not isinstance(found, dict):
             raise RunError(f"{self._path}: is damaged: {text[:40]!r} is no object")
         return found
@@ -259,5 +303,4 @@ def has_news(path: Path) -> bool:
     if not path.is_file():
         return False
     with TaskQueue(path) as queue:
-        entries = queue.entries().values()
-        return bool(queue.requests(after=max((entry["taken"] for entry in entries), default=0)))
+        return bool(queue.requests(after=queue.taken()))

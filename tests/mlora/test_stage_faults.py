@@ -285,7 +285,7 @@ def long_run(base: Path, folder: Path) -> Path:
 def test_interrupted_launcher(base: Path, tmp_path: Path) -> None:
     with launched(long_run(base, tmp_path)) as (process, pids):
         assert len(pids) == 2
-        assert read_status(tmp_path / "run")[0] == f"running: {tmp_path / 'run'}"
+        assert read_status(tmp_path / "run").line == f"running: {tmp_path / 'run'}"
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, "")
@@ -307,7 +307,7 @@ def test_killed_launcher(base: Path, tmp_path: Path) -> None:
         assert len(pids) == 2
         process.kill()
         assert until(lambda: not any(is_alive(pid) for pid in pids), 5)
-    assert read_status(tmp_path / "run")[0].startswith("not running; `mlora resume ")
+    assert read_status(tmp_path / "run").line.startswith("not running; `mlora resume ")
 
 
 def test_resume_of_a_finished_run_ends_at_once(whole: Path) -> None:
