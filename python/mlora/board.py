@@ -70,8 +70,8 @@ class Board:
         waits = task.progress.state == "running" and task.name not in admission.slots
         view: dict[str, Any] = {"state": "waiting" if waits else task.progress.state}
         if self._memory:
-            view["states_bytes"] = max(self._memory.states(task))
-            view["batch_bytes"] = int(self._memory.size(task.name, self._lengths(task)))
+            view["states_bytes"] = max(self._memory.tasks.admitted(task.name))
+            view["batch_bytes"] = int(self._memory.tasks.size(task.name, self._lengths(task)))
         return view
 
     def _run(self, tasks: Sequence[Task], admission: Admission) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Board:
         among = list(admission.slots)
         sizes = [self._predicted(batch, among, place) for batch in batches.values()]
         held = self._memory.room().held[place]
-        states = sum(self._memory.states(task)[place] for task in tasks)
+        states = sum(self._memory.tasks.admitted(task.name)[place] for task in tasks)
         return states + sum(sorted(sizes, reverse=True)[:held])
 
     def _predicted(self, batch: Mapping[str, Sequence[int]], among: Sequence[str], place: int) -> float:
