@@ -445,7 +445,6 @@ def finish(result: RunResult) -> None:
         typer.Exit: with the exit code, always.
     """
     from mlora.result_table import result_table
-
     from mlora.run_folder import RunFolder
     from mlora.status import how_to_go_on
     from mlora.task_queue import has_news

@@ -81,11 +81,16 @@ def test_views_are_replaced(path: Path) -> None:
         assert queue.views() == ({"a": {}}, {})
 
 
+def ask_and_fail(queue: TaskQueue) -> None:
+    with queue.alone():
+        queue.ask("pause", "a")
+        raise RunError("never mind")
+
+
 def test_what_is_asked_alone_is_taken_together_or_not_at_all(path: Path) -> None:
     with TaskQueue(path) as queue, TaskQueue(path) as other:
-        with pytest.raises(RunError, match="never mind"), queue.alone():
-            queue.ask("pause", "a")
-            raise RunError("never mind")
+        with pytest.raises(RunError, match="never mind"):
+            ask_and_fail(queue)
         assert other.requests() == []
         with queue.alone():
             queue.ask("pause", "a")
@@ -147,7 +152,7 @@ def test_damaged_content(path: Path, damage: str) -> None:
     with other:
         other.execute(damage)
     other.close()
-    with pytest.raises(RunError, match="queue.sqlite: "):
+    with pytest.raises(RunError, match=r"queue\.sqlite: "):
         has_news(path)
 
 
