@@ -420,6 +420,7 @@ def at_work(folder: Path, path: Path) -> Iterator[subprocess.Popen[str]]:
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # a second one makes it slow on a busy machine
         )
     try:
         yield process
@@ -434,7 +435,7 @@ def until(folder: Path, process: subprocess.Popen[str], condition: Callable[[], 
     while not condition():
         assert process.poll() is None, (folder / "log.txt").read_text()
         assert time.monotonic() < end
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def steps(run_dir: Path, name: str) -> int:
@@ -463,7 +464,7 @@ def losses(run_dir: Path, name: str) -> list[float]:
 def test_a_run_at_work_takes_requests(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["defaults"] |= {"learning_rate": 1e-3, "save_steps": 100}
-    data["adapters"][1]["max_steps"] = 600
+    data["adapters"][1]["max_steps"] = 400
     alone = data | {"adapters": [data["adapters"][1], THIRD], "output_dir": str(tmp_path / "alone")}
     assert train(resolve_config(alone, folder=tmp_path)).exit_code == 0
     keeper_and(data, max_steps=10**6)
@@ -478,7 +479,7 @@ def test_a_run_at_work_takes_requests(run: Run, tiny_base: Path, tmp_path: Path)
         stood = steps(folder, "second")
         beyond = steps(folder, "keeper") + 3
         until(tmp_path, process, lambda: steps(folder, "keeper") > beyond)
-        assert steps(folder, "second") == stood < 600
+        assert steps(folder, "second") == stood < 400
         assert run("unpause", folder, "second").exit_code == 0
         until(tmp_path, process, lambda: states(folder)["second"] == "finished")
         assert run("cancel", folder, "keeper").exit_code == 0
