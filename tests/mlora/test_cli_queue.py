@@ -497,7 +497,7 @@ def test_a_kill_after_a_request_was_taken(
     data = keeper_and(run_data(tiny_base, tmp_path), max_steps=250)
     data["defaults"]["save_steps"] = save_steps
     data["adapters"][1]["max_steps"] = 250
-    folder, copy = tmp_path / "run", tmp_path / "copy"
+    folder, copy, later = (tmp_path / name for name in ("run", "copy", "later"))
     with at_work(tmp_path, write_run(tmp_path, data)) as process:
         until(tmp_path, process, lambda: steps(folder, "second") > 0)
         change(folder, "pause", ["second"])
@@ -510,16 +510,19 @@ def test_a_kill_after_a_request_was_taken(
     with TaskQueue(folder / "queue.sqlite") as queue:
         entries = queue.entries()
     shutil.copytree(folder, copy)
-    change(folder, "unpause", ["second"])
-    change(copy, "unpause", ["second"])
+    shutil.copytree(folder, later)
     for path in (folder, copy):
-        assert resume(path).exit_code == 0
-        assert states(path) == {"keeper": "finished", "second": "finished", "third": "finished"}
+        assert resume(path).status == "paused"
+        assert states(path) == {"keeper": "finished", "second": "paused", "third": "finished"}
     assert lines(folder)[: len(before)] == before
     with TaskQueue(folder / "queue.sqlite") as queue:
         after = queue.entries()
     assert {iteration: after[iteration] for iteration in entries} == entries
-    assert lines(copy)[: len(before)] == before
+    assert lines(copy) == lines(folder)
+    assert weights(copy) == weights(folder)
+    change(later, "unpause", ["second"])  # of the killed run: taken once the journal was made again
+    assert resume(later).status == "finished"
+    assert states(later) == {"keeper": "finished", "second": "finished", "third": "finished"}
 
 
 def test_two_resumes_of_one_copy_are_bit_equal(tiny_base: Path, tmp_path: Path) -> None:
