@@ -42,7 +42,7 @@ class Board:
         self._queue, self._engine, self._memory, self._limit = queue, engine, memory, limit
         self._reporter = reporter
         self._usual: dict[str, list[int]] = {}
-        self._next = 0.0
+        self._next, self._failed = 0.0, False
         self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def show(self, tasks: Sequence[Task], admission: Admission, *, now: bool = False) -> None:
@@ -53,7 +53,7 @@ class Board:
             admission: who is admitted.
             now: however little time has passed.
         """
-        if time.monotonic() < self._next and not now:
+        if self._failed or (time.monotonic() < self._next and not now):
             return
         shown = {task.name: self._view(task, admission) for task in tasks}, self._run(tasks, admission)
         try:
@@ -61,7 +61,7 @@ class Board:
                 self._queue.show(*shown)
         except RunError as error:
             self._reporter.warn(f"{error}; `mlora status` does not show who waits, nor memory, any more")
-            self._next = float("inf")
+            self._failed = True
             return
         self._shown = shown
         self._next = time.monotonic() + EVERY

@@ -247,6 +247,7 @@ class Roster:
         for request in requests:
             if again is None or request.number <= again["taken"]:
                 self._take(request)
+        self._asked = bool(requests) and requests[-1].number > self.taken  # what came after the journal
         if again is None:
             if self._memory:
                 self._memory.estimate.adopt()

@@ -81,7 +81,7 @@ def test_views_are_replaced(path: Path) -> None:
         assert queue.views() == ({"a": {}}, {})
 
 
-def _asked_in_vain(queue: TaskQueue) -> None:
+def ask_and_fail(queue: TaskQueue) -> None:
     with queue.alone():
         queue.ask("pause", "a")
         raise RunError("never mind")
@@ -90,7 +90,7 @@ def _asked_in_vain(queue: TaskQueue) -> None:
 def test_what_is_asked_alone_is_taken_together_or_not_at_all(path: Path) -> None:
     with TaskQueue(path) as queue, TaskQueue(path) as other:
         with pytest.raises(RunError, match="never mind"):
-            _asked_in_vain(queue)
+            ask_and_fail(queue)
         assert other.requests() == []
         with queue.alone():
             queue.ask("pause", "a")
