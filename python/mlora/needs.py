@@ -10,14 +10,16 @@ from mlora.tasks import Task
 MOST_LOOKED_AT = 20_000  # micro-batches to come
 
 
-def need_of(task: Task, arrival: int, states: Sequence[int], size: Callable[[Sequence[int]], float]) -> Need:
+def need_of(
+    task: Task, arrival: int, states: Sequence[int], size: Callable[[Sequence[int]], float] | None
+) -> Need:
     """Say what a task needs.
 
     Args:
         task: with its data.
         arrival: its place among all tasks of the run, as they came.
         states: bytes of its states at each place.
-        size: of a micro-batch, by its sequence lengths; the largest one is what counts.
+        size: of a micro-batch, by its sequence lengths; the largest one is what counts. None = nobody asks.
 
     Returns:
         The scheduler's view of it.
@@ -31,7 +33,7 @@ def need_of(task: Task, arrival: int, states: Sequence[int], size: Callable[[Seq
         float(left),
         tuple(states),
         tuple(usual),
-        tuple(largest_lengths(task, size)),
+        tuple(usual if size is None else largest_lengths(task, size)),
     )
 
 

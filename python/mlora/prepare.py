@@ -135,8 +135,8 @@ def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
         raise RunError("scheduler.memory_limit: does not go with pipeline.replicas; remove one of them")
     if engine.stages > 1 and not engine.spread:
         raise RunError(
-            "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, or "
-            "under torchrun"
+            "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, "
+            "or under torchrun"
         )
     if engine.device.type != "cpu":
         raise RunError(
@@ -270,7 +270,7 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
         tasks: with their data, but for those that have ended.
         config: the run's.
     """
-    needs = [need_of(task, 0, (), sum) for task in tasks if task.data.samples]
+    needs = [need_of(task, 0, (), None) for task in tasks if task.data.samples]
     slots = TokenBalanced().place(needs, slot_count(config), {})
     lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
     return lengths[:: config.pipeline.micro_batches] or [512]

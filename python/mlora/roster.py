@@ -69,6 +69,7 @@ class Roster:
         self._packing = PACKINGS[config.scheduler.packing]
         self._queue: TaskQueue | None = None
         self._replay: dict[int, dict[str, Any]] = {}
+        self._unfit: dict[str, str] = {}
         self._asked = False
 
     def named(self, name: str) -> Task | None:
@@ -110,31 +111,37 @@ class Roster:
         Raises:
             RunError: memory ran out.
         """
-        self._look_at(self.alive())
+        self._look_at(self.alive(), entry)
         if entry is not None:
             self._remember(entry)
         self._carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
 
-    def _look_at(self, tasks: Sequence[Task]) -> None:
-        """Learn what tasks need, and refuse those that never fit."""
-        for task in tasks if self._memory else ():
+    def _look_at(self, tasks: Sequence[Task], again: Mapping[str, Any] | None) -> None:
+        """Learn what tasks need, and refuse those that never fit: those of a decision that is made again."""
+        if self._memory is None:
+            return
+        for task in tasks:
             try:
-                self._memory.know(task)  # type: ignore[union-attr]
-                self._memory.check(task)  # type: ignore[union-attr]
+                self._memory.know(task)
+                if again is None:
+                    self._memory.check(task)
+                elif task.name in again["unfit"]:
+                    raise ValueError(again["unfit"][task.name])
             except ValueError as error:
-                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+                self._unfit[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
+                self._refuse(task.name, self._unfit[task.name])
 
     def _remember(self, state: Mapping[str, Any]) -> None:
-        """What was learned of the memory, if the run has had a limit."""
-        if self._memory and state["memory"]:
+        """What was learned of the memory, if the run has had a limit, on as many stages."""
+        if self._memory and state["memory"] and len(state["memory"]["base"]) == len(self._memory.base):
             self._memory.load_state(state["memory"])
+            self._memory.estimate.exceeded = False
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of who is admitted, as plain values."""
         return {
-            "taken": self.taken,
-            "admission": asdict(self.admission),
-            "memory": self._memory.state() if self._memory else None,
+            **self._entry(self.admission),
+            "due": self._asked or self._exceeded(),
             "slots": slot_count(self._config),
             "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
         }
@@ -153,6 +160,7 @@ class Roster:
         for task in self.alive() if self._memory else ():
             self._memory.know(task)  # type: ignore[union-attr]
         self._remember(state)
+        self._asked = state["due"] or state["of"] != journal_key(self._config)
         self.admission = _admission_of(state["admission"])
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
             needs = [need for need in self._needs() if need.name in self.admission.slots]
@@ -189,7 +197,7 @@ class Roster:
         else:
             self._replay = {number: dict(entry) for number, entry in entries.items()}
         queue.changed()
-        self._asked = bool(queue.requests(self.taken))
+        self._asked |= bool(queue.requests(self.taken))
 
     @property
     def stops(self) -> list[int]:
@@ -200,8 +208,20 @@ class Roster:
         """Say whether somebody may have asked for something; takes microseconds."""
         if self._queue is not None:
             self._asked |= self._queue.changed()
-        self._asked |= self._memory is not None and self._memory.estimate.exceeded
+        self._asked |= self._exceeded()
         return self._asked and not self._replay
+
+    def _exceeded(self) -> bool:
+        return self._memory is not None and self._memory.estimate.exceeded
+
+    def minds_ends(self) -> bool:
+        """Say whether there is something to decide when a task ends: what it had serves others."""
+        return self._memory is not None or bool(self.waiting())
+
+    def unsettled(self) -> bool:
+        """Say whether somebody who was admitted does not train, which others may do instead."""
+        running = {task.name for task in self.running()}
+        return self.minds_ends() and not running.issuperset(self.admission.slots)
 
     def is_due(self, iteration: int) -> bool:
         """Say whether there is something to decide at a boundary.
@@ -211,8 +231,7 @@ class Roster:
         """
         if self._replay:
             return iteration in self._replay
-        running = {task.name for task in self.running()}
-        return self._asked or (bool(self.waiting()) and not running.issuperset(self.admission.slots))
+        return self._asked or self.unsettled()
 
     def decide(self, iteration: int) -> list[Task]:
         """Take requests, and decide who is admitted.
@@ -231,7 +250,7 @@ class Roster:
         requests = self._queue.requests(self.taken) if self._queue else []
         for request in requests:
             if again is None or request.number <= again["taken"]:
-                self._take(request)
+                self._take(request, again)
         if again is None:
             if self._memory:
                 self._memory.estimate.adopt()
@@ -240,6 +259,7 @@ class Roster:
                 self._queue.write_entry(iteration, self._entry(admission))
         else:
             self._remember(again)
+            self._asked = any(request.number > self.taken for request in requests)
             admission = _admission_of(again["admission"])
         return self._carry_out(admission)
 
@@ -249,6 +269,7 @@ class Roster:
             "taken": self.taken,
             "admission": asdict(admission),
             "memory": self._memory.state() if self._memory else None,
+            "unfit": self._unfit,
         }
 
     def _admission(self) -> Admission:
@@ -261,23 +282,20 @@ class Roster:
     def _needs(self) -> list[Need]:
         """What the running tasks need, in the order in which they came."""
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
+        memory = self._memory
         return [
-            need_of(task, arrivals[task.name], self._states(task), partial(self._size, task.name))
+            need_of(task, arrivals[task.name], memory.states(task), partial(memory.size, task.name))
+            if memory
+            else need_of(task, arrivals[task.name], (), None)
             for task in self.running()
         ]
 
-    def _states(self, task: Task) -> Sequence[int]:
-        return self._memory.states(task) if self._memory else ()
-
-    def _size(self, name: str, lengths: Sequence[int]) -> float:
-        return self._memory.size(name, lengths) if self._memory else sum(lengths)
-
-    def _take(self, request: Request) -> None:
+    def _take(self, request: Request, again: Mapping[str, Any] | None) -> None:
         """Do what a user asked for, as far as it still can be done."""
         self.taken = request.number
         task = self.named(request.task)
         if request.kind == "submit":
-            self._submit(request)
+            self._submit(request, again)
         elif task is None or not task.alive:
             self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
@@ -289,7 +307,7 @@ class Roster:
             task.progress.state = "running"
             self._reporter.changed(task)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, again: Mapping[str, Any] | None) -> None:
         adapter, datasets = submitted(request)
         if self.named(adapter.name) is not None or adapter.name in self.refused:
             self._reporter.warn(f"{adapter.name}: submitted again under a name that is taken; left out")
@@ -303,7 +321,7 @@ class Roster:
         for line in self._builder.warnings[told:]:
             self._reporter.warn(line)
         self.tasks.append(task)
-        self._look_at([task])
+        self._look_at([task], again)
         if task in self.tasks:
             self._reporter.joined(task, self.tasks)
 
@@ -333,7 +351,6 @@ class Roster:
         try:
             bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
         except ValueError as error:
-            del self.admission.slots[task.name]
             self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
             return False
         except (MemoryError, RuntimeError) as error:
@@ -382,6 +399,8 @@ class Roster:
         """
         if self._memory is None:
             return
+        if not self._engine.memory_after:  # nothing has passed the stages yet
+            return
         among = list(self.admission.slots)
         for one in measured:
             together = [length for own in one.lengths.values() for length in own]
@@ -407,7 +426,7 @@ def journal_key(config: RunConfig) -> str:
         config: the run's.
     """
     adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
-    facts = [slot_count(config), config.scheduler.model_dump(), adapters]
+    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
