@@ -184,26 +184,23 @@ class TrainingLoop:
         return going_on
 
     def _decide(self, iteration: int, *, stopping: bool) -> int:
-        """Decide what is to be decided at a boundary, and return it.
+        """Decide what is to be decided at a boundary, and return its iteration then.
 
         Where somebody who was admitted is refused, or stopped by its first evaluation, others are admitted
-        instead at a boundary of its own: the journal has one decision for each.
+        instead.
 
         Args:
             iteration: that all groups have made.
             stopping: whether the run ends here, so that tasks that are new begin when it goes on.
         """
-        due = self._roster.is_due(iteration)
-        while due:
-            self._run.iteration = iteration
-            new = self._roster.decide(iteration)
+        while (due := self._roster.due(iteration)) is not None:
+            new = self._roster.decide(due, at_once=due > iteration)
+            self._run.iteration = iteration = due
             if not stopping:
                 self._begin(new)
             self._rounds.regroup(self._roster.members(), iteration)
             self._rounds.waiting = self._roster.minds_ends()
             self._write_summary("running")
-            due = self._roster.unsettled()
-            iteration += due
         return iteration
 
     def _start(self, group: Group) -> Ticket:

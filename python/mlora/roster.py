@@ -71,6 +71,7 @@ class Roster:
         self._replay: dict[int, dict[str, Any]] = {}
         self._unfit: dict[str, str] = {}
         self._asked = False
+        self._decided = -1
 
     def named(self, name: str) -> Task | None:
         """The task of a name, if there is one."""
@@ -193,9 +194,10 @@ class Roster:
         """
         self._queue = queue
         if entries is None:
-            queue.write_entry(iteration, self._entry(self.admission))
+            queue.write_entry(iteration, self._entry(self.admission) | {"at_once": False})
         else:
             self._replay = {number: dict(entry) for number, entry in entries.items()}
+        self._decided = iteration if iteration in queue.entries(iteration - 1) else -1
         queue.changed()
         self._asked |= bool(queue.requests(self.taken))
 
@@ -223,21 +225,27 @@ class Roster:
         running = {task.name for task in self.running()}
         return self.minds_ends() and not running.issuperset(self.admission.slots)
 
-    def is_due(self, iteration: int) -> bool:
-        """Say whether there is something to decide at a boundary.
+    def due(self, iteration: int) -> int | None:
+        """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
+
+        The journal has one for each iteration. So a second one at a boundary, `at_once` after the first,
+        counts as that of an iteration in which nobody takes part.
 
         Args:
             iteration: that all groups have made.
         """
         if self._replay:
-            return iteration in self._replay
-        return self._asked or self.unsettled()
+            following = self._replay.get(iteration + 1)
+            at_once = iteration not in self._replay and following is not None and following["at_once"]
+            return iteration + at_once if iteration in self._replay or at_once else None
+        return iteration + (iteration == self._decided) if self._asked or self.unsettled() else None
 
-    def decide(self, iteration: int) -> list[Task]:
+    def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
         """Take requests, and decide who is admitted.
 
         Args:
-            iteration: that all groups have made.
+            iteration: that `due` has returned.
+            at_once: whether it is one more than all groups have made.
 
         Returns:
             The tasks that are newly on the engine.
@@ -245,7 +253,7 @@ class Roster:
         Raises:
             RunError: a file cannot be written, or a task's state not be read.
         """
-        self._asked = False
+        self._asked, self._decided = False, iteration
         again = self._replay.pop(iteration, None)
         requests = self._queue.requests(self.taken) if self._queue else []
         for request in requests:
@@ -256,7 +264,7 @@ class Roster:
                 self._memory.estimate.adopt()
             admission = self._admission()
             if self._queue:
-                self._queue.write_entry(iteration, self._entry(admission))
+                self._queue.write_entry(iteration, self._entry(admission) | {"at_once": at_once})
         else:
             self._remember(again)
             self._asked = any(request.number > self.taken for request in requests)

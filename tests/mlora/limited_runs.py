@@ -55,8 +55,8 @@ def limit_for(tasks: int) -> int:
 def five_tasks(base: Path, folder: Path, *, fit: int = 2, **changes: Any) -> dict[str, Any]:
     """A config of five tasks of different kinds and priorities, of which `fit` fit at once.
 
-    In their order: `high`, `first`, `second`, `third`, `low`. After the first step of `high`, `first` is in the
-    middle of an accumulation.
+    In their order: `high`, `first`, `second`, `third`, `low`. After the first step of `high`, `first` is in
+    the middle of an accumulation.
     """
     data = run_data(base, folder)
     lora = {"r": 3, "lora_dropout": 0.1, "target_modules": "all-linear"}
