@@ -72,6 +72,15 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     sync_folder(path.parent)
 
 
+def checkpoint_name(iteration: int) -> str:
+    """Return the name of a checkpoint's file.
+
+    Args:
+        iteration: how many iterations the run has made.
+    """
+    return f"step-{iteration:08d}.pt"
+
+
 def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep: int) -> Path:
     """Save a checkpoint and remove the oldest ones.
 
@@ -89,7 +98,7 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
     """
     import torch
 
-    path = folder / f"step-{iteration:08d}.pt"
+    path = folder / checkpoint_name(iteration)
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True)

@@ -77,6 +77,7 @@ class Rounds:
     At such a boundary a checkpoint is written, or tasks come and go. Checkpoints hold all groups after the
     same number of iterations, so none starts beyond one that is due. Whether one is due is known in advance:
     it depends on steps, not on results. So is where a task ends by its steps, if others wait for its place.
+    Where a task ends before, other groups may be ahead: all stand still as soon as they have made as many.
 
     Args:
         members: the tasks of each group, by the group's place.
@@ -86,7 +87,7 @@ class Rounds:
     Attributes:
         groups: those that there are now.
         wanted: whether all shall stand still as soon as they have made as many iterations.
-        waiting: whether tasks wait for others to end.
+        waiting: whether there is something to decide when a task ends.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Rounds:
         """A group's batch has passed, and its tasks have taken their results."""
         group.iteration += 1
         self._under_way -= 1
+        self.wanted |= self.waiting and any(map(_ended_early, group.batched))
         if group.running():
             self._waiting.append(group)
 
@@ -172,7 +174,7 @@ def _ends(task: Task, ahead: int) -> bool:
     """Whether a task makes its last step with its batch `ahead` from its last one."""
     progress = task.progress
     if ahead == 0:
-        return progress.state != "running"
+        return progress.state != "running" and not _ended_early(task)
     step, batches = progress.step, progress.batches
     for _ in range(ahead):
         if step >= task.total_steps:
@@ -180,6 +182,11 @@ def _ends(task: Task, ahead: int) -> bool:
         step += task.plan.ends_step(batches)
         batches += 1
     return step >= task.total_steps
+
+
+def _ended_early(task: Task) -> bool:
+    """Whether a task has ended before its last step, which nobody could foresee."""
+    return task.progress.state != "running" and task.progress.step < task.total_steps
 
 
 def _saves(task: Task, ahead: int) -> bool:

@@ -25,6 +25,7 @@ from mlora.prepare import Prepared, fingerprints
 from mlora.report import Reporter
 from mlora.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.run_folder import Metrics, RunFolder, read_metrics
+from mlora.set_aside import StateFiles
 from mlora.stages import less_memory
 from mlora.tasks import Task
 from mlora.traffic import Ticket
@@ -92,7 +93,8 @@ class TrainingLoop:
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
         self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.roster.stops)
-        self._rounds.waiting = bool(prepared.roster.waiting())
+        self._rounds.waiting = prepared.roster.minds_ends()
+        self._states = StateFiles(folder.states, folder.checkpoints)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterate until no task is running or a signal was caught; then leave a durable checkpoint.
@@ -106,6 +108,7 @@ class TrainingLoop:
         self._write_summary("running")
         try:
             self._begin(self._roster.admitted())
+            self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
         except (MemoryError, RuntimeError) as error:
             # of a stage that is a thread of this process; another process tells of its own
@@ -117,6 +120,7 @@ class TrainingLoop:
             ) from error
         self._checkpoint()
         self._writer.wait()
+        self._states.prune()
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         """What comes before the next step of tasks that are newly on the engine."""
@@ -167,22 +171,38 @@ class TrainingLoop:
                 ticket = self._engine.first_done(list(under_way))
                 self._finish(under_way.pop(ticket), ticket)
                 self._writer.check()
-            elif caught or not self._go_on(rounds.boundary()):
+            elif not self._go_on(rounds.boundary(), stopping=bool(caught)):
                 return
 
-    def _go_on(self, iteration: int) -> bool:
-        """Do what is due at a boundary, and say whether anything is left to train."""
+    def _go_on(self, iteration: int, *, stopping: bool) -> bool:
+        """Do what is due at a boundary, and say whether the run goes on."""
         save = self._rounds.save_due(iteration)
-        if self._roster.is_due(iteration):
-            self._begin(self._roster.decide(iteration))
-            self._rounds.regroup(self._roster.members(), iteration)
-            self._rounds.waiting = bool(self._roster.waiting())
-            self._write_summary("running")
-        going_on = bool(self._roster.members())
+        iteration = self._decide(iteration, stopping=stopping)
+        going_on = bool(self._roster.members()) and not stopping
         if save and going_on:  # at the end there is one anyway
             self._checkpoint()
         self._rounds.settled(iteration)
         return going_on
+
+    def _decide(self, iteration: int, *, stopping: bool) -> int:
+        """Decide what is to be decided at a boundary, and return its iteration then.
+
+        Where somebody who was admitted is refused, or stopped by its first evaluation, others are admitted
+        instead.
+
+        Args:
+            iteration: that all groups have made.
+            stopping: whether the run ends here, so that tasks that are new begin when it goes on.
+        """
+        while (due := self._roster.due(iteration)) is not None:
+            new = self._roster.decide(due, at_once=due > iteration)
+            self._run.iteration = iteration = due
+            if not stopping:
+                self._begin(new)
+            self._rounds.regroup(self._roster.members(), iteration)
+            self._rounds.waiting = self._roster.minds_ends()
+            self._write_summary("running")
+        return iteration
 
     def _start(self, group: Group) -> Ticket:
         running = group.batched = self._roster.batch(group)
@@ -312,16 +332,19 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
+        roster = self._roster.state()
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.size,
             "config": self._run.config.model_dump(),
-            "roster": self._roster.state(),
+            "roster": roster,
             "refused": self._roster.refused,
             "data": {task.name: fingerprints(task) for task in self._roster.alive()},
             "total_steps": {task.name: task.total_steps for task in self._roster.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._roster.tasks},
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._roster.admitted())
+        self._states.name(self._run.iteration, roster["kept"].values())
         self._writer.start(self._run.iteration, payload, states)
+        self._states.prune()  # the checkpoint before is durable

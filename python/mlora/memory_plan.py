@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mlora.config import RunConfig
 from mlora.groups import slot_count
-from mlora.needs import largest_lengths, need_of
+from mlora.needs import need_of
 from mlora.run_memory import RunMemory, in_units
 from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
 from mlora.task_memory import TaskMemory
@@ -103,7 +102,7 @@ def memory_plan(
     admitted = _admission(config, fitting, memory, base).slots
     plans = []
     for task in tasks:
-        largest = largest_lengths(task, partial(memory.size, task.name))
+        largest = memory.largest(task)
         needed = memory.estimate.predict({task.name: largest}, [task.name])
         verdict = never.get(task.name) or ("runs" if task.name in admitted else "waits")
         states = memory.admitted(task.name)
@@ -130,7 +129,7 @@ def _admission(
     limited = config.scheduler.limit_bytes is not None
     room = RunMemory(config, memory, base, 0).room() if limited else Room()
     needs = [
-        need_of(task, place, memory.admitted(task.name), partial(memory.size, task.name))
+        need_of(task, place, memory.admitted(task.name), memory.largest(task))
         for place, task in enumerate(tasks)
     ]
     scheduler = config.scheduler

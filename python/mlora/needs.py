@@ -10,14 +10,14 @@ from mlora.tasks import Task
 MOST_LOOKED_AT = 20_000  # micro-batches to come
 
 
-def need_of(task: Task, arrival: int, states: Sequence[int], size: Callable[[Sequence[int]], float]) -> Need:
+def need_of(task: Task, arrival: int, states: Sequence[int] = (), largest: Sequence[int] = ()) -> Need:
     """Say what a task needs.
 
     Args:
         task: with its data.
         arrival: its place among all tasks of the run, as they came.
         states: bytes of its states at each place.
-        size: of a micro-batch, by its sequence lengths; the largest one is what counts.
+        largest: of `largest_lengths`; where there is no limit, nobody asks.
 
     Returns:
         The scheduler's view of it.
@@ -25,13 +25,7 @@ def need_of(task: Task, arrival: int, states: Sequence[int], size: Callable[[Seq
     usual = usual_lengths(task)
     left = sum(usual) * max(batches_left(task), 0)
     return Need(
-        task.name,
-        task.config.priority,
-        arrival,
-        float(left),
-        tuple(states),
-        tuple(usual),
-        tuple(largest_lengths(task, size)),
+        task.name, task.config.priority, arrival, float(left), tuple(states), tuple(usual), tuple(largest)
     )
 
 
@@ -56,28 +50,27 @@ def batches_left(task: Task) -> int:
 
 
 def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[int]:
-    """Return the sequence lengths of the largest micro-batch that a task may still take.
+    """Return the sequence lengths of the largest micro-batch that a task takes in all of its run.
+
+    That of the most rows or that of the most squares of rows: memory grows with both and nothing else.
 
     Args:
         task: with its data.
         size: of a micro-batch.
 
     Returns:
-        Those of the largest of the micro-batches to come; of a task with very many, and for evaluation, those
-        of its longest samples, which no micro-batch exceeds.
+        Those of the largest of its micro-batches; of a task with very many, those of its longest samples,
+        which none exceeds. An evaluation may be cut, but not into less than a sample.
     """
-    longest = _longest(task.data.samples, task.plan.batch_size)
-    found = longest
-    left = batches_left(task)
-    if 0 < left <= MOST_LOOKED_AT and len(set(map(len, (s.input_ids for s in task.data.samples)))) > 1:
-        begin = task.progress.batches
-        found = max((task.lengths_of(batch) for batch in range(begin, begin + left)), key=size)
-    if task.eval_data is not None:  # evaluation may be cut, but not into less than a sample
-        evaluated = _longest(task.eval_data.samples, 1)
-        found = max(found, evaluated, key=size)
-    return found
-
-
-def _longest(samples: Sequence[object], count: int) -> list[int]:
-    lengths = sorted((len(sample.input_ids) for sample in samples), reverse=True)  # type: ignore[attr-defined]
-    return lengths[:count] if count <= len(lengths) else [*lengths, *lengths[: count - len(lengths)]]
+    longest = sorted((len(sample.input_ids) for sample in task.data.samples), reverse=True)
+    count = task.plan.batch_size
+    if task.plan.shuffle:
+        count = min(count, len(longest))
+    found = [(longest * -(-count // len(longest)))[:count]]
+    batches = task.total_steps * task.plan.accumulation
+    if batches <= MOST_LOOKED_AT and longest[0] != longest[-1]:
+        every = [task.lengths_of(batch) for batch in range(batches)]
+        found = [max(every, key=sum), max(every, key=lambda own: sum(length * length for length in own))]
+    if task.eval_data is not None:
+        found.append([max(len(sample.input_ids) for sample in task.eval_data.samples)])
+    return max(found, key=size)

@@ -279,7 +279,7 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
         tasks: with their data, but for those that have ended.
         config: the run's.
     """
-    needs = [need_of(task, 0, (), sum) for task in tasks if task.data.samples]
+    needs = [need_of(task, 0) for task in tasks if task.data.samples]
     slots = TokenBalanced().place(needs, slot_count(config), {})
     lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
     return lengths[:: config.pipeline.micro_batches] or [512]

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from mlora.board import Board
@@ -72,7 +71,9 @@ class Roster:
         self._queue: TaskQueue | None = None
         self._board: Board | None = None
         self._replay: dict[int, dict[str, Any]] = {}
+        self._unfit: dict[str, str] = {}
         self._asked = False
+        self._decided = -1
 
     def named(self, name: str) -> Task | None:
         """The task of a name, if there is one."""
@@ -113,31 +114,37 @@ class Roster:
         Raises:
             RunError: memory ran out.
         """
-        self._look_at(self.alive())
+        self._look_at(self.alive(), entry)
         if entry is not None:
             self._remember(entry)
         self._carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
 
-    def _look_at(self, tasks: Sequence[Task]) -> None:
-        """Learn what tasks need, and refuse those that never fit."""
-        for task in tasks if self._memory else ():
+    def _look_at(self, tasks: Sequence[Task], again: Mapping[str, Any] | None) -> None:
+        """Learn what tasks need, and refuse those that never fit: those of a decision that is made again."""
+        if self._memory is None:
+            return
+        for task in tasks:
             try:
-                self._memory.tasks.know(task)  # type: ignore[union-attr]
-                self._memory.check(task)  # type: ignore[union-attr]
+                self._memory.tasks.know(task)
+                if again is None:
+                    self._memory.check(task)
+                elif task.name in again["unfit"]:
+                    raise ValueError(again["unfit"][task.name])
             except ValueError as error:
-                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+                self._unfit[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
+                self._refuse(task.name, self._unfit[task.name])
 
     def _remember(self, state: Mapping[str, Any]) -> None:
-        """What was learned of the memory, if the run has had a limit."""
-        if self._memory and state["memory"]:
+        """What was learned of the memory, if the run has had a limit, on as many stages."""
+        if self._memory and state["memory"] and len(state["memory"]["base"]) == len(self._memory.base):
             self._memory.load_state(state["memory"])
+            self._memory.estimate.exceeded = False
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of who is admitted, as plain values."""
         return {
-            "taken": self.taken,
-            "admission": asdict(self.admission),
-            "memory": self._memory.state() if self._memory else None,
+            **self._entry(self.admission),
+            "due": self._asked or self._exceeded(),
             "slots": slot_count(self._config),
             "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
         }
@@ -156,6 +163,7 @@ class Roster:
         for task in self.alive() if self._memory else ():
             self._memory.tasks.know(task)  # type: ignore[union-attr]
         self._remember(state)
+        self._asked = state["due"] or state["of"] != journal_key(self._config)
         self.admission = _admission_of(state["admission"])
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
             needs = [need for need in self._needs() if need.name in self.admission.slots]
@@ -188,11 +196,12 @@ class Roster:
         """
         self._queue = queue
         if entries is None:
-            queue.write_entry(iteration, self._entry(self.admission))
+            queue.write_entry(iteration, self._entry(self.admission) | {"at_once": False})
         else:
             self._replay = {number: dict(entry) for number, entry in entries.items()}
+        self._decided = iteration if iteration in queue.entries(iteration - 1) else -1
         queue.changed()
-        self._asked = bool(queue.requests(self.taken))
+        self._asked |= bool(queue.requests(self.taken))
         limit = self._config.scheduler.limit_bytes
         self._board = Board(queue, self._engine, self._memory, limit, self._reporter)
         self.show(now=True)
@@ -215,25 +224,42 @@ class Roster:
         """Say whether somebody may have asked for something; takes microseconds."""
         if self._queue is not None:
             self._asked |= self._queue.changed()
-        self._asked |= self._memory is not None and self._memory.estimate.exceeded
+        self._asked |= self._exceeded()
         return self._asked and not self._replay
 
-    def is_due(self, iteration: int) -> bool:
-        """Say whether there is something to decide at a boundary.
+    def _exceeded(self) -> bool:
+        return self._memory is not None and self._memory.estimate.exceeded
+
+    def minds_ends(self) -> bool:
+        """Say whether there is something to decide when a task ends: what it had serves others."""
+        return self._memory is not None or bool(self.waiting())
+
+    def unsettled(self) -> bool:
+        """Say whether somebody who was admitted does not train, which others may do instead."""
+        running = {task.name for task in self.running()}
+        return self.minds_ends() and not running.issuperset(self.admission.slots)
+
+    def due(self, iteration: int) -> int | None:
+        """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
+
+        The journal has one for each iteration. So a second one at a boundary, `at_once` after the first,
+        counts as that of an iteration in which nobody takes part.
 
         Args:
             iteration: that all groups have made.
         """
         if self._replay:
-            return iteration in self._replay
-        running = {task.name for task in self.running()}
-        return self._asked or (bool(self.waiting()) and not running.issuperset(self.admission.slots))
+            following = self._replay.get(iteration + 1)
+            at_once = iteration not in self._replay and following is not None and following["at_once"]
+            return iteration + at_once if iteration in self._replay or at_once else None
+        return iteration + (iteration == self._decided) if self._asked or self.unsettled() else None
 
-    def decide(self, iteration: int) -> list[Task]:
+    def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
         """Take requests, and decide who is admitted.
 
         Args:
-            iteration: that all groups have made.
+            iteration: that `due` has returned.
+            at_once: whether it is one more than all groups have made.
 
         Returns:
             The tasks that are newly on the engine.
@@ -241,21 +267,21 @@ class Roster:
         Raises:
             RunError: a file cannot be written, or a task's state not be read.
         """
-        self._asked = False
+        self._asked, self._decided = False, iteration
         again = self._replay.pop(iteration, None)
         requests = self._queue.requests(self.taken) if self._queue else []
         for request in requests:
             if again is None or request.number <= again["taken"]:
-                self._take(request)
-        self._asked = bool(requests) and requests[-1].number > self.taken  # what came after the journal
+                self._take(request, again)
         if again is None:
             if self._memory:
                 self._memory.estimate.adopt()
             admission = self._admission()
             if self._queue:
-                self._queue.write_entry(iteration, self._entry(admission))
+                self._queue.write_entry(iteration, self._entry(admission) | {"at_once": at_once})
         else:
             self._remember(again)
+            self._asked = any(request.number > self.taken for request in requests)
             admission = _admission_of(again["admission"])
         new = self._carry_out(admission)
         self.show()
@@ -267,6 +293,7 @@ class Roster:
             "taken": self.taken,
             "admission": asdict(admission),
             "memory": self._memory.state() if self._memory else None,
+            "unfit": self._unfit,
         }
 
     def _admission(self) -> Admission:
@@ -279,23 +306,20 @@ class Roster:
     def _needs(self) -> list[Need]:
         """What the running tasks need, in the order in which they came."""
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
+        if self._memory is None:
+            return [need_of(task, arrivals[task.name]) for task in self.running()]
+        known = self._memory.tasks
         return [
-            need_of(task, arrivals[task.name], self._states(task), partial(self._size, task.name))
+            need_of(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
             for task in self.running()
         ]
 
-    def _states(self, task: Task) -> Sequence[int]:
-        return self._memory.tasks.admitted(task.name) if self._memory else ()
-
-    def _size(self, name: str, lengths: Sequence[int]) -> float:
-        return self._memory.tasks.size(name, lengths) if self._memory else sum(lengths)
-
-    def _take(self, request: Request) -> None:
+    def _take(self, request: Request, again: Mapping[str, Any] | None) -> None:
         """Do what a user asked for, as far as it still can be done."""
         self.taken = request.number
         task = self.named(request.task)
         if request.kind == "submit":
-            self._submit(request)
+            self._submit(request, again)
         elif task is None or not task.alive:
             self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
@@ -307,7 +331,7 @@ class Roster:
             task.progress.state = "running"
             self._reporter.changed(task)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, again: Mapping[str, Any] | None) -> None:
         adapter, datasets = submitted(request)
         if self.named(adapter.name) is not None or adapter.name in self.refused:
             self._reporter.warn(f"{adapter.name}: submitted again under a name that is taken; left out")
@@ -321,7 +345,7 @@ class Roster:
         for line in self._builder.warnings[told:]:
             self._reporter.warn(line)
         self.tasks.append(task)
-        self._look_at([task])
+        self._look_at([task], again)
         if task in self.tasks:
             self._reporter.joined(task, self.tasks)
 
@@ -351,7 +375,6 @@ class Roster:
         try:
             bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
         except ValueError as error:
-            del self.admission.slots[task.name]
             self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
             return False
         except (MemoryError, RuntimeError) as error:
@@ -411,6 +434,8 @@ class Roster:
         """
         if self._memory is None:
             return
+        if not self._engine.memory_after:  # nothing has passed the stages yet
+            return
         among = list(self.admission.slots)
         for one in measured:
             together = [length for own in one.lengths.values() for length in own]
@@ -436,7 +461,7 @@ def journal_key(config: RunConfig) -> str:
         config: the run's.
     """
     adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
-    facts = [slot_count(config), config.scheduler.model_dump(), adapters]
+    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

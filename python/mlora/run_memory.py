@@ -8,12 +8,10 @@ before the first step, and then by what micro-batches are measured to need.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from mlora.config import RunConfig
 from mlora.measured_cut import held_by
-from mlora.needs import largest_lengths
 from mlora.scheduler import Room
 from mlora.scheduler.need import sum_of, within
 from mlora.task_memory import TaskMemory
@@ -114,7 +112,7 @@ class RunMemory:
         """
         room = self.room()
         budget = room.budget(self.tasks.admitted(task.name), 1)
-        lengths = largest_lengths(task, partial(self.tasks.size, task.name))
+        lengths = self.tasks.largest(task)
         if within(self.estimate.activations({task.name: lengths}, [task.name]), budget):
             return
         longest = sorted(lengths, reverse=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlora.config import RunConfig
 from mlora.crew import PartOptions, count_blocks, spans_of
 from mlora.dry_run import DryStage, States
+from mlora.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
 from mlora.scheduler.estimate import DryRun
 from mlora.tasks import Task
@@ -38,6 +40,7 @@ class TaskMemory:
         self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
         self._states: dict[str, list[States]] = {}
         self._longest: dict[str, int] = {}
+        self._largest: dict[str, list[int]] = {}
 
     def know(self, task: Task) -> None:
         """Look at a task's adapter and data.
@@ -69,6 +72,16 @@ class TaskMemory:
             name: of a task that `know` was told of.
         """
         return tuple(state.weights + state.moments for state in self._states[name])
+
+    def largest(self, task: Task) -> list[int]:
+        """Return the sequence lengths of a task's largest micro-batch.
+
+        Args:
+            task: that `know` was told of.
+        """
+        if task.name not in self._largest:
+            self._largest[task.name] = largest_lengths(task, partial(self.size, task.name))
+        return self._largest[task.name]
 
     def size(self, name: str, lengths: Sequence[int]) -> float:
         """Return what a micro-batch of a task alone needs, in bytes, at the stage where that is most.

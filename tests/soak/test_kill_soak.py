@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 from mlora.checkpoint import list_checkpoints, load_checkpoint
 from mlora.run_folder import read_metrics
 
+from tests.mlora.limited_runs import ask, decisions, five_tasks, submission
 from tests.mlora.tiny_run import lines, run_data, save_base, weights, write_run
 
 KILLS = 30
@@ -28,6 +30,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+LIMITED = [sys.executable, str(ROOT / "tests" / "soak" / "limited.py")]
 SLOW = [sys.executable, str(ROOT / "tests" / "soak" / "slow_disk.py")]
 PATIENCE = 300.0  # seconds
 
@@ -69,7 +72,7 @@ class Killed:
         self._at = checkpoint["iteration"] if checkpoint else None
         made = {line["adapter"]: line["step"] for line in read_metrics(self.folder / "metrics.jsonl")}
         for name, step in made.items():
-            saved = checkpoint["tasks"][name]["step"] if checkpoint else 0
+            saved = checkpoint["tasks"].get(name, {"step": 0})["step"] if checkpoint else 0
             # one checkpoint may be on its way to the disk, and the next one almost due
             assert step - saved <= 2 * self.save_steps, name
 
@@ -164,3 +167,56 @@ def test_killed_while_checkpoints_are_written(tmp_path: Path) -> None:
     print(f"kill soak: seed {seed}, {KILLS} kills in {rounds} runs, every one ended bit-equal; while waiting")
     print(f"to {dict(moments)}")
     assert len(moments) >= 3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_killed_while_tasks_wait_and_give_way(tmp_path: Path) -> None:
+    """Two of six tasks fit. One that goes before all others is submitted at a random moment.
+
+    The end is that of a run of the same requests and decisions that nothing has disturbed.
+    """
+    seed = int(time.time())
+    rng = random.Random(seed)
+    data = five_tasks(save_base(tmp_path / "base"), tmp_path)
+    data["defaults"]["save_steps"] = 5
+    for adapter in data["adapters"]:
+        adapter["max_steps"] *= 8
+    config = write_run(tmp_path, data)
+    content = submission(data, tmp_path, "urgent", priority=9, max_steps=20)
+    kills, rounds, gave_way = 0, 0, 0
+    while kills < KILLS:
+        run = Killed(tmp_path / f"killed{rounds}", LIMITED, config, 5)
+        submitted = False
+        while kills < KILLS:
+            process = run.start()
+            try:
+                output, _ = process.communicate(timeout=rng.uniform(3.0, 7.0))
+            except subprocess.TimeoutExpired:
+                if not submitted and (run.folder / "queue.sqlite").exists():
+                    submitted = True
+                    ask(run.folder, "submit", "urgent", content)
+                    time.sleep(rng.uniform(0.0, 0.4))
+                process.kill()
+                run.check_end(process.communicate()[0])
+                run.check_files()
+                kills += 1
+            else:
+                assert process.returncode == 0, output
+                break
+        run_to_end(run)
+        gave_way += sum("urgent" in names for names in decisions(run.folder).values()) > 0
+        whole = Killed(tmp_path / f"whole{rounds}", LIMITED, config, 5)
+        whole.folder.mkdir()
+        for name in ("config.yaml", "queue.sqlite"):
+            shutil.copy(run.folder / name, whole.folder / name)
+        run_to_end(whole)
+        assert_equal(run.folder, whole.folder, seed)
+        assert decisions(run.folder) == decisions(whole.folder)
+        assert not (run.folder / "states").exists()
+        rounds += 1
+    print(
+        f"kill soak: seed {seed}, {kills} kills in {rounds} runs under a limit, in {gave_way} of them tasks"
+    )
+    print("gave way to one that was submitted, every one ended bit-equal to one of the same decisions")
+    assert gave_way
