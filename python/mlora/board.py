@@ -15,7 +15,7 @@ from mlora.scheduler import Admission
 from mlora.task_queue import TaskQueue
 from mlora.tasks import Task
 
-EVERY = 2.0  # seconds: no more often is anything published
+EVERY = 5.0  # seconds: no more often is anything published
 
 
 class Board:
