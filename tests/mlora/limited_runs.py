@@ -21,6 +21,7 @@ from mlora.run import resume
 from mlora.run_memory import RESERVED, RunMemory
 from mlora.scheduler import MemoryEstimate
 from mlora.scheduler.estimate import DryRun
+from mlora.task_memory import TaskMemory
 from mlora.task_queue import TaskQueue
 from mlora.tasks import Task
 
@@ -34,16 +35,16 @@ KNEES = (None, 64, None)
 def replace_memory(patch: pytest.MonkeyPatch) -> None:
     """Let nothing be measured; see this module."""
 
-    def dry_run(self: RunMemory, names: Sequence[str]) -> DryRun:
+    def dry_run(self: TaskMemory, names: Sequence[str]) -> DryRun:
         shapes = [[4], [40], [10] * 8]
         phases = [[1024 * sum(shape), 512 * sum(shape), 0] for shape in shapes]
-        places = len(self.base)
+        places = len(self._stages)
         return DryRun([KNEES] * places, [(s, [p] * places) for s, p in zip(shapes, phases, strict=True)])
 
     patch.setattr(Engine, "used_memory", lambda self: [0] * self.stages)
     patch.setattr(RunMemory, "took", lambda *_: None)
-    patch.setattr(RunMemory, "states", lambda self, task: (TASK,) * len(self.base))
-    patch.setattr(RunMemory, "_dry_run", dry_run)
+    patch.setattr(TaskMemory, "admitted", lambda self, name: (TASK,) * len(self._stages))
+    patch.setattr(TaskMemory, "_dry_run", dry_run)
     patch.setattr(MemoryEstimate, "observe", lambda *_: None)
 
 

@@ -67,9 +67,9 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(tiny_base: Path,
     assert never.name == "first"
     assert "per_device_train_batch_size " in never.verdict
     fits = int(never.verdict.split("per_device_train_batch_size ")[1].split()[0])
-    run = RunMemory(config, memory, [BASE], 0)
-    _, other, _ = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": fits})
-    run.check(other[0])
+    _, tasks, memory = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": fits})
+    memory.know(tasks[0])
+    RunMemory(config, memory, [BASE], 0).check(tasks[0])
     assert fits > 100  # of the longest samples; of others more would
 
 
