@@ -97,7 +97,7 @@ class Board:
         batches: dict[int, dict[str, Sequence[int]]] = {}
         for task in tasks:
             batches.setdefault(admission.slots[task.name], {})[task.name] = self._lengths(task)
-        among = list(admission.slots)
+        among = [task.name for task in tasks]
         sizes = [self._predicted(batch, among, place) for batch in batches.values()]
         held = self._memory.room().held[place]
         states = sum(self._memory.tasks.admitted(task.name)[place] for task in tasks)

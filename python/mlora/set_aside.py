@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,12 @@ def bring_back(engine: Engine, task: Task, group: int, folder: Path) -> None:
         return
     path = folder / task.kept
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):  # torch takes other bytes for an old format, and fails anyhow
+                raise EOFError
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         # torch seeks before the start of a file that was cut short
         named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
         reason = named or "it is damaged or not whole"

@@ -25,7 +25,7 @@ from limited_runs import (
 from mlora.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.evaluation import EvalLoss, evaluate_losses
+from mlora.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.result import RunResult
 from mlora.run import resume, train
 from mlora.tasks import Task
@@ -283,8 +283,8 @@ def test_an_admitted_task_that_cannot_begin_makes_room(
     """Its first evaluation is no number, and it is the only one that is admitted."""
     data["scheduler"]["memory_limit"] = limit_for(1)
 
-    def losses(engine: Engine, tasks: list[Task]) -> dict[str, EvalLoss]:
-        found = evaluate_losses(engine, tasks)
+    def losses(engine: Engine, tasks: list[Task], fits: Fits) -> dict[str, EvalLoss]:
+        found = evaluate_losses(engine, tasks, fits)
         return {name: replace(one, loss=math.nan) if name == "high" else one for name, one in found.items()}
 
     monkeypatch.setattr("mlora.loop.evaluate_losses", losses)
