@@ -57,19 +57,22 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.estimate, self.base = Estimate(), [0]
+        self.tasks = self
+        self._known: dict[str, Any] = {}
 
     def know(self, task: Any) -> None:
-        pass
+        self._known[task.name] = task
 
     def check(self, task: Any) -> None:
         if task.takes + sum(task.next_lengths()) > FREE:
             raise ValueError("is too large")
 
-    def states(self, task: Any) -> tuple[int, ...]:
-        return (task.takes,)
+    def admitted(self, name: str) -> tuple[int, ...]:
+        return (self._known[name].takes,)
 
-    def size(self, name: str, lengths: Any) -> float:
-        return float(sum(lengths))
+    def largest(self, task: Any) -> list[int]:
+        found: list[int] = task.next_lengths()
+        return found
 
     def room(self) -> Room:
         return Room((FREE,))
