@@ -48,6 +48,8 @@ class Estimate:
     def activations(self, lengths: Any, among: Any) -> list[float]:
         return [float(sum(map(sum, lengths.values())))]
 
+    predict = activations
+
     def adopt(self) -> None:
         pass
 
@@ -56,7 +58,7 @@ class FakeMemory:
     """A limit of `FREE`; each task says what its states take."""
 
     def __init__(self) -> None:
-        self.estimate, self.base = Estimate(), [0]
+        self.estimate, self.base, self.reserved = Estimate(), [0], 0
         self.tasks = self
         self._known: dict[str, Any] = {}
 
@@ -69,6 +71,9 @@ class FakeMemory:
 
     def admitted(self, name: str) -> tuple[int, ...]:
         return (self._known[name].takes,)
+
+    def size(self, name: str, lengths: Any) -> float:
+        return float(sum(lengths))
 
     def largest(self, task: Any) -> list[int]:
         found: list[int] = task.next_lengths()
@@ -108,6 +113,9 @@ class FakeQueue:
     def __init__(self) -> None:
         self.asked: list[Request] = []
         self.journal: dict[int, Any] = {}
+
+    def show(self, views: Any, run: Any) -> None:
+        """Nobody looks."""
 
     def requests(self, after: int = 0) -> list[Request]:
         return [request for request in self.asked if request.number > after]
