@@ -151,7 +151,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]
     for path in reversed(paths):
         try:
             payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (OSError, RuntimeError, EOFError, UnicodeDecodeError, pickle.UnpicklingError) as error:
             # torch seeks before the start of a file that was cut short
             named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
             reason = named or "it is damaged or not whole"
