@@ -57,7 +57,7 @@ def measured(engine: Engine, shape: dict[str, list[int]]) -> tuple[tuple[int, ..
     return ticket.measured[0].phases
 
 
-def check(
+def assert_measured_alike(
     source: PreTrainedModel, names: Any, shapes: Any, stages: int = 1, *, exact: bool = True, **more: Any
 ) -> None:
     options = PartOptions(CPU, next(source.parameters()).dtype, more.get("gradient_checkpointing", False))
@@ -78,15 +78,15 @@ def check(
 @pytest.mark.parametrize("window", [None, 16], ids=["llama", "window"])
 def test_a_dry_run_says_what_is_measured(stages: int, checkpointing: bool, window: int | None) -> None:
     source = llama() if window is None else llama(sliding_window=window)
-    check(source, "ab", SHAPES, stages, gradient_checkpointing=checkpointing)
+    assert_measured_alike(source, "ab", SHAPES, stages, gradient_checkpointing=checkpointing)
 
 
 def test_in_bf16() -> None:
-    check(llama().to(torch.bfloat16), "ab", SHAPES)
+    assert_measured_alike(llama().to(torch.bfloat16), "ab", SHAPES)
 
 
 def test_with_a_head_that_is_trained() -> None:
-    check(llama(vocab_size=300), "ac", [{"a": [20, 9], "c": [30]}])
+    assert_measured_alike(llama(vocab_size=300), "ac", [{"a": [20, 9], "c": [30]}])
 
 
 def test_what_torch_cannot_fake_is_refused() -> None:

@@ -46,10 +46,6 @@ class Admission:
     count: int
     budget: tuple[float, ...]
 
-    def members(self, slot: int) -> list[str]:
-        """The tasks of a slot, the first one first."""
-        return [name for name, other in self.slots.items() if other == slot]
-
 
 NOBODY = Admission({}, 1, ())
 
