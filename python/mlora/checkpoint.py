@@ -50,7 +50,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file under a temporary name, make it durable, then give it its name.
 
     Args:

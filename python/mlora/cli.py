@@ -33,6 +33,15 @@ app = typer.Typer(
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's config")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")]
+Overwrite = Annotated[bool, typer.Option(help="replace an earlier run in output_dir")]
+Stages = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="K", help="cut the model over K processes, as --set pipeline.stages=K does"),
+]
+Trace = Annotated[
+    bool,
+    typer.Option("--trace", help="write what the stages did when: trace.json, timeline.png, times.json"),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -51,19 +60,39 @@ def main() -> None:
 def train(
     run: RunFile,
     set_: Overrides = None,
-    overwrite: Annotated[bool, typer.Option(help="replace an earlier run in output_dir")] = False,
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="K", help="cut the model over K processes, as --set pipeline.stages=K does"
-        ),
-    ] = None,
-    trace: Annotated[
-        bool,
-        typer.Option("--trace", help="write what the stages did when: trace.json, timeline.png, times.json"),
-    ] = False,
+    overwrite: Overwrite = False,
+    stages: Stages = None,
+    trace: Trace = False,
 ) -> None:
     """Train every adapter of RUN.yaml together."""
+    start("train", run, set_, overwrite=overwrite, stages=stages, trace=trace)
+
+
+@app.command()
+def sweep(
+    run: RunFile,
+    set_: Overrides = None,
+    overwrite: Overwrite = False,
+    stages: Stages = None,
+    trace: Trace = False,
+) -> None:
+    """Search for the best hyperparameters: trials are adapters that train together."""
+    start("sweep", run, set_, overwrite=overwrite, stages=stages, trace=trace)
+
+
+def start(
+    name: str, run: Path, set_: list[str] | None, *, overwrite: bool, stages: int | None, trace: bool
+) -> None:
+    """Begin a new run, as the commands `train` and `sweep` do.
+
+    Args:
+        name: of the command.
+        run: the run's YAML.
+        set_: overrides.
+        overwrite: an earlier run may be replaced.
+        stages: into how many the model is cut.
+        trace: write what they did when.
+    """
     with command(goes_on=True):
         from mlora.config_file import load_config
 
@@ -72,9 +101,12 @@ def train(
             raise RunError(f"--stages {stages}: --set {given[-1]} says something else; give one of them")
         settings = [*(set_ or []), *([f"pipeline.stages={stages}"] if stages else [])]
         config = load_config(run, settings)
+        if (config.sweep is not None) != (name == "sweep"):
+            what = "holds a sweep" if config.sweep else "holds no sweep"
+            raise RunError(f"{run}: {what}; start it with `mlora {'sweep' if config.sweep else 'train'}`")
         overrides = [word for setting in settings for word in ("--set", setting)]
         flags = [*(["--overwrite"] if overwrite else []), *(["--trace"] if trace else [])]
-        start_stages(config, ["train", str(run), *overrides, *flags], overwrite=overwrite)
+        start_stages(config, [name, str(run), *overrides, *flags], overwrite=overwrite)
         begin()
         from mlora.run import train
 
@@ -456,12 +488,21 @@ def finish(result: RunResult) -> None:
     from mlora.status import how_to_go_on
     from mlora.task_queue import has_news
 
-    print_rows(result_table(result.summary()))
+    folder = RunFolder(result.output_dir)
+    sweep = folder.read_config().sweep
+    if sweep:
+        from mlora.sweep.ranking import rank_trials, ranked_table
+
+        print_rows(ranked_table(rank_trials(folder, sweep), sweep))
+        if folder.best.is_dir():
+            print(f"best: {folder.best}")
+    else:
+        print_rows(result_table(result.summary()))
     if result.status == "interrupted":
         print(f"interrupted; continue with: mlora resume {result.output_dir}")
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
-        if has_news(RunFolder(result.output_dir).queue):
+        if has_news(folder.queue):
             print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
         elif result.status == "paused":
             paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]

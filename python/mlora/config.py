@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PrivateAttr,
     ValidationInfo,
@@ -24,28 +22,16 @@ from pydantic import (
 
 from mlora.hub import is_hub_id
 from mlora.lora_fields import check_lora
+from mlora.paths import resolve_path
+from mlora.strict import Strict
+from mlora.sweep.settings import SweepConfig
 
 MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 WITH_PROMPTS = ("prompt_completion", "alpaca")
 
 
-def _resolve(value: str, info: ValidationInfo) -> str:
-    try:
-        path = (Path((info.context or {}).get("folder", ".")) / Path(value).expanduser()).resolve()
-        path.exists()
-    except OSError as error:  # a name that is too long, a folder that is closed
-        raise ValueError(f"{value} cannot be reached: {error.strerror}") from error
-    except RuntimeError as error:
-        raise ValueError(f"{value}: there is no such user's folder") from error
-    return str(path)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class TrainingFields(_Strict):
+class TrainingFields(Strict):
     """What may stand under ``defaults`` and be overridden by an adapter.
 
     Steps that are given as a fraction below 1 (``warmup_steps``, ``eval_steps``, ``logging_steps``,
@@ -135,7 +121,7 @@ class AdapterConfig(TrainingFields):
     @field_validator("init_from")
     @classmethod
     def _init_from(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else _resolve(value, info)
+        return None if value is None else resolve_path(value, info)
 
     @model_validator(mode="after")
     def _needs(self) -> AdapterConfig:
@@ -156,7 +142,7 @@ class AdapterConfig(TrainingFields):
         return self
 
 
-class DatasetConfig(_Strict):
+class DatasetConfig(Strict):
     """A named jsonl file and how its lines are read.
 
     What is trained is what TRL's ``SFTTrainer`` trains on such data:
@@ -179,10 +165,10 @@ class DatasetConfig(_Strict):
     @field_validator("path")
     @classmethod
     def _path(cls, value: str, info: ValidationInfo) -> str:
-        return _resolve(value, info)
+        return resolve_path(value, info)
 
 
-class SchedulerConfig(_Strict):
+class SchedulerConfig(Strict):
     """Which tasks run at once: as many as the memory holds; without a limit, all of them.
 
     ``memory_limit`` is what a stage's process may have resident on a CPU, and its allocator hold on a GPU.
@@ -208,7 +194,7 @@ class SchedulerConfig(_Strict):
         return None if self.memory_limit is None else parse_size(self.memory_limit)
 
 
-class PipelineConfig(_Strict):
+class PipelineConfig(Strict):
     """How the model lies on devices, and what fills them.
 
     ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
@@ -240,7 +226,7 @@ class PipelineConfig(_Strict):
         return self
 
 
-class RunConfig(_Strict):
+class RunConfig(Strict):
     """A whole run, resolved: paths are absolute and every adapter holds all of its training fields.
 
     Example:
@@ -250,7 +236,7 @@ class RunConfig(_Strict):
     ``base_gemm`` is the library that multiplies by the frozen weights on a CPU; none is measured, and the
     resolved config of a run names the one that it was trained with, since rounding depends on it.
     ``pack_base`` keeps those weights in oneDNN's own layouts too, which then multiplies: faster, for about
-    three times their memory.
+    three times their memory. A run with a ``sweep`` has no adapters of its own: trials come while it goes.
     """
 
     base_model: str = Field(min_length=1)
@@ -265,7 +251,8 @@ class RunConfig(_Strict):
     save_total_limit: int = Field(default=2, ge=1)
     defaults: TrainingFields = TrainingFields()
     datasets: list[DatasetConfig] = Field(min_length=1)
-    adapters: list[AdapterConfig] = Field(min_length=1)
+    sweep: SweepConfig | None = None
+    adapters: list[AdapterConfig]
     scheduler: SchedulerConfig = SchedulerConfig()
     pipeline: PipelineConfig = PipelineConfig()
     _folder: str = PrivateAttr(default=".")
@@ -276,9 +263,15 @@ class RunConfig(_Strict):
         return str((Path(self._folder) / self.base_model).resolve())
 
     @property
+    def at_once(self) -> int:
+        """How many tasks of its own the run trains at once at most: all, or the places of its sweep."""
+        return min(self.sweep.places, self.sweep.count) if self.sweep else len(self.adapters)
+
+    @property
     def inputs(self) -> list[str]:
         """Files and folders that the run reads."""
         folders = [adapter.init_from for adapter in self.adapters if adapter.init_from]
+        folders += self.sweep.folders if self.sweep else []
         return [*(dataset.path for dataset in self.datasets), *folders, self.base_model]
 
     def model_post_init(self, context: Any) -> None:
@@ -291,17 +284,31 @@ class RunConfig(_Strict):
     def _fill_adapters(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        defaults, adapters = data.get("defaults"), data.get("adapters")
-        if not isinstance(defaults, dict) or not isinstance(adapters, list):
-            return data
-        known = {key: value for key, value in defaults.items() if key in TrainingFields.model_fields}
-        filled = [{**known, **adapter} if isinstance(adapter, dict) else adapter for adapter in adapters]
-        return {**data, "adapters": filled}
+        defaults, adapters, sweep = data.get("defaults"), data.get("adapters"), data.get("sweep")
+        fields = defaults if isinstance(defaults, dict) else {}
+        known = {key: value for key, value in fields.items() if key in TrainingFields.model_fields}
+        filled = dict(data)
+        if isinstance(adapters, list):
+            filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in adapters]
+        if isinstance(sweep, dict):
+            filled.setdefault("adapters", [])
+            if isinstance(sweep.get("adapter"), dict):
+                filled["sweep"] = {**sweep, "adapter": {**known, **sweep["adapter"]}}
+        return filled
+
+    @field_validator("adapters")
+    @classmethod
+    def _some_adapters(cls, value: list[AdapterConfig], info: ValidationInfo) -> list[AdapterConfig]:
+        if not value and info.data.get("sweep", ...) is None:
+            raise ValueError("must not be empty")
+        if value and info.data.get("sweep") is not None:
+            raise ValueError("a run with a sweep makes its own; remove adapters, or sweep")
+        return value
 
     @field_validator("base_model")
     @classmethod
     def _base_model(cls, value: str, info: ValidationInfo) -> str:
-        folder = _resolve(value, info)
+        folder = resolve_path(value, info)
         if Path(folder).is_dir():
             return folder
         if Path(folder).is_file():
@@ -314,7 +321,7 @@ class RunConfig(_Strict):
     @field_validator("output_dir")
     @classmethod
     def _output_dir(cls, value: str, info: ValidationInfo) -> str:
-        return _resolve(value, info)
+        return resolve_path(value, info)
 
     @field_validator("device")
     @classmethod
@@ -334,7 +341,7 @@ class RunConfig(_Strict):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
-        replicas, count = self.pipeline.replicas, len(self.adapters)
+        replicas, count = self.pipeline.replicas, self.at_once
         if replicas > count:
             raise ValueError(
                 f"pipeline.replicas: is {replicas}, but each trains adapters of its own and there are {count}"

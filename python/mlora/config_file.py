@@ -19,7 +19,9 @@ from mlora.config import (
     TrainingFields,
 )
 from mlora.errors import RunError, first_line
-from mlora.lora_fields import LoraKeyError, nearest
+from mlora.lora_fields import nearest
+from mlora.strict import KeyPathError
+from mlora.sweep.settings import SweepConfig
 
 MODELS: dict[str, type[BaseModel]] = {
     "defaults": TrainingFields,
@@ -27,6 +29,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "datasets": DatasetConfig,
     "scheduler": SchedulerConfig,
     "pipeline": PipelineConfig,
+    "sweep": SweepConfig,
 }
 
 
@@ -210,9 +213,32 @@ def resolve_config(
         RunError: one line for each fault.
     """
     try:
-        return RunConfig.model_validate(data, context={"folder": str(folder)})
+        config = RunConfig.model_validate(data, context={"folder": str(folder)})
     except ValidationError as error:
         raise RunError("\n".join(_explain(error, data, where, given or {}))) from error
+    if config.sweep is not None:
+        _check_trials(config, config.sweep, where)
+    return config
+
+
+def _check_trials(config: RunConfig, sweep: SweepConfig, where: str) -> None:
+    """Check the fields of a sweep's trials as if some of them stood in the config."""
+    whole = config.model_dump() | {"sweep": None, "adapters": sweep.samples()}
+    whole["pipeline"]["replicas"] = 1
+    leaves = list(sweep.space)
+
+    def renamed(match: re.Match[str]) -> str:
+        path = match[1]
+        searched = any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves)
+        return f"sweep.{'search' if searched else 'adapter'}{'.' if path else ''}{path}"
+
+    try:
+        RunConfig.model_validate(whole)
+    except ValidationError as error:
+        lines = [
+            re.sub(r"adapters\[\d+\]\.?([\w.]*)", renamed, line) for line in _explain(error, whole, where, {})
+        ]
+        raise RunError("\n".join(dict.fromkeys(lines))) from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -229,8 +255,8 @@ def _explain(
         if _comes_from_defaults(location, data):
             continue
         cause = fault.get("ctx", {}).get("error")
-        if isinstance(cause, LoraKeyError):
-            location += cause.key.split(".")
+        if isinstance(cause, KeyPathError):
+            location += cause.key.split(".") if cause.key else []
         starts = (tuple(location[:end]) for end in range(len(location), 0, -1))
         source = next((given[start] for start in starts if start in given), where)
         lines.append(": ".join(part for part in (source, _path(location), _message(fault, location)) if part))

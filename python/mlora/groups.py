@@ -68,7 +68,7 @@ def slot_count(config: RunConfig) -> int:
     Args:
         config: the run's.
     """
-    return min(group_count(config), len(config.adapters))
+    return min(group_count(config), config.at_once)
 
 
 class Rounds:

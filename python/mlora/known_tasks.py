@@ -8,8 +8,8 @@ from typing import Any
 
 from mlora.task_queue import Kind, Request, TaskQueue
 
-ENDED = ("finished", "stopped", "cancelled", "refused")
-_BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
+ENDED = ("finished", "stopped", "cancelled", "pruned", "refused")
+_BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled", "prune": "pruned"}
 
 
 @dataclass
@@ -20,7 +20,8 @@ class KnownTask:
         name: its name.
         priority: in the run's YAML, or in its own.
         state: ``running`` (the run may be dead), ``waiting`` for memory, ``queued`` where the run has not
-            taken its submission, ``paused``, ``finished``, ``stopped``, ``cancelled`` or ``refused``.
+            taken its submission, ``paused``, ``finished``, ``stopped``, ``cancelled``, ``pruned`` or
+            ``refused``.
         max_steps: as far as its submission says.
         asked: what was asked of it that the run has not taken, beside its submission.
         view: what the run has published of it.

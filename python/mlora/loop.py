@@ -27,6 +27,7 @@ from mlora.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.set_aside import StateFiles
 from mlora.stages import less_memory
+from mlora.sweep.outcome import write_outcome
 from mlora.tasks import Task
 from mlora.traffic import Ticket
 
@@ -140,15 +141,25 @@ class TrainingLoop:
             RunError: a file cannot be written.
         """
         tasks = self._roster.tasks
-        failed = bool(self._roster.refused) or any(task.progress.state == "stopped" for task in tasks)
-        status: Status = "failed" if failed else "finished"
+        status: Status = "failed" if self._failed() else "finished"
         if self._roster.alive():
             status = "interrupted" if self._roster.running() else "paused"
         self._roster.show(now=True)
         result = self._write_summary(status, caught)
         names = [task.name for task in tasks]
-        plot_losses(self._folder.plot, names, read_metrics(self._folder.metrics))
+        records = read_metrics(self._folder.metrics)
+        if names:
+            plot_losses(self._folder.plot, names, records)
+        if self._run.config.sweep:
+            write_outcome(self._folder, self._run.config.sweep)
         return result
+
+    def _failed(self) -> bool:
+        """Whether a task was refused or stopped; that of a trial is a result, unless all trials are."""
+        states = [task.progress.state for task in self._roster.tasks]
+        if self._run.config.sweep:
+            return "finished" not in states
+        return bool(self._roster.refused) or "stopped" in states
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
         done = {task.name: adapter_result(task) for task in self._roster.tasks}

@@ -7,6 +7,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mlora.strict import KeyPathError
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -31,18 +33,6 @@ def nearest(word: str, words: list[str], what: str = "known keys") -> str:
     if not close:
         close = [known for known in words if word.startswith(known) and len(word) <= len(known) + 2][:1]
     return f"did you mean {close[0]!r}?" if close else f"{what}: {', '.join(words)}"
-
-
-class LoraKeyError(ValueError):
-    """A fault of one key of a ``lora`` block.
-
-    Attributes:
-        key: the key at fault.
-    """
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
-        self.key = key
 
 
 # The fields of PEFT's LoraConfig, written down because importing PEFT takes seconds; a test compares them.
@@ -105,19 +95,19 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
         The same values.
 
     Raises:
-        LoraKeyError: an unknown key (with the nearest name), a rank below 1, an alpha of 0, a dropout outside
+        KeyPathError: an unknown key (with the nearest name), a rank below 1, an alpha of 0, a dropout outside
             ``[0, 1)`` or a value of the wrong type.
     """
     for key, value in values.items():
         if key not in CHOICES and key not in NOTES:
-            raise LoraKeyError(str(key), f"unknown key; {nearest(str(key), CHOICES)}")
+            raise KeyPathError(str(key), f"unknown key; {nearest(str(key), CHOICES)}")
         if key in NOTES and value != NOTES[key]:
-            raise LoraKeyError(key, "says nothing that a run could follow; remove the key")
+            raise KeyPathError(key, "says nothing that a run could follow; remove the key")
     _check_rank("r", values.get("r", 8))
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = values.get(key) or {}
         if not isinstance(pattern, dict):
-            raise LoraKeyError(key, f"must be a mapping from module name to number, got {pattern!r}")
+            raise KeyPathError(key, f"must be a mapping from module name to number, got {pattern!r}")
         for module, value in pattern.items():
             _check_pattern(key, module)
             (_check_rank if key == "rank_pattern" else _check_alpha)(f"{key}.{module}", value)
@@ -125,10 +115,10 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
     dropout = values.get("lora_dropout", 0.0)
     _check_number("lora_dropout", dropout)
     if not 0 <= dropout < 1:
-        raise LoraKeyError("lora_dropout", f"must be at least 0 and below 1, got {dropout}")
+        raise KeyPathError("lora_dropout", f"must be at least 0 and below 1, got {dropout}")
     for key in ("use_rslora", "fan_in_fan_out", "use_dora"):
         if not isinstance(values.get(key, False), bool):
-            raise LoraKeyError(key, f"must be true or false, got {values[key]!r}")
+            raise KeyPathError(key, f"must be true or false, got {values[key]!r}")
     for key in ("target_modules", "exclude_modules"):
         _check_modules(key, values.get(key))
     return values
@@ -136,28 +126,28 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_rank(key: str, value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise LoraKeyError(key, f"a rank must be a whole number of at least 1, got {value!r}")
+        raise KeyPathError(key, f"a rank must be a whole number of at least 1, got {value!r}")
     if value >= 2**31:
-        raise LoraKeyError(key, f"a rank must be below 2^31, got {value}")
+        raise KeyPathError(key, f"a rank must be below 2^31, got {value}")
 
 
 def _check_alpha(key: str, value: Any) -> None:
     _check_number(key, value)
     if value == 0:
-        raise LoraKeyError(key, "must not be 0, which scales the adapter away: nothing would be trained")
+        raise KeyPathError(key, "must not be 0, which scales the adapter away: nothing would be trained")
 
 
 def _check_number(key: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise LoraKeyError(key, f"must be a number, got {value!r}")
+        raise KeyPathError(key, f"must be a number, got {value!r}")
 
 
 def _check_modules(key: str, value: Any) -> None:
     names = value if isinstance(value, list) else [value]
     if value is not None and not all(isinstance(name, str) and name for name in names):
-        raise LoraKeyError(key, f"must be a name, a pattern or a list of names, got {value!r}")
+        raise KeyPathError(key, f"must be a name, a pattern or a list of names, got {value!r}")
     if value == []:
-        raise LoraKeyError(key, "must not be empty")
+        raise KeyPathError(key, "must not be empty")
     if isinstance(value, str):
         _check_pattern(key, value)
 
@@ -166,7 +156,7 @@ def _check_pattern(key: str, value: Any) -> None:
     try:
         re.compile(str(value))
     except re.error as error:
-        raise LoraKeyError(key, f"{value!r} is not a regular expression: {error}") from error
+        raise KeyPathError(key, f"{value!r} is not a regular expression: {error}") from error
 
 
 def build_lora(values: dict[str, Any]) -> LoraConfig:

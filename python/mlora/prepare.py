@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -32,6 +32,9 @@ from mlora.submission import submitted
 from mlora.task_memory import TaskMemory, dry_stages
 from mlora.task_queue import Request
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
+
+if TYPE_CHECKING:
+    from mlora.sweep.trials import Sweep
 
 
 class Prepared:
@@ -99,14 +102,15 @@ def prepare(
     _tell(faults, reporter)
     for line in builder.warnings:
         reporter.warn(line)
-    if not tasks:
+    if not tasks and not config.sweep:
         raise RunError("every adapter was refused; nothing to train")
+    sweep = _sweep(config)
     with ExitStack() as unless_prepared:
         with warnings_to(reporter):
             engine = make_engine(config, tasks, member, trace)
             unless_prepared.callback(engine.close)
             memory = run_memory(config, engine)
-            roster = Roster(config, engine, builder, tasks, refused | faults, reporter, memory)
+            roster = Roster(config, engine, builder, tasks, refused | faults, reporter, memory, sweep)
             if checkpoint:
                 for task in roster.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:
@@ -117,10 +121,18 @@ def prepare(
                 unless_prepared.pop_all()
                 return Prepared(config, base, engine, roster, checkpoint["iteration"], checkpoint["seconds"])
             roster.start(entry)
-        if not roster.tasks:
+        if not roster.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
     return Prepared(config, base, engine, roster)
+
+
+def _sweep(config: RunConfig) -> Sweep | None:
+    if config.sweep is None:
+        return None
+    from mlora.sweep.trials import Sweep  # imports Optuna
+
+    return Sweep(config)
 
 
 def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
@@ -164,7 +176,7 @@ def _tasks(
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     faults: dict[str, str] = {}
     tasks: list[Task] = []
-    came = [submitted(request) for request in requests if request.kind == "submit"]
+    came = [submitted(r) for r in requests if r.kind == "submit" and r.task not in refused]
     own: list[tuple[AdapterConfig, list[DatasetConfig]]] = [(adapter, []) for adapter in config.adapters]
     for adapter, datasets in [*own, *came]:
         if adapter.name in refused or any(task.name == adapter.name for task in tasks):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlora.board import Board
 from mlora.config import RunConfig
@@ -15,6 +13,7 @@ from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.groups import Group, slot_count
+from mlora.journal import Journal, journal_key
 from mlora.needs import need_of
 from mlora.report import Reporter
 from mlora.run_folder import RunFolder
@@ -26,6 +25,9 @@ from mlora.submission import submitted
 from mlora.task_queue import Request, TaskQueue
 from mlora.tasks import State, Task, TaskBuilder
 from mlora.traffic import Measured
+
+if TYPE_CHECKING:
+    from mlora.sweep.trials import Sweep
 
 
 class Roster:
@@ -43,6 +45,7 @@ class Roster:
         refused: why others were not taken, by name.
         reporter: told of what happens.
         memory: knows its limit; none = there is no limit.
+        sweep: fills its places with tasks; none = there is none.
 
     Attributes:
         tasks: all but the refused.
@@ -60,20 +63,19 @@ class Roster:
         refused: Mapping[str, str],
         reporter: Reporter,
         memory: RunMemory | None = None,
+        sweep: Sweep | None = None,
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
-        self._memory = memory
+        self._memory, self._sweep = memory, sweep
         self.admission: Admission = NOBODY
         self.taken = 0
         self._config, self._engine, self._builder, self._reporter = config, engine, builder, reporter
         self._folder = RunFolder(config.output_dir)
         self._packing = PACKINGS[config.scheduler.packing]
-        self._queue: TaskQueue | None = None
+        self._journal: Journal | None = None
         self._board: Board | None = None
-        self._replay: dict[int, dict[str, Any]] = {}
         self._unfit: dict[str, str] = {}
         self._asked = False
-        self._decided = -1
 
     def named(self, name: str) -> Task | None:
         """The task of a name, if there is one."""
@@ -147,6 +149,7 @@ class Roster:
             "due": self._asked or self._exceeded(),
             "slots": slot_count(self._config),
             "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
+            "sweep": self._sweep.state() if self._sweep else None,
         }
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
@@ -163,6 +166,8 @@ class Roster:
         for task in self.alive() if self._memory else ():
             self._memory.tasks.know(task)  # type: ignore[union-attr]
         self._remember(state)
+        if self._sweep:
+            self._sweep.load_state(state["sweep"], self.tasks)
         self._asked = state["due"] or state["of"] != journal_key(self._config)
         self.admission = _admission_of(state["admission"])
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
@@ -194,13 +199,9 @@ class Roster:
         Raises:
             RunError: the queue cannot be written.
         """
-        self._queue = queue
         if entries is None:
             queue.write_entry(iteration, self._entry(self.admission) | {"at_once": False})
-        else:
-            self._replay = {number: dict(entry) for number, entry in entries.items()}
-        self._decided = iteration if iteration in queue.entries(iteration - 1) else -1
-        queue.changed()
+        self._journal = Journal(queue, iteration, entries or {})
         self._asked |= bool(queue.requests(self.taken))
         limit = self._config.scheduler.limit_bytes
         self._board = Board(queue, self._engine, self._memory, limit, self._reporter)
@@ -218,21 +219,25 @@ class Roster:
     @property
     def stops(self) -> list[int]:
         """Iterations at which decisions are to be made again."""
-        return list(self._replay)
+        return self._journal.stops if self._journal else []
 
     def asked(self) -> bool:
-        """Say whether somebody may have asked for something; takes microseconds."""
-        if self._queue is not None:
-            self._asked |= self._queue.changed()
+        """Say whether there may be something to decide; takes microseconds."""
+        if self._journal is not None:
+            self._asked |= self._journal.queue.changed()
         self._asked |= self._exceeded()
-        return self._asked and not self._replay
+        return self._wanted() and not self.stops
+
+    def _wanted(self) -> bool:
+        return self._asked or (self._sweep is not None and self._sweep.due())
 
     def _exceeded(self) -> bool:
         return self._memory is not None and self._memory.estimate.exceeded
 
     def minds_ends(self) -> bool:
         """Say whether there is something to decide when a task ends: what it had serves others."""
-        return self._memory is not None or bool(self.waiting())
+        more = self._sweep is not None and self._sweep.left > 0
+        return self._memory is not None or more or bool(self.waiting())
 
     def unsettled(self) -> bool:
         """Say whether somebody who was admitted does not train, which others may do instead."""
@@ -242,17 +247,13 @@ class Roster:
     def due(self, iteration: int) -> int | None:
         """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
 
-        The journal has one for each iteration. So a second one at a boundary, `at_once` after the first,
-        counts as that of an iteration in which nobody takes part.
+        See :class:`mlora.journal.Journal`.
 
         Args:
             iteration: that all groups have made.
         """
-        if self._replay:
-            following = self._replay.get(iteration + 1)
-            at_once = iteration not in self._replay and following is not None and following["at_once"]
-            return iteration + at_once if iteration in self._replay or at_once else None
-        return iteration + (iteration == self._decided) if self._asked or self.unsettled() else None
+        assert self._journal is not None
+        return self._journal.due(iteration, wanted=self._wanted() or self.unsettled())
 
     def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
         """Take requests, and decide who is admitted.
@@ -267,25 +268,38 @@ class Roster:
         Raises:
             RunError: a file cannot be written, or a task's state not be read.
         """
-        self._asked, self._decided = False, iteration
-        again = self._replay.pop(iteration, None)
-        requests = self._queue.requests(self.taken) if self._queue else []
-        for request in requests:
-            if again is None or request.number <= again["taken"]:
-                self._take(request, again)
-        if again is None:
-            if self._memory:
-                self._memory.estimate.adopt()
-            admission = self._admission()
-            if self._queue:
-                self._queue.write_entry(iteration, self._entry(admission) | {"at_once": at_once})
-        else:
-            self._remember(again)
-            self._asked = any(request.number > self.taken for request in requests)
-            admission = _admission_of(again["admission"])
+        assert self._journal is not None
+        self._asked = False
+        again = self._journal.take(iteration)
+        behind = self._sweep.judge() if self._sweep else []
+        with self._journal.together():
+            requests = self._journal.queue.requests(self.taken)
+            for request in requests:
+                if again is None or request.number <= again["taken"]:
+                    self._take(request, again)
+            if again is None:
+                admission = self._decide_anew(behind)
+                self._journal.write(iteration, self._entry(admission), at_once=at_once)
+            else:
+                self._remember(again)
+                self._asked = any(request.number > self.taken for request in requests)
+                admission = _admission_of(again["admission"])
         new = self._carry_out(admission)
         self.show()
         return new
+
+    def _decide_anew(self, behind: list[str]) -> Admission:
+        """Carry out what the sweep wishes, and decide who is admitted.
+
+        Args:
+            behind: trials that are to be pruned.
+        """
+        assert self._journal is not None
+        for wish in self._sweep.wishes(behind) if self._sweep else ():
+            self._take(self._journal.ask(*wish), None)
+        if self._memory:
+            self._memory.estimate.adopt()
+        return self._admission()
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
         return {
@@ -324,6 +338,8 @@ class Roster:
             self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
             self._end(task, "cancelled", "")
+        elif request.kind == "prune":
+            self._end(task, "pruned", "fell behind the other trials")
         elif request.kind == "pause" and task.progress.state == "running":
             task.progress.state = "paused"
             self._reporter.changed(task)
@@ -332,15 +348,18 @@ class Roster:
             self._reporter.changed(task)
 
     def _submit(self, request: Request, again: Mapping[str, Any] | None) -> None:
-        adapter, datasets = submitted(request)
-        if self.named(adapter.name) is not None or adapter.name in self.refused:
-            self._reporter.warn(f"{adapter.name}: submitted again under a name that is taken; left out")
+        name, task = request.task, None
+        if self.named(name) is not None or name in self.refused:
+            self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
             return
         told = len(self._builder.warnings)
         try:
-            task = self._builder.build(adapter, datasets)
+            task = self._builder.build(*submitted(request))
         except RunError as error:
-            self._refuse(adapter.name, str(error))
+            self._refuse(name, str(error))
+        if self._sweep and "trial" in request.content:
+            self._reporter.note(f"{name}: {self._sweep.begun(request.content['trial'], task)}")
+        if task is None:
             return
         for line in self._builder.warnings[told:]:
             self._reporter.warn(line)
@@ -352,12 +371,16 @@ class Roster:
     def _refuse(self, name: str, message: str) -> None:
         self.tasks = [task for task in self.tasks if task.name != name]
         self.refused[name] = message
+        if self._sweep:
+            self._sweep.taken_off(name)
         self._reporter.fault(f"{name}: refused: {message}")
 
     def _end(self, task: Task, state: State, message: str) -> None:
         if task.name in self._engine.adapters:
             self._engine.remove_adapter(task.name)
         task.progress.state, task.progress.message, task.kept = state, message, None
+        if self._sweep:
+            self._sweep.taken_off(task.name, pruned=state == "pruned")
         self._reporter.changed(task)
 
     def _carry_out(self, admission: Admission) -> list[Task]:
@@ -452,17 +475,6 @@ class _NoLimit:
 
 
 NO_LIMIT = _NoLimit()
-
-
-def journal_key(config: RunConfig) -> str:
-    """Name what decisions depend on beside tasks that come: they are made again only where it is the same.
-
-    Args:
-        config: the run's.
-    """
-    adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
-    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _admission_of(values: Mapping[str, Any]) -> Admission:

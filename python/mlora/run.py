@@ -10,12 +10,12 @@ from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
 from mlora.config_file import load_config
 from mlora.errors import RunError
+from mlora.journal import journaled
 from mlora.loop import TrainingLoop, catch_signals
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, prepare
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
-from mlora.roster import journal_key
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.stages import Member, check_replicas
 from mlora.task_queue import TaskQueue, has_news
@@ -34,6 +34,7 @@ FREE = {
     "pipeline",
     "scheduler",
     "priority",
+    "places",
 }
 
 
@@ -129,7 +130,7 @@ def resume(
                 check_replicas(config, member)
                 with TaskQueue(folder.queue) as queue:
                     begun = checkpoint["iteration"] if checkpoint else -1
-                    entries = _journaled(queue, config, begun)
+                    entries = journaled(queue, config, begun)
                     first = entries.pop(0, None) if checkpoint is None else None
                     prepared = _measured(
                         _continued(config, folder, checkpoint, reporter, member, queue, first)
@@ -178,15 +179,6 @@ def _continued(
     taken = checkpoint["roster"]["taken"]
     requests = [request for request in queue.requests() if request.number <= taken]
     return prepare(config, reporter, checkpoint, member, requests=requests)
-
-
-def _journaled(queue: TaskQueue, config: RunConfig, after: int) -> dict[int, dict[str, Any]]:
-    """What was decided after a checkpoint; it is forgotten where the run is another one now."""
-    entries = queue.entries(after)
-    if all(entry["of"] == journal_key(config) for entry in entries.values()):
-        return entries
-    queue.forget_entries(after)
-    return {}
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:

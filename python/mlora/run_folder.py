@@ -23,6 +23,8 @@ from mlora.result import AdapterResult
 
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
+    r"|\.?sweep\.(csv|png)(\.tmp)?"
+    r"|\.?best(\.tmp)?(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.pt(\.tmp)?)?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
@@ -56,6 +58,9 @@ class RunFolder:
         self.states = self.path / "states"
         self.plot = self.path / "loss.png"
         self.summary = self.path / "summary.json"
+        self.trials = self.path / "sweep.csv"
+        self.trials_plot = self.path / "sweep.png"
+        self.best = self.path / "best"
 
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
         """Check that a new run may be written here and no process is at work, changing nothing.
@@ -158,9 +163,9 @@ class RunFolder:
         try:
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
             queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
-            for file in (self.plot, self.summary, *traces, *queue):
+            for file in (self.plot, self.summary, self.trials, self.trials_plot, *traces, *queue):
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.adapters, self.states):
+            for folder in (self.checkpoints, self.adapters, self.states, self.best):
                 if folder.exists():
                     shutil.rmtree(folder)
         except OSError as error:
@@ -183,7 +188,7 @@ class RunFolder:
             RunError: the folder cannot be written.
         """
         try:
-            write_file(self.config, lambda file: _discard(file.write(dump_config(config).encode())))
+            write_file(self.config, lambda file: file.write(dump_config(config).encode()))
         except OSError as error:
             raise RunError(f"output_dir: {self.path} cannot be written: {error.strerror}") from error
 
@@ -195,7 +200,7 @@ class RunFolder:
         """
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         try:
-            write_file(self.summary, lambda file: _discard(file.write(text.encode())))
+            write_file(self.summary, lambda file: file.write(text.encode()))
         except OSError as error:
             raise RunError(f"{self.summary}: cannot be saved: {error.strerror}") from error
 
@@ -226,10 +231,6 @@ class RunFolder:
         except (RunError, OSError):
             return False
         return summary is not None and summary["status"] == "running" and written >= since
-
-
-def _discard(_: object) -> None:
-    return None
 
 
 class Metrics:

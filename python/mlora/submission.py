@@ -7,9 +7,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.config_file import read_yaml, resolve_config
-from mlora.errors import RunError
+from mlora.errors import RunError, first_fault, first_line
 from mlora.task_queue import Request
 
 
@@ -100,5 +102,6 @@ def submitted(request: Request) -> tuple[AdapterConfig, list[DatasetConfig]]:
         adapter = AdapterConfig.model_validate(request.content["adapter"])
         datasets = [DatasetConfig.model_validate(entry) for entry in request.content["datasets"]]
     except (KeyError, ValueError) as error:
-        raise RunError(f"{request.task}: its submission cannot be read: {error}") from error
+        reason = first_fault(error) if isinstance(error, ValidationError) else first_line(error)
+        raise RunError(f"{request.task}: its submission cannot be read: {reason}") from error
     return adapter, datasets

@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 from mlora.errors import RunError
 
-Kind = Literal["submit", "cancel", "pause", "unpause"]
-VERSION = 1
+Kind = Literal["submit", "cancel", "pause", "unpause", "prune"]
+VERSION = 2
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process keeps it; try again when that has ended",
@@ -47,7 +47,7 @@ class Request:
 
     Args:
         number: grows from request to request.
-        kind: ``submit``, ``cancel``, ``pause`` or ``unpause``.
+        kind: ``submit``, ``cancel``, ``pause`` or ``unpause``, or a sweep's own ``prune``.
         task: whose.
         content: of a submission, the task's resolved config.
         at: seconds since 1970.

@@ -19,7 +19,7 @@ from mlora.sampler import BatchPlan, derive_seed
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-State = Literal["running", "paused", "finished", "stopped", "cancelled"]
+State = Literal["running", "paused", "finished", "stopped", "cancelled", "pruned"]
 ALIVE = ("running", "paused")
 
 
@@ -29,7 +29,8 @@ class Progress:
 
     Args:
         state: ``running``, even while it waits for memory; ``paused`` by its user; ``finished`` (all steps or
-            an early stop); ``stopped`` (a fault while training); ``cancelled`` by its user.
+            an early stop); ``stopped`` (a fault while training); ``cancelled`` by its user; ``pruned`` by the
+            sweep whose trial it is.
         message: why it was stopped, or that it stopped early.
         batches: micro-batches taken.
         step: optimizer steps made.

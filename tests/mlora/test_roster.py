@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,10 @@ class FakeQueue:
     def changed(self) -> bool:
         return True
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
+
     def entries(self, after: int = -1) -> dict[int, Any]:
         return self.journal
 
@@ -145,6 +151,8 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     config = SimpleNamespace(
         output_dir="nowhere",
         adapters=[SimpleNamespace(name=name, priority=0) for name in coming],
+        sweep=None,
+        at_once=len(coming),
         scheduler=SchedulerConfig(memory_limit=1, policy=policy),
         pipeline=SimpleNamespace(processes=1, stages=1, replicas=1, schedule="lorapp"),
     )

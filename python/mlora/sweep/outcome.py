@@ -1,0 +1,66 @@
+"""What a sweep leaves in its run's folder: ``sweep.csv``, ``sweep.png`` and ``best``, a PEFT folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlora.checkpoint import sync_folder, write_file
+from mlora.errors import RunError
+from mlora.run_folder import RunFolder
+from mlora.sweep.plot import plot_trials
+from mlora.sweep.ranking import RankedTrial, rank_trials
+from mlora.sweep.settings import SweepConfig
+
+
+def write_outcome(folder: RunFolder, sweep: SweepConfig) -> None:
+    """Write the table, the plot and the best adapter, as far as there are trials.
+
+    Args:
+        folder: the run's.
+        sweep: of its config.
+
+    Raises:
+        RunError: a file cannot be read or written.
+    """
+    trials = rank_trials(folder, sweep)
+    try:
+        write_file(folder.trials, lambda file: file.write(_csv(trials, sweep).encode()))
+        if trials and trials[0].rank == 1:
+            _copy(folder.adapters / trials[0].name, folder.best)
+    except OSError as error:
+        raise RunError(f"{error.filename or folder.trials}: cannot be saved: {error.strerror}") from error
+    plot_trials(folder.trials_plot, trials, sweep)
+
+
+def _csv(trials: Sequence[RankedTrial], sweep: SweepConfig) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["rank", "trial", "state", "step", sweep.metric, "seconds", *sweep.space])
+    for trial in trials:
+        facts = [trial.rank, trial.name, trial.state, trial.step, trial.value, trial.seconds]
+        writer.writerow([*facts, *(_cell(trial.params.get(path)) for path in sweep.space)])
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder; what is at its target stays until the copy is whole."""
+    scratch = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch)
+    for file in scratch.iterdir():
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(scratch, target)
+    sync_folder(target.parent)

@@ -1,0 +1,117 @@
+"""``sweep.png``: the losses of a sweep's trials over their steps, and their metric over each parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlora.checkpoint import write_file
+from mlora.errors import RunError
+from mlora.sweep.ranking import RankedTrial
+from mlora.sweep.settings import SweepConfig
+from mlora.sweep.space import Choice, Leaf
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {"finished": "tab:blue", "pruned": "tab:orange"}
+_BEST = "tab:red"
+_LONGEST = 18  # letters of a choice
+
+
+def plot_trials(path: Path, trials: Sequence[RankedTrial], sweep: SweepConfig) -> None:
+    """Draw the trials of a sweep.
+
+    Args:
+        path: the PNG file to write.
+        trials: ranked.
+        sweep: whose.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = 1 + len(sweep.space)
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows + 0.4), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    _curves(panels[0], trials)
+    for axes, (name, leaf) in zip(panels[1:], sweep.space.items(), strict=False):
+        _parameter(axes, name, leaf, trials, sweep.metric)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    handles = {
+        label: handle
+        for axes in panels[:count]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside upper right", ncols=4, fontsize=8, frameon=False
+        )
+    try:
+        write_file(path, lambda file: canvas.print_png(file))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
+
+
+def _kind(trial: RankedTrial) -> tuple[str, str]:
+    """The color of a trial, and what it is called."""
+    if trial.rank == 1:
+        return _BEST, f"best: {trial.name}"
+    if trial.state in _COLORS:
+        return _COLORS[trial.state], trial.state
+    return "tab:gray", "others"
+
+
+def _curves(axes: Axes, trials: Sequence[RankedTrial]) -> None:
+    for trial in reversed(trials):  # the best on top
+        if trial.curve:
+            color, label = _kind(trial)
+            best = trial.rank == 1
+            axes.plot(
+                *zip(*trial.curve, strict=True),
+                "o-",
+                color=color,
+                label=label,
+                markersize=3,
+                linewidth=2.0 if best else 1.0,
+                alpha=1.0 if best else 0.5,
+            )
+    axes.set_xlabel("optimizer step", fontsize=9)
+    axes.set_ylabel("eval_loss", fontsize=9)
+    _finish(axes)
+
+
+def _parameter(axes: Axes, name: str, leaf: Leaf, trials: Sequence[RankedTrial], metric: str) -> None:
+    texts = list(leaf.values) if isinstance(leaf, Choice) else []
+    values = list(leaf.values.values()) if isinstance(leaf, Choice) else []
+    for trial in reversed(trials):
+        value = trial.params.get(name)
+        if trial.value is None or name not in trial.params or (metric != "eval_loss" and not trial.rank):
+            continue
+        color, label = _kind(trial)
+        place = float(values.index(value) if values else value)  # type: ignore[arg-type]
+        size = 60 if trial.rank == 1 else 25
+        axes.scatter([place], [trial.value], s=size, color=color, alpha=0.8, label=label)
+    if isinstance(leaf, Choice):
+        shown = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for text in texts]
+        crowded = sum(map(len, shown)) > 40
+        axes.set_xticks(range(len(texts)), shown, rotation=20 if crowded else 0)
+        axes.set_xlim(-0.5, len(texts) - 0.5)
+    elif leaf.log:
+        axes.set_xscale("log")
+    axes.set_xlabel(name, fontsize=9)
+    axes.set_ylabel(metric, fontsize=9)
+    _finish(axes)
+
+
+def _finish(axes: Axes) -> None:
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)

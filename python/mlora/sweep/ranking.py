@@ -1,0 +1,134 @@
+"""What came of a sweep's trials, from the files of its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlora.run_folder import RunFolder, read_metrics
+from mlora.sweep.settings import SweepConfig
+from mlora.task_queue import TaskQueue
+
+
+@dataclass(frozen=True)
+class RankedTrial:
+    """A trial and what came of it.
+
+    Args:
+        rank: from 1, among those that are finished; none of others.
+        name: of its adapter.
+        state: of its task.
+        step: optimizer steps made.
+        value: the sweep's metric after its last step; of a trial that has not finished, or not yet, the
+            ``eval_loss`` that was measured last.
+        seconds: wall time in training.
+        params: values of the search space by their paths.
+        curve: steps, and ``eval_loss`` after them.
+        message: why it was refused, stopped or pruned.
+    """
+
+    rank: int | None
+    name: str
+    state: str
+    step: int
+    value: float | None
+    seconds: float
+    params: Mapping[str, Any]
+    curve: Sequence[tuple[int, float]]
+    message: str
+
+
+def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
+    """Rank the trials of a sweep.
+
+    Args:
+        folder: the run's.
+        sweep: of its config.
+
+    Returns:
+        The finished ones, the best first; then the others, those that came furthest first.
+
+    Raises:
+        RunError: a file of the run is missing or cannot be read.
+    """
+    summary = folder.read_summary() or {"adapters": {}}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for record in read_metrics(folder.metrics):
+        if "eval_loss" in record:
+            curves.setdefault(record["adapter"], []).append((record["step"], record["eval_loss"]))
+    trials = []
+    for name, params in _params(folder, sweep).items():
+        entry = summary["adapters"].get(name)
+        if entry is not None:
+            trials.append(_trial(name, params, entry, curves.get(name, []), sweep.metric))
+    sign = 1 if sweep.metric == "eval_loss" else -1
+    finished = [trial for trial in trials if trial.state == "finished" and trial.value is not None]
+    finished.sort(key=lambda trial: sign * (trial.value or 0.0))
+    others = sorted((trial for trial in trials if trial not in finished), key=lambda trial: -trial.step)
+    places = {trial.name: place for place, trial in enumerate(finished, 1)}
+    return [RankedTrial(**{**vars(trial), "rank": places.get(trial.name)}) for trial in [*finished, *others]]
+
+
+def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:
+    """The values of each trial that the run has begun, by its name."""
+    space = sweep.space
+    if not folder.queue.is_file():
+        return {}
+    with TaskQueue(folder.queue) as queue:
+        requests = queue.requests()
+    return {
+        request.task: {
+            path: space[path].value(param)
+            for path, param in request.content["trial"]["params"].items()
+            if path in space
+        }
+        for request in requests
+        if "trial" in request.content
+    }
+
+
+def _trial(
+    name: str,
+    params: Mapping[str, Any],
+    entry: Mapping[str, Any],
+    curve: Sequence[tuple[int, float]],
+    metric: str,
+) -> RankedTrial:
+    value = entry[metric]["after"] if entry["state"] == "finished" else None
+    if value is None and curve:
+        value = curve[-1][1]
+    return RankedTrial(
+        None,
+        name,
+        entry["state"],
+        entry["step"],
+        value,
+        entry["seconds"],
+        params,
+        curve,
+        entry["message"],
+    )
+
+
+def ranked_table(trials: Sequence[RankedTrial], sweep: SweepConfig) -> list[list[str]]:
+    """Return the rows of a sweep's table, titles first.
+
+    Args:
+        trials: ranked.
+        sweep: whose.
+    """
+    rows = [["rank", "trial", "state", "step", sweep.metric, *sweep.space]]
+    for trial in trials:
+        value = "" if trial.value is None else f"{trial.value:.4f}"
+        values = [shown(trial.params.get(path)) for path in sweep.space]
+        rows.append([str(trial.rank or ""), trial.name, trial.state, str(trial.step), value, *values])
+    return rows
+
+
+def shown(value: Any) -> str:
+    """Return a value of a search space as text: numbers in short, lists as JSON."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,208 @@
+"""The search space of a sweep: what may stand under ``search``, which mirrors the fields of an adapter.
+
+A leaf is ``{choice: [...]}``, or ``{low: , high: }`` with ``log`` or ``step``; whole bounds draw whole
+numbers. The parameters of a trial are named by their paths, such as ``lora.r``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlora.strict import KeyPathError
+
+Number = int | float
+Param = int | float | str
+"""What Optuna knows of a value: a number, or the text of a choice."""
+
+LEAF_KEYS = {"choice", "low", "high", "log", "step"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values of any kind.
+
+    Args:
+        values: by their text.
+    """
+
+    values: Mapping[str, Any]
+
+    def value(self, param: Param) -> Any:
+        """Return the value that a parameter stands for."""
+        return self.values[str(param)]
+
+    def grid(self) -> list[Param]:
+        """Return all parameters."""
+        return list(self.values)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number between two bounds, both of them included.
+
+    Args:
+        low: a whole number where whole numbers are drawn.
+        high: likewise.
+        log: drawn evenly over the logarithm.
+        step: from `low`; none = any number.
+    """
+
+    low: Number
+    high: Number
+    log: bool = False
+    step: Number | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether whole numbers are drawn."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def value(self, param: Param) -> Number:
+        """Return the value that a parameter stands for."""
+        return int(param) if self.whole else float(param)
+
+    def grid(self) -> list[Param] | None:
+        """Return all parameters; none where they cannot be counted."""
+        step = self.step or (1 if self.whole and not self.log else None)
+        if step is None:
+            return None
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        return [self.low + index * step for index in range(count)]
+
+
+Leaf = Choice | Range
+Space = dict[str, Leaf]
+"""The leaves of a search space by their paths, in their order."""
+
+
+def read_space(search: Mapping[str, Any]) -> Space:
+    """Return the leaves of what stands under ``search``.
+
+    Args:
+        search: nested as the fields of an adapter are.
+
+    Raises:
+        KeyPathError: it is empty, or something in it is neither a leaf nor a mapping of leaves.
+    """
+    space = dict(_leaves("", search))
+    if not space:
+        raise KeyPathError("", "must not be empty")
+    return space
+
+
+def _leaves(path: str, node: Any) -> Iterator[tuple[str, Leaf]]:
+    if not isinstance(node, Mapping) or not node:
+        if not path:
+            return
+        raise KeyPathError(
+            path,
+            f"must be {{choice: [...]}} or {{low: , high: }}, got {node!r}; what is fixed stands in adapter",
+        )
+    if LEAF_KEYS.isdisjoint(node) or not path:
+        for key, inner in node.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), inner)
+        return
+    unknown = [str(key) for key in node if key not in LEAF_KEYS]
+    if unknown:
+        raise KeyPathError(f"{path}.{unknown[0]}", "unknown key; known keys: choice, or low, high, log, step")
+    yield path, _choice(path, node) if "choice" in node else _range(path, node)
+
+
+def _choice(path: str, node: Mapping[str, Any]) -> Choice:
+    if len(node) > 1:
+        raise KeyPathError(path, "choice stands alone, without low, high, log and step")
+    values = node["choice"]
+    if not isinstance(values, list) or not values:
+        raise KeyPathError(f"{path}.choice", f"must be a list of values, got {values!r}")
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    if twice is not None:
+        raise KeyPathError(f"{path}.choice", f"{twice} stands twice")
+    return Choice(dict(zip(texts, values, strict=True)))
+
+
+def _range(path: str, node: Mapping[str, Any]) -> Range:
+    for key in ("low", "high"):
+        if key not in node:
+            raise KeyPathError(f"{path}.{key}", "is missing")
+    for key in ("low", "high", "step"):
+        value = node.get(key)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise KeyPathError(f"{path}.{key}", f"must be a number, got {value!r}")
+    low, high, step, log = node["low"], node["high"], node.get("step"), node.get("log", False)
+    if type(log) is not bool:
+        raise KeyPathError(f"{path}.log", f"must be true or false, got {log!r}")
+    if low > high:
+        raise KeyPathError(f"{path}.high", f"must be at least low, {low}, got {high}")
+    if log and low <= 0:
+        raise KeyPathError(f"{path}.low", f"must be above 0 with log, got {low}")
+    if log and step is not None:
+        raise KeyPathError(f"{path}.step", "does not go with log")
+    if step is not None and step <= 0:
+        raise KeyPathError(f"{path}.step", f"must be above 0, got {step}")
+    found = Range(low, high, log, step)
+    if found.whole and type(step) is float:
+        raise KeyPathError(f"{path}.step", f"must be a whole number, as low and high are, got {step}")
+    return found
+
+
+def grid_size(space: Space) -> int | None:
+    """Return how many combinations a space has; none where they cannot be counted.
+
+    Args:
+        space: of the sweep.
+    """
+    sizes = [leaf.grid() for leaf in space.values()]
+    counted = [len(grid) for grid in sizes if grid is not None]
+    return math.prod(counted) if len(counted) == len(sizes) else None
+
+
+def grid_point(space: Space, number: int) -> dict[str, Param]:
+    """Return a combination of a space that can be counted; the last parameter changes first.
+
+    Args:
+        space: of the sweep.
+        number: below `grid_size`.
+    """
+    grids = [leaf.grid() or [] for leaf in space.values()]
+    chosen = next(itertools.islice(itertools.product(*grids), number, None))
+    return dict(zip(space, chosen, strict=True))
+
+
+def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Param]) -> dict[str, Any]:
+    """Return the fields of an adapter with those of a trial.
+
+    Args:
+        fields: of the sweep's ``adapter``.
+        space: of the sweep.
+        params: of the trial.
+    """
+    filled: dict[str, Any] = json.loads(json.dumps(fields))
+    for path, param in params.items():
+        *parents, last = path.split(".")
+        node = filled
+        for key in parents:
+            if not isinstance(node.get(key), dict):
+                node[key] = {}
+            node = node[key]
+        node[last] = space[path].value(param)
+    return filled
+
+
+def corners(space: Space) -> Iterator[dict[str, Param]]:
+    """Yield combinations in which each value of each parameter stands at least once: bounds, and choices.
+
+    Args:
+        space: of the sweep.
+    """
+    ends = {
+        path: leaf.grid() or [] if isinstance(leaf, Choice) else [leaf.low, leaf.high]
+        for path, leaf in space.items()
+    }
+    for turn in range(max(map(len, ends.values()))):
+        yield {path: values[min(turn, len(values) - 1)] for path, values in ends.items()}

@@ -1,0 +1,177 @@
+"""The trials of a sweep as Optuna knows them: who is proposed, and who is pruned.
+
+What is proposed is a function of the trials before it and of the trial's number: each has a sampler with a
+seed of its own, so that a run that was killed goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from mlora.errors import RunError, first_line
+from mlora.sampler import derive_seed
+from mlora.sweep.settings import SweepConfig
+from mlora.sweep.space import Choice, Leaf, grid_point
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
+End = Literal["complete", "pruned", "fail"]
+
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}  # which grid never asks
+_PRUNERS = {
+    "none": "NopPruner",
+    "median": "MedianPruner",
+    "percentile": "PercentilePruner",
+    "successive_halving": "SuccessiveHalvingPruner",
+    "hyperband": "HyperbandPruner",
+}
+
+
+class Study:
+    """Optuna's study, held in memory.
+
+    Args:
+        sweep: the sweep.
+        seed: of the run.
+        trials: what `state` gave, of a run that goes on.
+
+    Raises:
+        RunError: Optuna refuses ``sampler_kwargs`` or ``pruner_kwargs``.
+    """
+
+    def __init__(self, sweep: SweepConfig, seed: int, trials: Sequence[Mapping[str, Any]] = ()) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._sweep, self._seed, self._space = sweep, seed, sweep.space
+        self._distributions = {path: _distribution(leaf) for path, leaf in self._space.items()}
+        direction = StudyDirection.MINIMIZE if sweep.metric == "eval_loss" else StudyDirection.MAXIMIZE
+        self._study = optuna.create_study(
+            direction=direction, sampler=self._sampler(0), pruner=self._pruner(), study_name="sweep"
+        )
+        for trial in trials:
+            self._add(trial)
+
+    def __len__(self) -> int:
+        """Return how many trials there are."""
+        return len(self._study.get_trials(deepcopy=False))
+
+    def propose(self) -> dict[str, Any]:
+        """Begin the next trial.
+
+        Returns:
+            Plain values: its ``number``, its ``params`` by their paths, and what Optuna keeps of it.
+        """
+        number = len(self)
+        if self._sweep.sampler == "grid":
+            trial = {"number": number, "params": grid_point(self._space, number), "attributes": {}}
+            self.begin(trial)
+            return trial
+        self._study.sampler = self._sampler(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            params = self._study.ask(self._distributions).params
+        attributes = self._frozen(number).system_attrs
+        return {"number": number, "params": dict(params), "attributes": dict(attributes)}
+
+    def begin(self, trial: Mapping[str, Any]) -> None:
+        """Begin a trial that was proposed before, in an earlier part of the run.
+
+        Args:
+            trial: what `propose` returned; one that has begun is left as it is.
+        """
+        if trial["number"] == len(self):
+            self._add({**trial, "state": "running", "value": None, "reports": {}})
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Report a trial's evaluation.
+
+        Args:
+            number: of a trial that runs.
+            step: optimizer steps made.
+            value: its ``eval_loss``.
+
+        Returns:
+            Whether the trial is to be pruned.
+        """
+        trial = optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
+        trial.report(value, step)
+        return trial.should_prune()
+
+    def end(self, number: int, state: End, value: float | None = None) -> None:
+        """End a trial.
+
+        Args:
+            number: of a trial that runs.
+            state: how.
+            value: its metric, of one that is complete.
+        """
+        self._study.tell(number, value, state=TrialState[state.upper()])
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return all trials as plain values."""
+        return [
+            {
+                "number": trial.number,
+                "params": dict(trial.params),
+                "attributes": dict(trial.system_attrs),
+                "state": trial.state.name.lower(),
+                "value": trial.value,
+                "reports": [list(report) for report in trial.intermediate_values.items()],
+            }
+            for trial in self._study.get_trials(deepcopy=False)
+        ]
+
+    def _add(self, trial: Mapping[str, Any]) -> None:
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState[trial["state"].upper()],
+                value=trial["value"],
+                params=dict(trial["params"]),
+                distributions=self._distributions,
+                system_attrs=dict(trial["attributes"]),
+                intermediate_values=dict(trial["reports"]),
+            )
+        )
+
+    def _frozen(self, number: int) -> optuna.trial.FrozenTrial:
+        return self._study.get_trials(deepcopy=False)[number]
+
+    def _sampler(self, number: int) -> BaseSampler:
+        kwargs = {"seed": derive_seed(self._seed, f"trial {number}") % 2**32, **self._sweep.sampler_kwargs}
+        made: BaseSampler = _made(optuna.samplers, _SAMPLERS[self._sweep.sampler], kwargs, "sampler_kwargs")
+        return made
+
+    def _pruner(self) -> BasePruner:
+        kwargs = self._sweep.pruner_kwargs
+        made: BasePruner = _made(optuna.pruners, _PRUNERS[self._sweep.pruner], kwargs, "pruner_kwargs")
+        return made
+
+
+def _made(module: Any, name: str, kwargs: Mapping[str, Any], key: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is experimental
+        try:
+            return getattr(module, name)(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise RunError(f"sweep.{key}: Optuna's {name} refuses: {first_line(error)}") from error
+
+
+def _distribution(leaf: Leaf) -> BaseDistribution:
+    if isinstance(leaf, Choice):
+        return CategoricalDistribution(list(leaf.values))
+    if leaf.whole:
+        return IntDistribution(int(leaf.low), int(leaf.high), log=leaf.log, step=int(leaf.step or 1))
+    return FloatDistribution(leaf.low, leaf.high, log=leaf.log, step=leaf.step)

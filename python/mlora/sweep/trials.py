@@ -1,0 +1,160 @@
+"""The trials of a sweep in its run: which tasks they are, and what the run asks of itself for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mlora.config import RunConfig
+from mlora.sweep.ranking import shown
+from mlora.sweep.space import with_params
+from mlora.sweep.study import Study
+from mlora.task_queue import Kind
+from mlora.tasks import Task
+
+
+class Wish(NamedTuple):
+    """What a sweep asks of its run.
+
+    Args:
+        kind: ``prune`` or ``submit``.
+        task: whose.
+        content: of the request.
+    """
+
+    kind: Kind
+    task: str
+    content: Mapping[str, Any]
+
+
+class Sweep:
+    """Fills the places of a sweep with trials.
+
+    At an iteration boundary it first judges what has come of its trials, then says what it wishes. A run that
+    makes decisions again judges at the same boundaries, and the wishes come from its journal.
+
+    Args:
+        config: of a run with a sweep.
+
+    Raises:
+        RunError: Optuna refuses what the config says.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.sweep is not None
+        self._sweep, self._seed = config.sweep, config.seed
+        self._study = Study(config.sweep, config.seed)
+        self._judged: dict[str, int] = {}
+        self._open: dict[str, Task] = {}
+
+    @property
+    def left(self) -> int:
+        """How many trials are still to begin."""
+        return self._sweep.count - len(self._study)
+
+    def due(self) -> bool:
+        """Say whether there is something to judge, or a place is free for a trial; takes microseconds."""
+        if self.left and len(self._open) < self._sweep.places:
+            return True
+        return any(not task.alive or self._new(name, task) for name, task in self._open.items())
+
+    def _new(self, name: str, task: Task) -> bool:
+        evaluations = task.progress.evaluations
+        return bool(evaluations) and evaluations[-1]["step"] > self._judged[name]
+
+    def begun(self, trial: Mapping[str, Any], task: Task | None) -> str:
+        """Take note of a trial that the run has taken.
+
+        Args:
+            trial: of its request.
+            task: of the trial; none = it was refused.
+
+        Returns:
+            A line that says what it tries.
+        """
+        self._study.begin(trial)
+        if task is None:
+            self._study.end(trial["number"], "fail")
+        else:
+            self._open[task.name], self._judged[task.name] = task, 0
+        values = {path: self._sweep.space[path].value(param) for path, param in trial["params"].items()}
+        return ", ".join(f"{path} {shown(value)}" for path, value in values.items())
+
+    def taken_off(self, name: str, *, pruned: bool = False) -> None:
+        """Take note of a trial that does not train any more: it was refused, cancelled or pruned.
+
+        Args:
+            name: of any task.
+            pruned: whether it was.
+        """
+        if name in self._open:
+            self._study.end(_number(name), "pruned" if pruned else "fail")
+            del self._open[name], self._judged[name]
+
+    def judge(self) -> list[str]:
+        """Look at what has come of the trials since the last time.
+
+        Returns:
+            The names of those that are to be pruned.
+        """
+        behind = []
+        for name, task in list(self._open.items()):
+            late = self._reports(name, task)
+            if not task.alive:
+                self._end(task)
+                del self._open[name], self._judged[name]
+            elif late:
+                behind.append(name)
+        return behind
+
+    def _reports(self, name: str, task: Task) -> bool:
+        """Report a trial's new evaluations after steps, and say whether it falls behind."""
+        new = [entry for entry in task.progress.evaluations if entry["step"] > self._judged[name]]
+        if new:
+            self._judged[name] = new[-1]["step"]
+        return any([self._study.report(_number(name), entry["step"], entry["eval_loss"]) for entry in new])
+
+    def _end(self, task: Task) -> None:
+        evaluations = task.progress.evaluations
+        value = evaluations[-1].get(self._sweep.metric) if evaluations else None
+        if task.progress.state == "finished" and value is not None:
+            self._study.end(_number(task.name), "complete", value)
+        else:
+            self._study.end(_number(task.name), "fail")
+
+    def wishes(self, behind: list[str]) -> Iterator[Wish]:
+        """Yield what the sweep asks of its run; each is carried out before the next.
+
+        Args:
+            behind: what `judge` returned.
+        """
+        for name in behind:
+            if name in self._open:  # nobody has cancelled it meanwhile
+                yield Wish("prune", name, {})
+        while self.left and len(self._open) < self._sweep.places:
+            yield self._submission(self._study.propose())
+
+    def _submission(self, trial: Mapping[str, Any]) -> Wish:
+        name = self._sweep.trial_name(trial["number"])
+        fields = with_params(self._sweep.adapter, self._sweep.space, trial["params"])
+        adapter = {"seed": self._seed, **fields, "name": name}
+        return Wish("submit", name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, as plain values."""
+        return {"trials": self._study.state(), "judged": dict(self._judged)}
+
+    def load_state(self, state: Mapping[str, Any], tasks: Iterable[Task]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: what `state` gave.
+            tasks: of the run.
+        """
+        self._study = Study(self._sweep, self._seed, state["trials"])
+        self._judged = dict(state["judged"])
+        self._open = {task.name: task for task in tasks if task.name in self._judged}
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
