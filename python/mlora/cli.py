@@ -157,9 +157,13 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             roster.refused |= {task.name: task.verdict for task in plan.never}
         if roster.refused:
             raise RunError(
-                f"{run}: {len(roster.refused)} of {len(config.adapters)} adapters would be refused"
+                f"{run}: {len(roster.refused)} of {len(prepared.config.adapters)} adapters would be refused"
             )
-        print(f"{run}: {len(roster.tasks)} adapters are ready to train")
+        if config.sweep:
+            places = f"{config.sweep.count} trials, {config.at_once} at once"
+            print(f"{run}: a sweep of {places}; {len(roster.tasks)} samples of its search space are ready")
+        else:
+            print(f"{run}: {len(roster.tasks)} adapters are ready to train")
 
 
 @app.command()

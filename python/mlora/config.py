@@ -23,7 +23,7 @@ from pydantic import (
 from mlora.hub import is_hub_id
 from mlora.lora_fields import check_lora
 from mlora.paths import resolve_path
-from mlora.strict import Strict
+from mlora.strict import KeyPathError, Strict
 from mlora.sweep.settings import SweepConfig
 
 MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
@@ -267,6 +267,13 @@ class RunConfig(Strict):
         """How many tasks of its own the run trains at once at most: all, or the places of its sweep."""
         return min(self.sweep.places, self.sweep.count) if self.sweep else len(self.adapters)
 
+    def with_samples(self) -> dict[str, Any]:
+        """Return the plain values of a run that has some of a sweep's trials as adapters, in its place."""
+        assert self.sweep is not None
+        whole = self.model_dump() | {"sweep": None, "adapters": self.sweep.samples()}
+        whole["pipeline"]["replicas"] = 1
+        return whole
+
     @property
     def inputs(self) -> list[str]:
         """Files and folders that the run reads."""
@@ -292,8 +299,6 @@ class RunConfig(Strict):
             filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in adapters]
         if isinstance(sweep, dict):
             filled.setdefault("adapters", [])
-            if isinstance(sweep.get("adapter"), dict):
-                filled["sweep"] = {**sweep, "adapter": {**known, **sweep["adapter"]}}
         return filled
 
     @field_validator("adapters")
@@ -341,6 +346,11 @@ class RunConfig(Strict):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
+        if self.sweep:
+            try:
+                self.sweep.check_evaluations(self.defaults.model_dump())
+            except KeyPathError as error:
+                raise KeyPathError(f"sweep.{error.key}", str(error)) from None
         replicas, count = self.pipeline.replicas, self.at_once
         if replicas > count:
             raise ValueError(

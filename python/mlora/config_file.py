@@ -223,8 +223,7 @@ def resolve_config(
 
 def _check_trials(config: RunConfig, sweep: SweepConfig, where: str) -> None:
     """Check the fields of a sweep's trials as if some of them stood in the config."""
-    whole = config.model_dump() | {"sweep": None, "adapters": sweep.samples()}
-    whole["pipeline"]["replicas"] = 1
+    whole = config.with_samples()
     leaves = list(sweep.space)
 
     def renamed(match: re.Match[str]) -> str:
@@ -290,6 +289,8 @@ def _message(fault: Any, location: Sequence[Any]) -> str:
     if kind == "too_short":
         return "must not be empty"
     text = fault["msg"].replace("Input should be", "must be")
+    if kind == "dict_type":
+        text = "must be keys and values"
     if kind == "model_type":
         keys = list(MODELS[str(location[0])].model_fields) if location[0] in MODELS else []
         some = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")

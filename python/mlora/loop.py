@@ -148,8 +148,7 @@ class TrainingLoop:
         result = self._write_summary(status, caught)
         names = [task.name for task in tasks]
         records = read_metrics(self._folder.metrics)
-        if names:
-            plot_losses(self._folder.plot, names, records)
+        plot_losses(self._folder.plot, names, records)
         if self._run.config.sweep:
             write_outcome(self._folder, self._run.config.sweep)
         return result

@@ -19,7 +19,7 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
 
     Args:
         path: the PNG file to write.
-        names: the adapters, in the order of their panels.
+        names: the adapters, in the order of their panels; where there are none, nothing is drawn.
         records: lines of ``metrics.jsonl``.
 
     Raises:
@@ -28,6 +28,8 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if not names:
+        return
     columns = math.ceil(math.sqrt(len(names)))
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(max(3.2 * columns, 6), max(2.4 * rows, 4)), layout="constrained")

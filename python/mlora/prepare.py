@@ -328,8 +328,8 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
         reporter: told of warnings and of adapters that would be refused.
 
     Returns:
-        The run as it would begin, with all adapters whatever its memory limit; its engine is closed. And what
-        it will need of memory, where that can be predicted: on a CPU.
+        The run as it would begin, with all adapters whatever its memory limit, or samples of a sweep's
+        trials; its engine is closed. And what it will need of memory, where that can be predicted: on a CPU.
 
     Raises:
         RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
@@ -338,7 +338,10 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     folder = RunFolder(config.output_dir)
     folder.check_writable()
     if folder.holds_something():
-        reporter.warn(f"output_dir: {folder.path} is not empty; `mlora train` will ask for --overwrite")
+        reporter.warn(f"output_dir: {folder.path} is not empty; a new run will ask for --overwrite")
+    if config.sweep is not None:
+        _sweep(config)
+        config = RunConfig.model_validate(config.with_samples())
     before = used_memory(torch.device("cpu"))
     unlimited = config.scheduler.model_copy(update={"memory_limit": None})
     prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter)

@@ -17,8 +17,9 @@ class SweepConfig(Strict):
     """A search for the best values of an adapter's fields: each trial is an adapter of the run.
 
     ``adapter`` holds what all trials have in common: what stands below ``adapters`` for one task, without a
-    name. ``search`` is nested as these fields are and says what differs, see :mod:`mlora.sweep.space`.
-    ``places`` trials train at once; as soon as one has ended or was pruned, the next takes its place.
+    name; they have the run's ``seed`` where it says none. ``search`` is nested as these fields are and says
+    what differs, see :mod:`mlora.sweep.space`. ``places`` trials train at once; as soon as one has ended or
+    was pruned, the next takes its place.
 
     ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``: all combinations in turn.
     ``pruner``, one of Optuna's, ends trials whose ``eval_loss`` falls behind, judged after each evaluation.
@@ -71,6 +72,23 @@ class SweepConfig(Strict):
             for number, point in points
         ]
 
+    def check_evaluations(self, defaults: dict[str, Any]) -> None:
+        """Check that trials are evaluated as the sweep needs it.
+
+        Args:
+            defaults: fields of adapters where ``adapter`` says nothing.
+
+        Raises:
+            KeyPathError: they are not.
+        """
+        given = {**defaults, **self.adapter, **self.search}
+        if given.get("eval_dataset") is None:
+            raise KeyPathError("adapter.eval_dataset", "is missing; trials are ranked by it")
+        if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:
+            raise KeyPathError("adapter.eval_exact_match", "must be true; trials are ranked by it")
+        if self.pruner != "none" and given.get("eval_steps") is None:
+            raise KeyPathError("adapter.eval_steps", "is missing; the pruner judges at each evaluation")
+
     @field_validator("adapter")
     @classmethod
     def _adapter(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
@@ -103,13 +121,6 @@ class SweepConfig(Strict):
             raise KeyPathError("trials", f"is {self.trials}, but the grid has {size} combinations")
         if self.trials is None and size and size > MOST_TRIALS:
             raise KeyPathError("search", f"the grid has {size} combinations; {MOST_TRIALS} at most")
-        if "eval_dataset" not in {**self.adapter, **self.search}:
-            raise KeyPathError("adapter.eval_dataset", "is missing; trials are ranked by it")
-        given = {**self.adapter, **self.search}
-        if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:
-            raise KeyPathError("adapter.eval_exact_match", "must be true; trials are ranked by it")
-        if self.pruner != "none" and given.get("eval_steps") is None:
-            raise KeyPathError("adapter.eval_steps", "is missing; the pruner judges at each evaluation")
         if self.pruner != "none" and self.metric != "eval_loss":
             raise KeyPathError("pruner", f"judges eval_loss, not the metric {self.metric}; use none")
         for key, kwargs, known in (

@@ -43,6 +43,9 @@ class Sweep:
     def __init__(self, config: RunConfig) -> None:
         assert config.sweep is not None
         self._sweep, self._seed = config.sweep, config.seed
+        self._fields = {**config.defaults.model_dump(), **config.sweep.adapter}
+        if self._fields["seed"] is None:
+            self._fields["seed"] = config.seed
         self._study = Study(config.sweep, config.seed)
         self._judged: dict[str, int] = {}
         self._open: dict[str, Task] = {}
@@ -136,8 +139,7 @@ class Sweep:
 
     def _submission(self, trial: Mapping[str, Any]) -> Wish:
         name = self._sweep.trial_name(trial["number"])
-        fields = with_params(self._sweep.adapter, self._sweep.space, trial["params"])
-        adapter = {"seed": self._seed, **fields, "name": name}
+        adapter = with_params(self._fields, self._sweep.space, trial["params"]) | {"name": name}
         return Wish("submit", name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
 
     def state(self) -> dict[str, Any]:
