@@ -231,7 +231,7 @@ def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
     print(f"sweep / PEFT one after the other: {ratio:.3f} of the time (must be at most {MUST})")
     difference = comparison["largest_relative_difference"]
     print(
-        f"same ranking: {comparison['same_ranking']}; losses differ by {difference:.1e} of themselves at most, "
+        f"same ranking: {comparison['same_ranking']}; losses differ by {difference:.1e} at most, "
         f"neighbours in the ranking by {comparison['smallest_relative_gap']:.1e} at least"
     )
     return {
