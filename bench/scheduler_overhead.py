@@ -25,7 +25,7 @@ TIGHT = 0.6
 """Share of the tasks that fit under the other limit at first."""
 LEARNING = 12
 """Iterations before turns are counted: the first ten are measured."""
-TURNS, ITERATIONS = 10, 5
+TURNS, ITERATIONS = 8, 5
 MUST = 0.01
 
 

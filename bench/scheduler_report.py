@@ -85,10 +85,11 @@ def _overhead_lines(part: Data) -> list[str]:
             f"one in {one['iterations_for_each_decision']} steps"
         )
     both = part["all_fit"]
+    learning = both["learning_steps_measured"]
     found.append(
         f"a measured step takes {both['measured_over_not']['median']:.2f} times another one "
-        f"(+-{both['measured_over_not']['spread']:.2f}); the first {sum(both['learning_steps_measured'])} are, "
-        f"and the first {len(both['learning_steps_measured'])} take "
+        f"(+-{both['measured_over_not']['spread']:.2f}); the first {sum(learning)} are, "
+        f"and the first {len(learning)} take "
         f"{both['learning_ratio']['median']:.2f} times those without a limit"
     )
     for name, ratio in both["over_no_limit"].items():
