@@ -55,7 +55,7 @@ class TurnRun:
 
     Attributes:
         stopwatch: has the iterations.
-        start_seconds: of learning what the tasks need, by dry runs, and making the adapters of the first ones.
+        start_seconds: of learning what the tasks need, by dry runs, and making the first adapters.
     """
 
     def __init__(self, config: RunConfig, limit: Limit | None = None, *, measure_all: bool = False) -> None:
