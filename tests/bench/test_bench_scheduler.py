@@ -234,6 +234,7 @@ def test_what_is_met_and_missed(report: ModuleType, result: Mapping[str, Any]) -
     text = report.text(result)
     assert "MISSED  MAPE after 1 points, bad, kept: 0.3% (must be at most 0.25%)" in text
     assert "met     worst shape by seeds, good, kept: 1% (must be at most 2%)" in text
+    assert "must be" not in report.text({**result, "quick": True})
 
 
 def test_the_figure(report: ModuleType, result: Mapping[str, Any], tmp_path: Path) -> None:
