@@ -14,7 +14,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mlora.memory import PeakMemory
 
@@ -152,8 +151,20 @@ class _Watch(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     """Those that have a storage: oneDNN's packed weights have none."""
-    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    if isinstance(tree, Tensor):
+        return [tree] if tree.layout is torch.strided else []
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for leaf in tree:
+        if isinstance(leaf, Tensor):
+            if leaf.layout is torch.strided:
+                found.append(leaf)
+        elif isinstance(leaf, list | tuple | dict):
+            found += _tensors(leaf)
+    return found
 
 
 class AllocatedMemory:

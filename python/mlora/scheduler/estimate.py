@@ -15,6 +15,7 @@ _WORST_TIMES = 2.0  # the margin is so many times the worst error that was seen
 _FADES = 0.9  # of an error's weight, with each measurement that follows
 _LEARNING = 10  # micro-batches of a mixture that are all measured
 _EVERY = 64  # of those that follow, one in so many is
+_REMEMBERED = 4096  # predictions: at a decision the same micro-batches are asked about again and again
 
 Phases = Sequence[int]
 """Bytes of each phase of a micro-batch at a place; the largest counts."""
@@ -59,17 +60,22 @@ class MemoryEstimate:
         self._models: dict[str, list[Bound]] = {}
         self._adopted: dict[str, list[Bound]] = {}
         self._passed: dict[str, int] = {}
+        self._predicted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._last: tuple[tuple[str, ...], str] | None = None
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         """Bound a micro-batch's bytes at each place; see `mlora.scheduler.admission.Estimate`."""
-        together = [length for own in lengths.values() for length in own]
-        return [bound.of(together) for bound in self._of(among)]
+        predicted = self.predict(lengths, among)
+        return [bound.over(size) for bound, size in zip(self._of(among), predicted, strict=True)]
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
         """As `activations`, without a margin."""
-        together = [length for own in lengths.values() for length in own]
-        return [bound.model.predict(together) for bound in self._of(among)]
+        key = self._key(among), tuple(length for own in lengths.values() for length in own)
+        if key not in self._predicted:
+            if len(self._predicted) >= _REMEMBERED:
+                self._predicted.clear()
+            self._predicted[key] = [bound.model.predict(key[1]) for bound in self._of(among)]
+        return self._predicted[key]
 
     def _of(self, among: Sequence[str]) -> list[Bound]:
         key = self._key(among)
@@ -121,6 +127,7 @@ class MemoryEstimate:
     def adopt(self) -> None:
         """Let `activations` follow what was observed."""
         self._adopted = copy.deepcopy(self._models)
+        self._predicted.clear()
         self.exceeded = False
 
     def state(self) -> dict[str, Any]:
@@ -139,6 +146,7 @@ class MemoryEstimate:
         """
         self._adopted, self._models = _models(state["adopted"]), _models(state["models"])
         self._passed = dict(state["passed"])
+        self._predicted.clear()
 
 
 @dataclass
@@ -158,13 +166,13 @@ class Bound:
         """What is added to a prediction, as a share."""
         return max(LEAST_MARGIN, _WORST_TIMES * self.worst)
 
-    def of(self, lengths: Sequence[int]) -> float:
+    def over(self, predicted: int) -> float:
         """Bytes that a micro-batch needs at most, as far as is known.
 
         Args:
-            lengths: of its sequences.
+            predicted: by the model.
         """
-        return (1 + self.margin) * self.model.predict(lengths)
+        return (1 + self.margin) * predicted
 
     def observe(self, lengths: Sequence[int], phases: Phases) -> None:
         """Take in a measurement.
