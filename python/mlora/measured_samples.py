@@ -80,17 +80,22 @@ class MeasuredSamples:
         """Run a micro-batch of six rows, so that libraries take what they keep for good.
 
         Raises:
-            ValueError: the model has no layer for an adapter.
+            ValueError: the model has no layer for an adapter, or there is no memory even for that.
         """
         from peft import LoraConfig
 
         layers = [name for name, m in self._engine.registry.named_modules() if isinstance(m, MultiLoRALinear)]
         if not layers:
             raise ValueError("base_model: has no layer that an adapter could be put on")
-        with ExitStack() as stack:
-            target = layers[0].rpartition(".")[2]
-            name = self._put_on(stack, 0, LoraConfig(r=1, target_modules=[target]))
-            self._measure([name], seed_shapes(_SMALLEST)[0])
+        target = layers[0].rpartition(".")[2]
+        try:
+            with ExitStack() as stack:
+                name = self._put_on(stack, 0, LoraConfig(r=1, target_modules=[target]))
+                self._measure([name], seed_shapes(_SMALLEST)[0])
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ValueError("leaves no room for six rows beside the base model; raise it") from error
 
     def _put_on(self, stack: ExitStack, number: int, lora: LoraConfig) -> str:
         name = f"measured {number}"  # no task has a name with a space

@@ -199,6 +199,11 @@ def test_running_out_of_memory_leaves_the_engine_usable(engine: Engine) -> None:
     assert samples(loras("a"), STATES, 20) == []
     hook.remove()
     assert len(passed) == 4
+    del passed[3:]
+    hook = engine.model.get_submodule("model.layers.3").register_forward_pre_hook(run_out)
+    with pytest.raises(ValueError, match="leaves no room for six rows beside the base model"):
+        samples.warm_up()
+    hook.remove()
     assert engine.idle
     assert_equal(state_of(engine)[:-1], before[:-1])
     assert samples(loras("a"), STATES, 20)
