@@ -5,7 +5,8 @@
 #
 # Builds for the present GPU only, into this checkout; runs the GPU tests, compute-sanitizer where it is there,
 # and the benchmarks. Needs Python with torch >= 2.11, triton, transformers, peft, pytest, pytest-timeout, and
-# what builds: nvcc, a C++ compiler, cmake, ninja, setuptools, pybind11. A phase that fails or runs out of time
+# what builds: nvcc, a C++ compiler, cmake, ninja, setuptools, pybind11; the phase "memory limit" also needs the
+# rest of what pyproject.toml lists for mlora. A phase that fails or runs out of time
 # stops none after it; the exit code is 1 then, and the table at the end says which. `--device cpu` goes
 # through the same phases on the CPU with tiny sizes, to try this script: its figures show nothing.
 set -euo pipefail
@@ -143,11 +144,15 @@ if [ "$device" = cuda ]; then
   # switch on PyTorch's deterministic mode
   phase tests 150 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest \
     -m gpu --timeout 120 --session-timeout 135 -rfEs "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
+  # apart from the others: it bounds its process's allocator, and needs what mlora itself needs
+  phase "memory limit" 60 "$out/tests.log" "$python" -m pytest -m gpu --session-timeout 50 -rfEs -s \
+    tests/mlora/test_limit_gpu.py || true
   phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     bench/pipeline_overlap.py --out "$out/pipeline" || true
   options=(linears adapters decoder ablation choose operators step --check)
 else
   note "build" "NOT RUN" 0 "--device cpu takes what is built"
+  note "memory limit" "NOT RUN" 0 "tests/mlora measures it on a CPU"
   phase "odd shapes" 60 "$out/sanitizer.log" "$python" bench/sanitize.py --device cpu || true
   phase tests 60 "$out/tests.log" "$python" -m pytest --timeout 60 tests/ext/test_segments.py || true
   phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \

@@ -103,10 +103,13 @@ class AdapterBank(nn.Module):
         return self.parameter_of(name)
 
     def remove(self, name: str) -> None:
-        """Free the adapter's rows. Whoever still holds its Parameter goes on with a copy."""
+        """Free the adapter's rows, and the last pages where nobody is left on them. Whoever still holds its
+        Parameter goes on with a copy."""
         parameter = self.parameter_of(name)
         parameter.data = parameter.data.clone()
         del self._modules[name], self._places[name]
+        used = max((place.page + 1 for place in self._places.values()), default=0)
+        del self._pages[used:]
 
     def owns(self, name: str) -> bool:
         """Whether the adapter's Parameter lies where the bank put it."""

@@ -97,7 +97,8 @@ class Board:
         batches: dict[int, dict[str, Sequence[int]]] = {}
         for task in tasks:
             batches.setdefault(admission.slots[task.name], {})[task.name] = self._lengths(task)
-        among = [task.name for task in tasks]
+        # with who has just ended: the estimate knows this mixture
+        among = [name for name in admission.slots if self._memory.tasks.knows(name)]
         sizes = [self._predicted(batch, among, place) for batch in batches.values()]
         held = self._memory.room().held[place]
         states = sum(self._memory.tasks.admitted(task.name)[place] for task in tasks)

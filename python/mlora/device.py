@@ -72,6 +72,30 @@ def set_malloc(config: RunConfig) -> None:
         give_back_freed_memory()
 
 
+def limit_allocator(config: RunConfig, device: torch.device) -> None:
+    """Let PyTorch's allocator of a GPU take no more than a run's limit: what exceeds it is an error here, not
+    in another process. It gives back what lies free before, and is bounded until the process ends.
+
+    Args:
+        config: the run's; nothing changes where it has no limit.
+        device: a GPU.
+
+    Raises:
+        RunError: the process uses another allocator, of which nobody can know what it holds.
+    """
+    limit = config.scheduler.limit_bytes
+    if limit is None:
+        return
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise RunError(
+            f"scheduler.memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
+            "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        )
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+
+
 def kind_of(device: torch.device) -> str:
     """Name what equally fast devices have in common: the GPU's model, or the processor's and this process's
     number of threads."""

@@ -70,8 +70,7 @@ class DryStage:
         span: its blocks; None = the whole model.
 
     Raises:
-        ValueError: if the model cannot be loaded or cut, or the device is not a CPU: the GPU's kernels take
-            no fake tensors.
+        ValueError: if the model cannot be loaded or cut.
 
     Attributes:
         base_bytes: of the stage's frozen weights and buffers, without what `pack_base` adds.
@@ -79,8 +78,6 @@ class DryStage:
     """
 
     def __init__(self, source: Source, options: PartOptions, span: Span | None = None) -> None:
-        if options.device.type != "cpu":
-            raise ValueError(f"device: dry runs serve the CPU, got {options.device}; measure instead")
         self._options = options
         self._span = span if span is not None and span.stages > 1 else None
         if isinstance(source, PreTrainedModel):
@@ -152,9 +149,12 @@ class DryStage:
             The phases' bytes for each micro-batch.
 
         Raises:
-            ValueError: as `states`, or if PyTorch cannot fake something that the model does, such as the
-                product with a mixture's experts in fp32.
+            ValueError: as `states`, if PyTorch cannot fake something that the model does, such as the
+                product with a mixture's experts in fp32, or if the device is not a CPU: the GPU's kernels
+                take no fake tensors.
         """
+        if self._options.device.type != "cpu":
+            raise ValueError(f"device: dry runs serve the CPU, got {self._options.device}; measure instead")
         model = copy.deepcopy(self._model)
         for name, lora in loras.items():
             put_adapter(model, name, copy.deepcopy(lora), None, 0)

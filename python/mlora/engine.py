@@ -116,6 +116,11 @@ class Engine:
         return list(self._accounts)
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(account.under_way for account in self._accounts.values())
+
+    @property
     def stages(self) -> int:
         """The number of stages."""
         return self._crew.stages
@@ -145,7 +150,8 @@ class Engine:
 
     @property
     def memory_after(self) -> list[int]:
-        """What each stage had in use after the micro-batch that came back last, in bytes; empty before."""
+        """What each stage had in use after the micro-batch that came back last, in bytes; empty before, and
+        when adapters have come or gone since."""
         return list(self._traffic.used_memory)
 
     @property
@@ -210,6 +216,7 @@ class Engine:
         else:
             self._part.create(name, lora, optim, folder, seed)
         self._accounts[name] = Account(replica, rule, LossScaler.for_dtype(self.dtype))
+        self._traffic.used_memory = ()
         if not self.alone:
             arguments = {
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
@@ -230,6 +237,7 @@ class Engine:
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)
         del self._accounts[name]
+        self._traffic.used_memory = ()
 
     def forward_backward(
         self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
@@ -253,7 +261,12 @@ class Engine:
         return self.finish(self.start(batches, ends=ends))
 
     def start(
-        self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = (), measure: bool = False
+        self,
+        batches: Mapping[str, Sequence[Sample]],
+        *,
+        ends: Sequence[str] = (),
+        measure: bool = False,
+        whole: bool = False,
     ) -> Ticket:
         """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
 
@@ -262,12 +275,13 @@ class Engine:
             ends: adapters whose accumulation this completes.
             measure: ask for the memory that each micro-batch takes on each stage: `Ticket.measured`, after
                 `finish`.
+            whole: do not cut it into micro-batches.
 
         Raises:
             ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
                 samples, or a sample is malformed; nothing has entered then.
         """
-        return self._traffic.start(batches, ends, measure)
+        return self._traffic.start(batches, ends, measure, whole)
 
     def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
         """Work until one of some batches has passed its pipeline.

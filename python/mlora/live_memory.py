@@ -168,7 +168,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class AllocatedMemory:
-    """Counts what PyTorch's allocator of a GPU hands out inside of `with`, whoever asks for it.
+    """Counts what is asked of PyTorch's allocator of a GPU inside of `with`, whoever asks for it.
+
+    Bytes as they are asked for are a function of the work's shapes. Those of the blocks that are handed out
+    are not: a block is larger by up to 1 MiB, as the allocator's free blocks happen to be.
 
     Args:
         peaks: of the GPU, which remembers the peak over its resets.
@@ -183,12 +186,12 @@ class AllocatedMemory:
     @property
     def live(self) -> int:
         """Bytes that the work's pieces have left behind so far."""
-        return self._left + (torch.cuda.memory_allocated(self._gpu.device) - self._begin) * self._inside
+        return self._left + (self._asked("current") - self._begin) * self._inside
 
     @property
     def peaks(self) -> list[int]:
         """As `LiveMemory.peaks`."""
-        now = torch.cuda.max_memory_allocated(self._gpu.device) - self._begin if self._inside else 0
+        now = self._asked("peak") - self._begin if self._inside else 0
         return [*self._most[:-1], max(self._most[-1], self._left + now)]
 
     def mark(self) -> None:
@@ -225,8 +228,12 @@ class AllocatedMemory:
         self._most, self._left = self.peaks, self.live
 
     def _go_on(self) -> None:
-        self._begin = torch.cuda.memory_allocated(self._gpu.device)
+        self._begin = self._asked("current")
         self._gpu.restart()
+
+    def _asked(self, which: str) -> int:
+        stats = torch.cuda.memory_stats(self._gpu.device)  # empty where nothing has been asked for
+        return int(stats.get(f"requested_bytes.all.{which}", 0))
 
 
 def work_memory(peaks: PeakMemory) -> WorkMemory:

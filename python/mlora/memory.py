@@ -38,10 +38,13 @@ def used_memory(device: torch.device) -> int:
     """Return the memory that is in use now, in bytes.
 
     Args:
-        device: of a CUDA device, what PyTorch's allocator holds; of the CPU, what the process has resident.
+        device: of a CUDA device, what PyTorch's allocator cannot give back: blocks in use, and what is free
+            beside them in their segments; of the CPU, what the process has resident.
     """
     if device.type == "cuda":
-        return int(torch.cuda.memory_reserved(device))
+        stats = torch.cuda.memory_stats(device)  # empty where nothing has been asked for
+        kinds = ("active_bytes", "inactive_split_bytes")
+        return sum(int(stats.get(f"{kind}.all.current", 0)) for kind in kinds)
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -14,11 +14,12 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.crew import Crew, PartOptions
-from mlora.device import choose_device, dtype_of, is_out_of_memory, set_malloc
+from mlora.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
 from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.groups import most_under_way, slot_count
+from mlora.measured_samples import PIECES, MeasuredSamples
 from mlora.memory import peak_memory, used_memory
 from mlora.memory_plan import MemoryPlan, memory_plan
 from mlora.needs import need_of
@@ -135,12 +136,13 @@ def _sweep(config: RunConfig) -> Sweep | None:
     return Sweep(config)
 
 
-def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
+def run_memory(config: RunConfig, engine: Engine, *, measured: bool = False) -> RunMemory | None:
     """Return what a run knows of its memory, if it has a limit.
 
     Args:
         config: the run's.
         engine: with its model, before any adapter.
+        measured: measure what micro-batches need where dry runs could tell, too, as on a CPU.
 
     Raises:
         RunError: a limit does not go with the rest of the config.
@@ -154,16 +156,20 @@ def run_memory(config: RunConfig, engine: Engine) -> RunMemory | None:
             "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, "
             "or under torchrun"
         )
-    if engine.device.type != "cpu":
-        raise RunError(
-            f"scheduler.memory_limit: serves the CPU, the run is on {engine.device}; remove it, or set device"
-        )
+    limit, samples, pieces = config.scheduler.limit_bytes, None, 0
+    assert limit is not None
+    if measured or engine.device.type != "cpu":
+        samples = MeasuredSamples(engine, limit)
+        pieces = 0 if engine.device.type == "cpu" else limit // PIECES
     options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
     try:
         stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
+        if samples:
+            samples.warm_up()
     except ValueError as error:
         raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error
-    return RunMemory(config, TaskMemory(stages), engine.used_memory(), peak_memory(engine.device))
+    base, peak = engine.used_memory(), peak_memory(engine.device)
+    return RunMemory(config, TaskMemory(stages, samples), base, peak, pieces)
 
 
 def _tasks(
@@ -242,6 +248,8 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         device = choose_device(config.device, dtype)
         if device == "cpu":
             set_malloc(config)
+        elif member is None:
+            limit_allocator(config, torch.device(device))
         pipeline = config.pipeline
         engine = Engine(
             config.base_model,

@@ -1,12 +1,13 @@
 """The memory of a run: what its limit leaves for tasks, and what they need of it.
 
 On a CPU the limit is on what a process has resident, on a GPU on what its allocator holds. What the base
-model and the libraries take is measured once the model is there; what tasks need is predicted by dry runs
-before the first step, and then by what micro-batches are measured to need.
+model and the libraries take is measured once the model is there; what tasks need is predicted by samples
+before the first step (dry runs on a CPU), and then by what micro-batches are measured to need.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class RunMemory:
         tasks: knows what they need.
         base: bytes that each stage's process has before any task.
         peak: the most that one has had until then.
+        pieces: bytes that an allocator may hold in pieces too small to be of use; always kept free.
 
     Attributes:
         tasks: knows what they need.
@@ -40,13 +42,15 @@ class RunMemory:
         reserved: bytes at each place for what nobody foresees.
     """
 
-    def __init__(self, config: RunConfig, tasks: TaskMemory, base: Sequence[int], peak: int) -> None:
+    def __init__(
+        self, config: RunConfig, tasks: TaskMemory, base: Sequence[int], peak: int, pieces: int = 0
+    ) -> None:
         assert config.scheduler.limit_bytes is not None
-        self.tasks, self.base, self.reserved = tasks, list(base), RESERVED
+        self.tasks, self.base, self.reserved = tasks, list(base), RESERVED + pieces
         self.estimate = tasks.estimate
         self.limit = config.scheduler.limit_bytes
         self._held = tuple(-(-held // config.pipeline.micro_batches) for held in held_by(config))
-        self._peak = peak
+        self._peak, self._pieces = peak, pieces
         self._more = self._passed = 0
 
     def room(self) -> Room:
@@ -76,7 +80,7 @@ class RunMemory:
             self._more = max(self._more, int(peak - most))
         self._peak = max(peak, self._peak)
         self._passed += 1
-        reserved = max(self._more, RESERVED if self._passed < _WARM else _LEAST_RESERVED)
+        reserved = max(self._more, RESERVED if self._passed < _WARM else _LEAST_RESERVED) + self._pieces
         if reserved != self.reserved:
             self.reserved = reserved
             self.estimate.exceeded = True
@@ -108,33 +112,33 @@ class RunMemory:
             task: that `know` was told of.
 
         Raises:
-            ValueError: it does not; with the largest batch that would.
+            ValueError: it does not, with the largest batch that would; or there is no room to find that out.
         """
         room = self.room()
+        assert room.free is not None
+        left = in_units(max(min(room.free), 0))
         budget = room.budget(self.tasks.admitted(task.name), 1)
         lengths = self.tasks.largest(task)
-        if within(self.estimate.activations({task.name: lengths}, [task.name]), budget):
+        bounds = self.estimate.activations({task.name: lengths}, [task.name])
+        if within(bounds, budget):
             return
+        if math.inf in bounds:
+            raise ValueError(
+                f"has {in_units(max(self.tasks.admitted(task.name)))} of states, and scheduler.memory_limit "
+                f"leaves {left} beside the base model: too little to measure what a micro-batch of it needs "
+                "beside the adapters that are there now"
+            )
         longest = sorted(lengths, reverse=True)
         fits = [
             count
             for count in range(1, len(longest))
             if within(self.estimate.activations({task.name: longest[:count]}, [task.name]), budget)
         ]
-        need = max(
-            size + state
-            for size, state in zip(
-                self.estimate.activations({task.name: lengths}, [task.name]),
-                self.tasks.admitted(task.name),
-                strict=True,
-            )
-        )
-        assert room.free is not None
+        need = max(size + state for size, state in zip(bounds, self.tasks.admitted(task.name), strict=True))
         what = f"per_device_train_batch_size {fits[-1]} would fit" if fits else "not even one sequence fits"
         raise ValueError(
             f"needs {in_units(need)} for its largest micro-batch of {len(lengths)} sequences with "
-            f"{sum(lengths)} tokens, and scheduler.memory_limit leaves {in_units(max(min(room.free), 0))} "
-            f"beside the base model; {what}"
+            f"{sum(lengths)} tokens, and scheduler.memory_limit leaves {left} beside the base model; {what}"
         )
 
 

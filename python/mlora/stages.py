@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
 from mlora.crew import Crew, PartOptions, crew_of_processes
-from mlora.device import dtype_of, is_out_of_memory, own_device, set_malloc
+from mlora.device import dtype_of, is_out_of_memory, limit_allocator, own_device, set_malloc
 from mlora.errors import RunError, first_line
 from mlora.groups import most_under_way
 from mlora.imports import is_importing
@@ -252,6 +252,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         set_malloc(config)
     else:
         torch.cuda.set_device(options.device)
+        limit_allocator(config, options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
     part, process = crew_of_processes(
         config.base_model,

@@ -1,26 +1,49 @@
-"""What tasks need of the memory of each stage, by dry runs before they have run and by measurements after."""
+"""What tasks need of the memory of each stage, by samples before they have run and by measurements after.
+
+Samples are micro-batches of each mixture of adapters: run dry where that can be, else measured
+(`mlora.measured_samples`).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mlora.config import RunConfig
 from mlora.crew import PartOptions, count_blocks, spans_of
 from mlora.dry_run import DryStage, States
 from mlora.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.estimate import DryRun
+from mlora.scheduler.estimate import DryRun, Phases
 from mlora.tasks import Task
 from mlora_ext.nn.folder import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_SHORT = 32  # rows of the sequences of dry runs that are many and short
+_SHORT = 32  # rows of the sequences of samples that are many and short
+LEAST = 2  # rows of a sequence: one that is trained needs a token after it
+
+Sample = tuple[Sequence[int], Sequence[Phases]]
+"""Lengths of a micro-batch's sequences, and its phases at each stage."""
+
+
+class Samples(Protocol):
+    """Where samples of a mixture come from."""
+
+    def __call__(
+        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
+    ) -> Sequence[Sample]:
+        """Return micro-batches of adapters, and what they take; none where that cannot be found out now.
+
+        Args:
+            loras: PEFT's configs by adapter name.
+            states: bytes of the adapters' weights and gradients at each stage.
+            longest: rows of the longest sequence that they will have.
+        """
 
 
 class TaskMemory:
@@ -28,14 +51,16 @@ class TaskMemory:
 
     Args:
         stages: of the model, none of which runs.
+        samples: of mixtures; default: the stages' dry runs, which serve the CPU.
 
     Attributes:
         estimate: of micro-batches.
     """
 
-    def __init__(self, stages: Sequence[DryStage]) -> None:
+    def __init__(self, stages: Sequence[DryStage], samples: Samples | None = None) -> None:
         self.estimate = MemoryEstimate(self._mixture, self._dry_run)
         self._stages = stages
+        self._samples = samples or self._dry_samples
         self._loras: dict[str, LoraConfig] = {}
         self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
         self._states: dict[str, list[States]] = {}
@@ -55,6 +80,14 @@ class TaskMemory:
         self._states[task.name] = [stage.states(lora, task.optim) for stage in self._stages]
         self._loras[task.name] = lora
         self._longest[task.name] = max(len(sample.input_ids) for sample in task.data.samples)
+
+    def knows(self, name: str) -> bool:
+        """Say whether `know` was told of a task.
+
+        Args:
+            name: of the task.
+        """
+        return name in self._states
 
     def admitted(self, name: str) -> tuple[int, ...]:
         """Return the bytes that a task's states need at each stage while it is admitted: with the copy that a
@@ -112,28 +145,43 @@ class TaskMemory:
     def _dry_run(self, names: Sequence[str]) -> DryRun:
         """Of one task for each kind of adapter: how many of a kind there are does not matter."""
         kinds = {self._key(name): name for name in reversed(names)}
-        shown = list(kinds.values())
-        shapes = [_spread(shown, shape) for shape in self._shapes(names)]
-        loras = {name: self._loras[name] for name in shown}
-        found = [stage.activations(loras, shapes) for stage in self._stages]
-        samples = []
-        for index, shape in enumerate(shapes):
-            lengths = [length for own in shape.values() for length in own]
-            samples.append((lengths, [phases[index] for phases in found]))
+        loras = {name: self._loras[name] for name in kinds.values()}
+        states = [
+            sum(self._states[name][place].weights + self._states[name][place].gradients for name in loras)
+            for place in range(len(self._stages))
+        ]
+        longest = max(self._longest[name] for name in names)
+        samples = self._samples(loras, states, longest)
         return DryRun([stage.knees for stage in self._stages], samples)
 
-    def _shapes(self, names: Sequence[str]) -> list[list[int]]:
-        """Short and long sequences, few and many, alike and mixed: what tells the coefficients apart."""
-        longest = max(self._longest[name] for name in names)
-        short = max(1, min(_SHORT, longest // 2))
+    def _dry_samples(
+        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
+    ) -> list[Sample]:
+        shapes = [spread(list(loras), shape) for shape in seed_shapes(longest)]
+        found = [stage.activations(loras, shapes) for stage in self._stages]
         return [
-            [short] * 2,
-            [short] * 10,
-            [longest],
-            [longest] * 3,
-            [short, longest],
-            [short, longest] * 3,
+            ([length for own in shape.values() for length in own], [phases[index] for phases in found])
+            for index, shape in enumerate(shapes)
         ]
+
+
+def seed_shapes(longest: int) -> list[list[int]]:
+    """Return the sequence lengths of micro-batches: short and long sequences, few and many, alike and mixed,
+    which tell the coefficients of a `MemoryModel` apart.
+
+    Args:
+        longest: rows of the longest sequence.
+    """
+    longest = max(LEAST, longest)
+    short = max(LEAST, min(_SHORT, longest // 2))
+    return [
+        [short, longest],
+        [short] * 2,
+        [short] * 10,
+        [longest],
+        [longest] * 3,
+        [short, longest] * 3,
+    ]
 
 
 def dry_stages(config: RunConfig, options: PartOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
@@ -151,6 +199,11 @@ def dry_stages(config: RunConfig, options: PartOptions, blocks: Sequence[int] | 
     return [DryStage(config.base_model, options, span if len(spans) > 1 else None) for span in spans]
 
 
-def _spread(names: Sequence[str], lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Sequences in turn for each task."""
+def spread(names: Sequence[str], lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Return sequence lengths by adapter name, given to each in turn.
+
+    Args:
+        names: of the adapters.
+        lengths: of all sequences.
+    """
     return {name: list(lengths[place :: len(names)]) for place, name in enumerate(names)}

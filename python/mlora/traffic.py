@@ -75,7 +75,8 @@ class Traffic:
 
     Attributes:
         peak_memory: the most memory that a stage was known to have used when its last results came, in bytes.
-        used_memory: what each stage had in use after the micro-batch that came back last, in bytes.
+        used_memory: what each stage had in use after the micro-batch that came back last, in bytes; empty
+            before, and when adapters have come or gone since.
     """
 
     def __init__(
@@ -88,7 +89,11 @@ class Traffic:
         self._measures = 0
 
     def start(
-        self, batches: Mapping[str, Sequence[Sample]], ends: Sequence[str], measure: bool = False
+        self,
+        batches: Mapping[str, Sequence[Sample]],
+        ends: Sequence[str],
+        measure: bool = False,
+        whole: bool = False,
     ) -> Ticket:
         """Let a batch enter."""
         for name in ends:
@@ -105,7 +110,7 @@ class Traffic:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         rows = {name: self._accounts[name].rows for name in batches}
         packed = []
-        for pieces in _cut(batches, self._micro_batches):
+        for pieces in _cut(batches, 1 if whole else self._micro_batches):
             packed.append(self._pack(pieces, rows))
             for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
                 rows[name] += length

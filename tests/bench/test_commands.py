@@ -144,12 +144,16 @@ def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> Non
         ("", "-c"),
         ("", "-m"),
         ("", "-m"),
+        ("", "-m"),
         ("", "bench/suite.py"),
         ("", "-m"),
         ("1", "bench/sanitize.py"),
     ]
-    _, _, tests, pipeline, suite, suite_tests, sanitizer = [command for *_, command in calls[len(builds) :]]
+    _, _, tests, limit, pipeline, suite, suite_tests, sanitizer = [
+        command for *_, command in calls[len(builds) :]
+    ]
     assert tests.startswith("-m pytest -m gpu ")
+    assert limit.endswith("tests/mlora/test_limit_gpu.py")
     assert "--nproc-per-node 2 bench/pipeline_overlap.py --out" in pipeline
     assert suite.startswith("bench/suite.py linears adapters decoder ablation choose operators step --check")
     assert suite_tests.endswith("tests/bench/test_suite_gpu.py")

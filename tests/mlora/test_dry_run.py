@@ -211,5 +211,7 @@ def test_seeds_alone_are_close_and_ten_measurements_closer() -> None:
 
 
 def test_a_gpu_is_refused() -> None:
+    stage = DryStage(llama(), PartOptions(torch.device("cuda"), torch.float32))
+    assert stage.states(loras("a")["a"], OPTIM).weights > 0
     with pytest.raises(ValueError, match="dry runs serve the CPU, got cuda"):
-        DryStage(llama(), PartOptions(torch.device("cuda"), torch.float32))
+        stage.activations(loras("a"), [{"a": [9]}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,12 @@ Phases = Sequence[int]
 
 @dataclass(frozen=True)
 class DryRun:
-    """Micro-batches of a mixture of adapters that never ran.
+    """Micro-batches of a mixture of adapters that never trained anything.
 
     Args:
         knees: of the `PeakModel` of each place.
-        samples: sequence lengths of each, and its phases at each place.
+        samples: sequence lengths of each, and its phases at each place; none where nothing can be found out
+            for now.
     """
 
     knees: Sequence[Sequence[int | None]]
@@ -39,7 +41,8 @@ class MemoryEstimate:
 
     Tasks whose adapters lie on different layers, or have different ranks, are not independent: rows of all of
     them are kept where any of them has an adapter. So each *mixture* of adapters has a `PeakModel` of its own
-    for each place. A mixture that is new is fitted to dry runs first.
+    for each place. A mixture that is new is fitted to dry runs first. Where there are none, it is taken to
+    need more than there is, and is asked for anew the next time.
 
     What `activations` says changes in `adopt` only: a run calls it at iteration boundaries and writes down
     what was adopted, so that it can be done again.
@@ -65,22 +68,34 @@ class MemoryEstimate:
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         """Bound a micro-batch's bytes at each place; see `mlora.scheduler.admission.Estimate`."""
-        predicted = self.predict(lengths, among)
-        return [bound.over(size) for bound, size in zip(self._of(among), predicted, strict=True)]
+        bounds = self._of(among)
+        sizes = self._sizes(bounds, lengths, self._key(among))
+        return [bound.over(size) for bound, size in zip(bounds, sizes, strict=True)]
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
-        """As `activations`, without a margin."""
-        key = self._key(among), tuple(length for own in lengths.values() for length in own)
-        if key not in self._predicted:
+        """As `activations`, without a margin; 0 where nothing is known."""
+        return self._sizes(self._of(among), lengths, self._key(among))
+
+    def _sizes(
+        self, bounds: Sequence[Bound], lengths: Mapping[str, Sequence[int]], mixture: str
+    ) -> list[int]:
+        key = mixture, tuple(length for own in lengths.values() for length in own)
+        if key in self._predicted:
+            return self._predicted[key]
+        found = [bound.model.predict(key[1]) if bound.model.known else 0 for bound in bounds]
+        if mixture in self._adopted:
             if len(self._predicted) >= _REMEMBERED:
                 self._predicted.clear()
-            self._predicted[key] = [bound.model.predict(key[1]) for bound in self._of(among)]
-        return self._predicted[key]
+            self._predicted[key] = found
+        return found
 
     def _of(self, among: Sequence[str]) -> list[Bound]:
         key = self._key(among)
         if key not in self._adopted:
-            self._adopted[key] = copy.deepcopy(self._models_of(key, among))
+            models = self._models_of(key, among)
+            if key not in self._models:
+                return models
+            self._adopted[key] = copy.deepcopy(models)
         return self._adopted[key]
 
     def _key(self, among: Sequence[str]) -> str:
@@ -96,7 +111,10 @@ class MemoryEstimate:
             for lengths, places in found.samples:
                 for model, phases in zip(models, places, strict=True):
                     model.seed(lengths, phases)
-            self._models[key] = [Bound(model) for model in models]
+            bounds = [Bound(model) for model in models]
+            if not found.samples:
+                return bounds
+            self._models[key] = bounds
         return self._models[key]
 
     def worth_measuring(self, names: Sequence[str], among: Sequence[str]) -> bool:
@@ -167,12 +185,12 @@ class Bound:
         return max(LEAST_MARGIN, _WORST_TIMES * self.worst)
 
     def over(self, predicted: int) -> float:
-        """Bytes that a micro-batch needs at most, as far as is known.
+        """Bytes that a micro-batch needs at most, as far as is known; infinite where nothing is.
 
         Args:
             predicted: by the model.
         """
-        return (1 + self.margin) * predicted
+        return (1 + self.margin) * predicted if self.model.known else math.inf
 
     def observe(self, lengths: Sequence[int], phases: Phases) -> None:
         """Take in a measurement.

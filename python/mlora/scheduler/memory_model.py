@@ -196,6 +196,11 @@ class PeakModel:
         return max(model.count for model in self.models)
 
     @property
+    def known(self) -> bool:
+        """Whether anything can be predicted."""
+        return any(model.count or model.seeded for model in self.models)
+
+    @property
     def error(self) -> float:
         """The largest `MemoryModel.error` of the phases."""
         return max(model.error for model in self.models)
