@@ -265,7 +265,7 @@ class Roster:
             The tasks that are newly on the engine.
 
         Raises:
-            RunError: a file cannot be written, or a task's state not be read.
+            RunError: a file cannot be written.
         """
         self._asked, self._decided = False, iteration
         again = self._replay.pop(iteration, None)
@@ -375,7 +375,10 @@ class Roster:
         try:
             bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
         except ValueError as error:
-            self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+            if begins:
+                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+            else:
+                self._end(task, "stopped", str(error).removeprefix(f"{task.name}: "))
             return False
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
