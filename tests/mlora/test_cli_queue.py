@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,25 @@ def test_no_run_there(run: Run, tmp_path: Path, kind: str) -> None:
         f"error: {tmp_path}: holds no config.yaml, so there is no run; give the output_dir"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_just_taken_its_folder(
+    run: Run, done: Path, task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config comes a moment later."""
+    config = (done / "config.yaml").rename(done / "later.yaml")
+    with Metrics(done / "metrics.jsonl"):
+        with monkeypatch.context() as patch:
+            patch.setattr("mlora.requests.PATIENCE", 0.1)
+            assert "holds no config.yaml" in only_line(run("submit", done, task_file))
+        writing = threading.Timer(0.3, lambda: config.rename(done / "config.yaml"))
+        writing.start()
+        result = run("submit", done, task_file)
+        writing.join()
+    assert result.stdout.splitlines() == [
+        "third: submitted",
+        "the run is at work and takes this at its next iteration",
+    ]
 
 
 @pytest.mark.parametrize(
