@@ -42,6 +42,8 @@ LAYERS = [
     ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],
     [f"mlora.{name}" for name in ENGINE],
     ["mlora"],  # the run: everything that is not named elsewhere
+    ["mlora.cli_common"],
+    ["mlora.cli_queue", "mlora.cli_simulate"],
     ["mlora.cli", "mlora.__main__"],
 ]
 # `Sample` is the currency between a run's data and the engine.

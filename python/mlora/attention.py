@@ -50,7 +50,7 @@ class PackedSequences:
     cu_seq_lens: Tensor
     runs: list[tuple[int, int]] = field(init=False)
     windows: dict[int | None, int | None] = field(default_factory=dict, init=False)
-    _bands: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _bands: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.runs = [(len(list(group)), length) for length, group in groupby(self.lengths)]
@@ -61,13 +61,18 @@ class PackedSequences:
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(lengths, ends.to(device))
 
-    def band(self, length: int, window: int | None) -> Tensor:
-        """Which keys a query sees: `[L, L]` bool, `0 <= query - key < window`; made once."""
-        if (length, window) not in self._bands:
-            ones = torch.ones(length, length, dtype=torch.bool, device=self.cu_seq_lens.device)
-            band = ones.tril()
-            self._bands[length, window] = band if window is None else band.triu(1 - window)
-        return self._bands[length, window]
+    def band(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to scores: `[L, L]`, 0 where `0 <= query - key < window`, else minus infinity.
+
+        A part of one that all layers share: autograd keeps what SDPA is given, and of a bool mask it would
+        keep a copy in `dtype` for each layer.
+        """
+        if (window, dtype) not in self._bands:
+            longest = max(self.lengths)
+            ones = torch.ones(longest, longest, dtype=torch.bool, device=self.cu_seq_lens.device)
+            seen = ones.tril() if window is None else ones.tril().triu(1 - window)
+            self._bands[window, dtype] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        return self._bands[window, dtype][:length, :length]
 
 
 def register_packed_attention() -> None:
@@ -134,9 +139,9 @@ def packed_attention(
     outputs = []
     for (count, length), piece in zip(runs, pieces, strict=True):
         q, k, v = (x.reshape(count, length, *x.shape[2:]).transpose(1, 2) for x in piece)
-        window = None if sliding_window is None or sliding_window >= length else sliding_window
         if softcap is None and s_aux is None:
-            band = None if window is None else packed_sequences.band(length, window)
+            windowed = sliding_window is not None and sliding_window < length
+            band = packed_sequences.band(length, sliding_window, q.dtype) if windowed else None
             out = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -147,7 +152,8 @@ def packed_attention(
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
-            out = _explicit(q, k, v, packed_sequences.band(length, window), scaling, softcap, s_aux)
+            band = packed_sequences.band(length, sliding_window, torch.float32)
+            out = _explicit(q, k, v, band, scaling, softcap, s_aux)
         outputs.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
@@ -222,7 +228,7 @@ def _explicit(
     scores = (q @ k.unsqueeze(2).transpose(-1, -2)).float() * (scaling or q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~band, float("-inf"))
+    scores = scores + band
     if sinks is not None:
         column = sinks.float().view(k.shape[1], groups[0], 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from mlora.submission import check_name, read_submission
 from mlora.task_queue import TaskQueue
 
 Change = Literal["cancel", "pause", "unpause"]
+PATIENCE = 5.0  # seconds: a run that begins takes its folder, removes an earlier run, and writes its config
 _WANTED = {"cancel": "cancelled", "pause": "paused", "unpause": "running"}
 _WORDS = {"cancel": "be cancelled", "pause": "be paused", "unpause": "go on"}
 
@@ -83,11 +85,14 @@ def change(run_dir: Path | str, kind: Change, names: Sequence[str]) -> list[str]
 
 def _run(run_dir: Path | str) -> tuple[RunFolder, RunConfig]:
     folder = RunFolder(Path(run_dir).resolve())
-    if not folder.config.is_file():
-        raise RunError(
-            f"{folder.path}: holds no config.yaml, so there is no run; give the output_dir of one, or begin "
-            "it with `mlora train`"
-        )
+    end = time.monotonic() + PATIENCE
+    while not folder.config.is_file():
+        if not is_running(folder.metrics) or time.monotonic() > end:
+            raise RunError(
+                f"{folder.path}: holds no config.yaml, so there is no run; give the output_dir of one, or "
+                "begin it with `mlora train`, which can be asked once it has loaded its base model"
+            )
+        time.sleep(0.02)
     return folder, folder.read_config()
 
 

@@ -266,7 +266,7 @@ class Roster:
             The tasks that are newly on the engine.
 
         Raises:
-            RunError: a file cannot be written, or a task's state not be read.
+            RunError: a file cannot be written.
         """
         assert self._journal is not None
         self._asked = False
@@ -398,7 +398,10 @@ class Roster:
         try:
             bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
         except ValueError as error:
-            self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+            if begins:
+                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+            else:
+                self._end(task, "stopped", str(error).removeprefix(f"{task.name}: "))
             return False
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

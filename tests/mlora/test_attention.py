@@ -6,6 +6,7 @@ import transformers
 from mlora import attention
 from mlora.attention import PackedSequences, packed_attention
 from mlora.engine import Engine
+from mlora.live_memory import LiveMemory
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, make
 from torch import nn
 
@@ -76,6 +77,37 @@ def test_equal_lengths_are_views() -> None:
         packed_attention(nn.Module(), q, q, q, None, packed_sequences=PackedSequences.of((4, 4, 4), "cpu"))
     assert [list(q.shape) for q in seen] == [[3, 2, 4, 8]]
     assert seen[0].data_ptr() == rows.data_ptr()
+
+
+def test_layers_share_one_mask() -> None:
+    """Autograd keeps what each layer adds to it: as much as without a window."""
+
+    def kept(window: int | None) -> int:
+        sequences, memory = PackedSequences.of((8, 24, 24), "cpu"), LiveMemory()
+        with memory:
+            q = torch.randn(1, 2, 56, 8, requires_grad=True)
+            outs = [packed(q, sequences, window)]
+            first = memory.live
+            outs += [packed(q, sequences, window) for _ in range(3)]
+        assert len(outs) == 4
+        return memory.live - first
+
+    assert kept(5) == kept(None)
+
+
+def packed(q: torch.Tensor, sequences: PackedSequences, window: int | None) -> torch.Tensor:
+    return packed_attention(nn.Module(), q, q, q, None, packed_sequences=sequences, sliding_window=window)[0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+def test_a_band_is_what_queries_see(window: int | None) -> None:
+    sequences = PackedSequences.of((9, 14), "cpu")
+    for length in sequences.lengths:
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (distance >= 0) & (distance < (window or length))
+        band = sequences.band(length, window, torch.float32)
+        assert torch.equal(band == 0, seen)
+        assert torch.equal(band.isinf(), ~seen)
 
 
 @pytest.mark.parametrize(

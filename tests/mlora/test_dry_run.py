@@ -210,6 +210,26 @@ def test_seeds_alone_are_close_and_ten_measurements_closer() -> None:
     assert model.error < 0.02
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_equally_long_sequences_behind_a_window_are_predicted(checkpointing: bool) -> None:
+    """All blocks share one mask, of which no law of the rows and their squares knows."""
+    engine = Engine(
+        llama(sliding_window=24, vocab_size=300, num_hidden_layers=3), gradient_checkpointing=checkpointing
+    )
+    for name, lora in loras("ab").items():
+        engine.create_adapter(name, lora, OPTIM)
+    draw = random.Random(0)
+    data = []
+    for _ in range(34):
+        length = draw.randint(8, 150)
+        shape = {name: [length] * draw.randint(1, 3) for name in "ab"}
+        data.append(([length] * sum(map(len, shape.values())), measured(engine, shape)[0]))
+    model = PeakModel([None] * 3)
+    for lengths, phases in data[:10]:
+        model.observe(lengths, phases)
+    assert model.mape([(lengths, max(phases)) for lengths, phases in data[10:]]) < 0.25
+
+
 def test_a_gpu_is_refused() -> None:
     stage = DryStage(llama(), PartOptions(torch.device("cuda"), torch.float32))
     assert stage.states(loras("a")["a"], OPTIM).weights > 0

@@ -98,6 +98,12 @@ def test_sequences_of_several_lengths_are_joined() -> None:
     assert fitted(equal, MemoryModel(pieces=True)).mape(equal) < 1e-3
 
 
+def test_a_mask_of_the_longest_sequence_is_shared() -> None:
+    samples = [(lengths, size + 400 * max(lengths) ** 2) for lengths, size in draw(0, 40)]
+    assert fitted(samples, MemoryModel(mask=True)).mape(samples) < 1e-3
+    assert fitted(samples).mape(samples) > 0.3
+
+
 def test_the_error_is_that_of_predictions_made_before() -> None:
     model = MemoryModel()
     model.seed([100], 1_000_000)

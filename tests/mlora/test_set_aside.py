@@ -248,3 +248,40 @@ def test_a_run_keeps_what_its_checkpoints_name(
     assert not (run / "states").exists()
     assert lines(run) == lines(tmp_path / "run")
     assert weights(run) == weights(tmp_path / "run")
+
+
+def broken(base: Path, folder: Path, run: str, break_it: Any) -> tuple[dict[str, Any], Watching]:
+    """As `preempted`, with the file of the task that gives way broken while it lies there."""
+    data, watching = preempted(base, folder, run)
+    path = folder / run / "states" / "first-00000001.pt"
+    watching.actions = {**watching.actions, ("urgent", 2): lambda: break_it(path, path)}
+    return data, watching
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [_cut, lambda path, _: path.unlink(), lambda path, _: _without_moments(path)],
+    ids=["cut", "gone", "lacks something"],
+)
+def test_a_damaged_file_stops_its_task_alone(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_it: Any
+) -> None:
+    replace_memory(monkeypatch)
+    data, watching = preempted(tiny_base, tmp_path, "whole")
+    train(resolve_config(data, folder=tmp_path), reporter=watching)
+    data, watching = broken(tiny_base, tmp_path, "run", break_it)
+    result = train(resolve_config(data, folder=tmp_path), reporter=watching)
+    states = {name: adapter.state for name, adapter in result.adapters.items()}
+    assert states.pop("first") == "stopped"
+    assert set(states.values()) == {"finished"}
+    assert result.exit_code == 1
+    path = tmp_path / "run" / "states" / "first-00000001.pt"
+    assert str(path) in result.adapters["first"].message
+    expected = weights(tmp_path / "whole")
+    assert weights(tmp_path / "run") == {name: w for name, w in expected.items() if "first" not in name}
+
+
+def _without_moments(path: Path) -> None:
+    content = torch.load(path, weights_only=True)
+    del content["state"]["moments"]
+    torch.save(content, path)

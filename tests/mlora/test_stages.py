@@ -17,7 +17,7 @@ JOIN = """
 from types import SimpleNamespace
 import mlora.stages
 mlora.stages.end_with_parent = lambda parent: None  # the tests' fork server is no launcher
-from mlora.cli import errors_as_lines
+from mlora.cli_common import errors_as_lines
 from mlora.errors import RunError
 from mlora.stages import membership
 import typer

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,25 @@ class Killed:
             command = ["resume", str(self.folder)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen([*self._mlora, *command], text=True, env=ENVIRONMENT, **pipes)
+
+    def kill_after(self, seconds: float, last: Callable[[], object] = lambda: None) -> bool:
+        """Start or resume it, and kill it; return whether it came to that, or had ended before.
+
+        Args:
+            seconds: how long it lives.
+            last: is done before it dies.
+        """
+        process = self.start()
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            last()
+            process.kill()
+            self.check_end(process.communicate()[0])
+            self.check_files()
+            return True
+        assert process.returncode == 0, output
+        return False
 
     def check_end(self, output: str) -> None:
         """Check that it went on where it had to; `output` is what it has printed."""
@@ -114,18 +134,8 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     kills, rounds = 0, 0
     while kills < KILLS:
         run = Killed(tmp_path / f"killed{rounds}", [sys.executable, "-m", "mlora"], config, 3)
-        while kills < KILLS:
-            process = run.start()
-            try:
-                output, _ = process.communicate(timeout=rng.uniform(0.5, whole))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                run.check_end(process.communicate()[0])
-                run.check_files()
-                kills += 1
-            else:
-                assert process.returncode == 0, output
-                break
+        while kills < KILLS and run.kill_after(rng.uniform(0.5, whole)):
+            kills += 1
         run_to_end(run)
         assert_equal(run.folder, tmp_path / "whole", seed)
         rounds += 1
@@ -187,23 +197,14 @@ def test_killed_while_tasks_wait_and_give_way(tmp_path: Path) -> None:
     kills, rounds, gave_way = 0, 0, 0
     while kills < KILLS:
         run = Killed(tmp_path / f"killed{rounds}", LIMITED, config, 5)
-        submitted = False
-        while kills < KILLS:
-            process = run.start()
-            try:
-                output, _ = process.communicate(timeout=rng.uniform(3.0, 7.0))
-            except subprocess.TimeoutExpired:
-                if not submitted and (run.folder / "queue.sqlite").exists():
-                    submitted = True
-                    ask(run.folder, "submit", "urgent", content)
-                    time.sleep(rng.uniform(0.0, 0.4))
-                process.kill()
-                run.check_end(process.communicate()[0])
-                run.check_files()
-                kills += 1
-            else:
-                assert process.returncode == 0, output
-                break
+
+        def submit(folder: Path = run.folder) -> None:
+            if (folder / "queue.sqlite").exists():
+                ask(folder, "submit", "urgent", content)  # once
+                time.sleep(rng.uniform(0.0, 0.4))
+
+        while kills < KILLS and run.kill_after(rng.uniform(3.0, 7.0), submit):
+            kills += 1
         run_to_end(run)
         gave_way += sum("urgent" in names for names in decisions(run.folder).values()) > 0
         whole = Killed(tmp_path / f"whole{rounds}", LIMITED, config, 5)

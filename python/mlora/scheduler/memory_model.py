@@ -30,6 +30,7 @@ class MemoryModel:
             a time, `κ ≥ 0` is fitted, too. Default: there is none.
         pieces: whether memory has a part `λ·ΣLᵢ` where not all sequences are equally long, `λ ≥ 0`: attention
             is then called piece by piece, and what it gives is joined in other memory.
+        mask: whether memory has a part `μ·max Lᵢ²`, `μ ≥ 0`: a mask that all sequences and layers share.
 
     Attributes:
         count: measurements taken in.
@@ -43,13 +44,13 @@ class MemoryModel:
         >>> model.predict([1024])
     """
 
-    def __init__(self, knee: int | None = None, pieces: bool = False) -> None:
+    def __init__(self, knee: int | None = None, pieces: bool = False, mask: bool = False) -> None:
         if knee is not None and knee < 1:
             raise ValueError(f"knee: expected at least 1 row, got {knee}")
-        self.knee, self.pieces = knee, pieces
+        self.knee, self.pieces, self.mask = knee, pieces, mask
         self.count = 0
         self.error = 0.0
-        size = 3 + (knee is not None) + pieces
+        size = 3 + (knee is not None) + pieces + mask
         self._sums, self._seeds = _Sums(size), _Sums(size)
         self._found: np.ndarray[Any, Any] | None = None
 
@@ -117,7 +118,7 @@ class MemoryModel:
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """β0, β1 and β2, in bytes, bytes per row and bytes per square of rows; without κ and λ.
+        """β0, β1 and β2, in bytes, bytes per row and bytes per square of rows; without κ, λ and μ.
 
         Raises:
             RuntimeError: as `predict`.
@@ -130,6 +131,7 @@ class MemoryModel:
         return {
             "knee": self.knee,
             "pieces": self.pieces,
+            "mask": self.mask,
             "count": self.count,
             "error": self.error,
             "sums": self._sums.state(),
@@ -139,7 +141,7 @@ class MemoryModel:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MemoryModel:
         """Make a model again from its `state`."""
-        model = cls(state["knee"], state["pieces"])
+        model = cls(state["knee"], state["pieces"], state["mask"])
         model.count, model.error = state["count"], state["error"]
         model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
         return model
@@ -153,6 +155,8 @@ class MemoryModel:
             found.append(min(rows - len(lengths), self.knee) / _ROWS)
         if self.pieces:
             found.append(rows / _ROWS if min(lengths) < max(lengths) else 0.0)
+        if self.mask:
+            found.append(max(lengths) ** 2 / _ROWS**2)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
@@ -185,10 +189,11 @@ class PeakModel:
     Args:
         knees: of each phase's model, or None where it has none.
         pieces: see `MemoryModel`.
+        mask: see `MemoryModel`.
     """
 
-    def __init__(self, knees: Sequence[int | None] = (None,), pieces: bool = True) -> None:
-        self.models = [MemoryModel(knee, pieces) for knee in knees]
+    def __init__(self, knees: Sequence[int | None] = (None,), pieces: bool = True, mask: bool = True) -> None:
+        self.models = [MemoryModel(knee, pieces, mask) for knee in knees]
 
     @property
     def count(self) -> int:
