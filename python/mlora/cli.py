@@ -65,7 +65,7 @@ def sweep(
     stages: Stages = None,
     trace: Trace = False,
 ) -> None:
-    """Search for the best hyperparameters: trials are adapters that train together."""
+    """Search hyperparameters: trials are adapters that train together."""
     start("sweep", run, set_, overwrite=overwrite, stages=stages, trace=trace)
 
 
