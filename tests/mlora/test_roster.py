@@ -67,6 +67,9 @@ class FakeMemory:
     def know(self, task: Any) -> None:
         self._known[task.name] = task
 
+    def knows(self, name: str) -> bool:
+        return name in self._known
+
     def check(self, task: Any) -> None:
         if task.takes + sum(task.next_lengths()) > FREE:
             raise ValueError("is too large")
