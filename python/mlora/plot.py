@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from mlora.errors import RunError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
@@ -25,7 +26,6 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
     Raises:
         RunError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if not names:
@@ -33,7 +33,6 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
     columns = math.ceil(math.sqrt(len(names)))
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(max(3.2 * columns, 6), max(2.4 * rows, 4)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for name, axes in zip(names, panels, strict=False):
         _panel(axes, name, [record for record in records if record["adapter"] == name])
@@ -41,6 +40,17 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
         axes.set_visible(False)
     figure.supxlabel("optimizer step", fontsize=10)
     figure.supylabel("loss per trained token", fontsize=10)
+    add_legend(figure, panels)
+    save_figure(path, figure)
+
+
+def add_legend(figure: Figure, panels: Iterable[Axes]) -> None:
+    """Put one legend above all panels.
+
+    Args:
+        figure: what is drawn.
+        panels: of it.
+    """
     handles = {
         label: handle
         for axes in panels
@@ -48,8 +58,23 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
     }
     if handles:
         figure.legend(
-            handles.values(), handles.keys(), loc="outside upper right", ncols=3, fontsize=8, frameon=False
+            handles.values(), handles.keys(), loc="outside upper right", ncols=4, fontsize=8, frameon=False
         )
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG; the file is either whole or as it was.
+
+    Args:
+        path: the file.
+        figure: what is drawn.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
     try:
         write_file(path, lambda file: canvas.print_png(file))
     except OSError as error:

@@ -7,10 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mlora.checkpoint import write_file
-from mlora.errors import RunError
 from mlora.pipeline.actions import Kind
 from mlora.pipeline.timeline import EVALUATION, OPTIMIZER, Event
+from mlora.plot import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +43,6 @@ def plot_timeline(
     Raises:
         RunError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     first = min(event.begin for event in events)
@@ -55,7 +53,6 @@ def plot_timeline(
     streams = sorted({event.stream for event in events})
     size = (13, min(1.6 + 0.42 * stages, 8.5))
     figure = Figure(figsize=size, dpi=130, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left", pad=18 if window else 6)
     axes.set_xlabel(f"time, {unit}", fontsize=9)
@@ -72,10 +69,7 @@ def plot_timeline(
         _mark(axes, (window[0] - first) / scale, (window[1] - first) / scale)
     labels = {stream: _label(stream, names) for stream in streams}
     _legend(axes, labels, colours, {event.kind for event in shown})
-    try:
-        write_file(path, lambda file: canvas.print_png(file))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
+    save_figure(path, figure)
 
 
 def _colours(streams: Sequence[int]) -> dict[int, tuple[float, float, float]]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlora.checkpoint import write_file
-from mlora.errors import RunError
+from mlora.plot import add_legend, save_figure
 from mlora.sweep.ranking import RankedTrial
 from mlora.sweep.settings import SweepConfig
 from mlora.sweep.space import Choice, Leaf
@@ -32,33 +31,20 @@ def plot_trials(path: Path, trials: Sequence[RankedTrial], sweep: SweepConfig) -
     Raises:
         RunError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     count = 1 + len(sweep.space)
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(4.2 * columns, 3.2 * rows + 0.4), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     _curves(panels[0], trials)
     for axes, (name, leaf) in zip(panels[1:], sweep.space.items(), strict=False):
         _parameter(axes, name, leaf, trials, sweep.metric)
     for axes in panels[count:]:
         axes.set_visible(False)
-    handles = {
-        label: handle
-        for axes in panels[:count]
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    if handles:
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside upper right", ncols=4, fontsize=8, frameon=False
-        )
-    try:
-        write_file(path, lambda file: canvas.print_png(file))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
+    add_legend(figure, panels[:count])
+    save_figure(path, figure)
 
 
 def _kind(trial: RankedTrial) -> tuple[str, str]:
