@@ -75,7 +75,7 @@ def test_it_limits_what_is_in_flight_as_a_run_does(run: Run) -> None:
         pipeline = SimpleNamespace(
             processes=stages, replicas=1, schedule="lorapp", micro_batches=micro_batches
         )
-        config: Any = SimpleNamespace(pipeline=pipeline, adapters=[None] * (stages + 1))
+        config: Any = SimpleNamespace(pipeline=pipeline, at_once=stages + 1)
         assert group_count(config) == GROUPS_OF_A_STAGE * stages
         given = ("--stages", stages, "--adapters", stages + 1, "--micro-batches", micro_batches)
         assert output(run, *given)["in_flight_limit"] == most_under_way(config)
