@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mlora.scheduler import Need
 from mlora.tasks import Task
@@ -47,6 +48,19 @@ def batches_left(task: Task) -> int:
         task: with its plan.
     """
     return (task.total_steps - task.progress.step) * task.plan.accumulation
+
+
+def with_batches_of(task: Task, count: int) -> Task:
+    """Return a task as it would be with another ``per_device_train_batch_size``, for its lengths.
+
+    Args:
+        task: with its data.
+        count: samples of a micro-batch.
+    """
+    plan = replace(task.plan, batch_size=count)
+    config = task.config
+    total = config.max_steps if config.max_steps > 0 else plan.steps_of(config.num_train_epochs)
+    return replace(task, plan=plan, total_steps=total)
 
 
 def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[int]:

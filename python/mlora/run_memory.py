@@ -8,11 +8,14 @@ before the first step (dry runs on a CPU), and then by what micro-batches are me
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mlora.config import RunConfig
 from mlora.measured_cut import held_by
+from mlora.needs import largest_lengths, with_batches_of
 from mlora.scheduler import Room
 from mlora.scheduler.need import sum_of, within
 from mlora.task_memory import TaskMemory
@@ -128,18 +131,22 @@ class RunMemory:
                 f"leaves {left} beside the base model: too little to measure what a micro-batch of it needs "
                 "beside the adapters that are there now"
             )
-        longest = sorted(lengths, reverse=True)
-        fits = [
-            count
-            for count in range(1, len(longest))
-            if within(self.estimate.activations({task.name: longest[:count]}, [task.name]), budget)
-        ]
         need = max(size + state for size, state in zip(bounds, self.tasks.admitted(task.name), strict=True))
-        what = f"per_device_train_batch_size {fits[-1]} would fit" if fits else "not even one sequence fits"
+        fits = self._most_that_fit(task, len(lengths), budget)
+        what = f"per_device_train_batch_size {fits} would fit" if fits else "not even one sequence fits"
         raise ValueError(
             f"needs {in_units(need)} for its largest micro-batch of {len(lengths)} sequences with "
             f"{sum(lengths)} tokens, and scheduler.memory_limit leaves {left} beside the base model; {what}"
         )
+
+    def _most_that_fit(self, task: Task, count: int, budget: Sequence[float]) -> int:
+        """The largest batch below `count` with which all micro-batches of a task would fit, or 0."""
+
+        def fits(batch: int) -> bool:
+            lengths = largest_lengths(with_batches_of(task, batch), partial(self.tasks.size, task.name))
+            return within(self.estimate.activations({task.name: lengths}, [task.name]), budget)
+
+        return bisect_left(range(1, count), True, key=lambda batch: not fits(batch))
 
 
 def in_units(size: float) -> str:
