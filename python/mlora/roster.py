@@ -351,6 +351,8 @@ class Roster:
         name, task = request.task, None
         if self.named(name) is not None or name in self.refused:
             self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
+            if self._sweep and "trial" in request.content:
+                self._sweep.begun(request.content["trial"], None)
             return
         told = len(self._builder.warnings)
         try:

@@ -41,6 +41,8 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     if not isinstance(datasets, list):
         raise RunError(f"{path}: datasets: must be a list, got {type(datasets).__name__}")
     check_name(data.get("name"), taken, str(path))
+    if config.sweep and re.fullmatch(r"trial-\d+", str(data.get("name"))):
+        raise RunError(f"{path}: name: {data['name']} is a name of the sweep's trials; take another one")
     resolved = _resolved(path, config, data, datasets)
     new = resolved.adapters[-1]
     used = {new.dataset, new.eval_dataset}
@@ -78,6 +80,7 @@ def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: lis
             raise RunError(
                 f"{path}: datasets: the run has a dataset {own['name']!r}; leave it out, or take another name"
             )
+    base["sweep"] = None  # which allows no adapters beside
     whole = {**base, "adapters": [*base["adapters"], data], "datasets": [*base["datasets"], *datasets]}
     try:
         return resolve_config(whole, folder=path.parent, where=str(path))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from limited_runs import Watching, ask, die, interrupt, limit_for, replace_memory
 from mlora.config_file import resolve_config
 from mlora.result import RunResult
@@ -193,6 +194,22 @@ def test_a_user_cancels_and_pauses_trials_and_submits_a_task(data: dict[str, Any
     assert states.pop("trial-0") == "cancelled"
     assert set(states.values()) == {"finished"}
     assert len(states) == 7
+
+
+def test_a_submitted_task_has_no_trials_name(data: dict[str, Any], tmp_path: Path, run: Any) -> None:
+    sweep(data, tmp_path)
+    lora = {"r": 2, "target_modules": "all-linear"}
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump({"name": "trial-9", "dataset": "one", "lora": lora}))
+    refused = run("submit", tmp_path / "run", tmp_path / "task.yaml")
+    assert refused.exit_code == 1
+    assert "trial-9 is a name of the sweep's trials" in refused.output
+    (tmp_path / "task.yaml").write_text(
+        yaml.safe_dump({"name": "extra", "dataset": "one", "max_steps": 2, "lora": lora})
+    )
+    assert run("submit", tmp_path / "run", tmp_path / "task.yaml").exit_code == 0
+    again = resume(tmp_path / "run")
+    assert again.adapters["extra"].state == "finished"
+    assert len(table(tmp_path / "run")) == 8
 
 
 def test_a_sweep_over_stages_in_one_process(data: dict[str, Any], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ numbers. The parameters of a trial are named by their paths, such as ``lora.r``.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -119,7 +120,7 @@ def _choice(path: str, node: Mapping[str, Any]) -> Choice:
     values = node["choice"]
     if not isinstance(values, list) or not values:
         raise KeyPathError(f"{path}.choice", f"must be a list of values, got {values!r}")
-    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
     twice = next((text for text in texts if texts.count(text) > 1), None)
     if twice is not None:
         raise KeyPathError(f"{path}.choice", f"{twice} stands twice")
@@ -182,7 +183,7 @@ def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Pa
         space: of the sweep.
         params: of the trial.
     """
-    filled: dict[str, Any] = json.loads(json.dumps(fields))
+    filled = copy.deepcopy(dict(fields))
     for path, param in params.items():
         *parents, last = path.split(".")
         node = filled
