@@ -61,16 +61,24 @@ class PackedSequences:
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(lengths, ends.to(device))
 
-    def band(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to scores: `[L, L]`, 0 where `0 <= query - key < window`, else minus infinity.
+    def seen(self, length: int, window: int | None) -> Tensor:
+        """Which keys a query sees: `[L, L]` bool, `0 <= query - key < window`.
 
-        A part of one that all layers share: autograd keeps what SDPA is given, and of a bool mask it would
-        keep a copy in `dtype` for each layer.
+        A part of one that all layers share, since autograd keeps it.
+        """
+        longest = max(self.lengths)
+        if (window, torch.bool) not in self._bands:
+            ones = torch.ones(longest, longest, dtype=torch.bool, device=self.cu_seq_lens.device)
+            self._bands[window, torch.bool] = ones.tril() if window is None else ones.tril().triu(1 - window)
+        return self._bands[window, torch.bool][:length, :length]
+
+    def band(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What SDPA adds to scores: `[L, L]`, 0 where a query sees a key, else minus infinity.
+
+        Of a bool mask SDPA would make such a one for each layer, and autograd would keep them all.
         """
         if (window, dtype) not in self._bands:
-            longest = max(self.lengths)
-            ones = torch.ones(longest, longest, dtype=torch.bool, device=self.cu_seq_lens.device)
-            seen = ones.tril() if window is None else ones.tril().triu(1 - window)
+            seen = self.seen(max(self.lengths), window)
             self._bands[window, dtype] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
         return self._bands[window, dtype][:length, :length]
 
@@ -152,8 +160,8 @@ def packed_attention(
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
-            band = packed_sequences.band(length, sliding_window, torch.float32)
-            out = _explicit(q, k, v, band, scaling, softcap, s_aux)
+            seen = packed_sequences.seen(length, sliding_window)
+            out = _explicit(q, k, v, seen, scaling, softcap, s_aux)
         outputs.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
@@ -217,7 +225,7 @@ def _explicit(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    band: Tensor,
+    seen: Tensor,
     scaling: float | None,
     softcap: float | None,
     sinks: Tensor | None,
@@ -228,7 +236,7 @@ def _explicit(
     scores = (q @ k.unsqueeze(2).transpose(-1, -2)).float() * (scaling or q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + band
+    scores = torch.where(seen, scores, -torch.inf)  # a sum would make NaN of what has overflown
     if sinks is not None:
         column = sinks.float().view(k.shape[1], groups[0], 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

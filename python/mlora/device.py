@@ -92,8 +92,9 @@ def limit_allocator(config: RunConfig, device: torch.device) -> None:
             f"scheduler.memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
             "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )
-    total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.mem_get_info(index)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
 
 
 def kind_of(device: torch.device) -> str:

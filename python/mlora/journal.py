@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from mlora.config import RunConfig
 from mlora.groups import slot_count
-from mlora.task_queue import Kind, Request, TaskQueue
+from mlora.task_queue import TaskQueue
 
 
 class Journal:
-    """Decisions and requests, in a run's queue.
+    """Decisions, in a run's queue.
 
     There is one entry for each iteration. So a second decision at a boundary, at once after the first, counts
     as that of an iteration in which nobody takes part.
@@ -59,29 +58,6 @@ class Journal:
         self._decided = iteration
         return self._again.pop(iteration, None)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inside, requests and an entry are written together, and no other process asks for anything.
-
-        Raises:
-            RunError: the file cannot be written; then nothing inside was.
-        """
-        with self.queue.alone():
-            yield
-
-    def ask(self, kind: Kind, task: str, content: Mapping[str, Any]) -> Request:
-        """Ask for something in the run's own name.
-
-        Args:
-            kind: what is asked for.
-            task: whose.
-            content: of the request.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
-        return Request(self.queue.ask(kind, task, content), kind, task, dict(content), 0.0)
-
     def write(self, iteration: int, entry: Mapping[str, Any], *, at_once: bool) -> None:
         """Write down a decision.
 
@@ -124,5 +100,6 @@ def journal_key(config: RunConfig) -> str:
         config: the run's.
     """
     adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
-    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    sweep = config.sweep.model_dump(exclude={"places", "trials"}) if config.sweep else None
+    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters, sweep]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]

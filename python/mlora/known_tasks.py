@@ -9,7 +9,7 @@ from typing import Any
 from mlora.task_queue import Kind, Request, TaskQueue
 
 ENDED = ("finished", "stopped", "cancelled", "pruned", "refused")
-_BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled", "prune": "pruned"}
+_BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
 
 
 @dataclass

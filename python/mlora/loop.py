@@ -28,6 +28,7 @@ from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.set_aside import StateFiles
 from mlora.stages import less_memory
 from mlora.sweep.outcome import write_outcome
+from mlora.sweep.settings import is_trial
 from mlora.tasks import Task
 from mlora.traffic import Ticket
 
@@ -155,10 +156,14 @@ class TrainingLoop:
 
     def _failed(self) -> bool:
         """Whether a task was refused or stopped; that of a trial is a result, unless all trials are."""
-        states = [task.progress.state for task in self._roster.tasks]
-        if self._run.config.sweep:
-            return "finished" not in states
-        return bool(self._roster.refused) or "stopped" in states
+        states: dict[str, str] = {task.name: task.progress.state for task in self._roster.tasks}
+        states |= dict.fromkeys(self._roster.refused, "refused")
+        trials = {name: states.pop(name) for name in list(states) if self._is_trial(name)}
+        failed = not {"refused", "stopped"}.isdisjoint(states.values())
+        return failed or (bool(trials) and "finished" not in trials.values())
+
+    def _is_trial(self, name: str) -> bool:
+        return self._run.config.sweep is not None and is_trial(name)
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
         done = {task.name: adapter_result(task) for task in self._roster.tasks}
@@ -186,7 +191,7 @@ class TrainingLoop:
 
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
         """Do what is due at a boundary, and say whether the run goes on."""
-        save = self._rounds.save_due(iteration)
+        save = self._rounds.save_due(iteration) or self._roster.trial_ended()
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._roster.members()) and not stopping
         if save and going_on:  # at the end there is one anyway

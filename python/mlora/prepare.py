@@ -31,7 +31,6 @@ from mlora.scheduler import TokenBalanced
 from mlora.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.submission import submitted
 from mlora.task_memory import TaskMemory, dry_stages
-from mlora.task_queue import Request
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def prepare(
     checkpoint: dict[str, Any] | None = None,
     member: Member | None = None,
     *,
-    requests: Sequence[Request] = (),
+    came: Mapping[str, Mapping[str, Any]] | None = None,
     entry: Mapping[str, Any] | None = None,
     trace: int = 0,
 ) -> Prepared:
@@ -84,7 +83,7 @@ def prepare(
         reporter: told of warnings and of refused adapters.
         checkpoint: what the run continues from.
         member: this process's part in a pipeline over processes.
-        requests: what was asked of the run before the checkpoint.
+        came: what was submitted of each task that came before the checkpoint, by name.
         entry: what a run without a checkpoint has decided at its start; decided anew where it is none.
         trace: spans that each stage shall keep.
 
@@ -99,7 +98,7 @@ def prepare(
     base = BaseInfo(config.base_model, config.base_folder)
     check_blocks(config, base.blocks)
     builder = TaskBuilder(config, base)
-    tasks, refused, faults = _tasks(config, builder, checkpoint, requests)
+    tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
     _tell(faults, reporter)
     for line in builder.warnings:
         reporter.warn(line)
@@ -176,15 +175,18 @@ def _tasks(
     config: RunConfig,
     builder: TaskBuilder,
     checkpoint: dict[str, Any] | None,
-    requests: Sequence[Request],
+    came: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Task], dict[str, str], dict[str, str]]:
     """The tasks of a run, why some were refused before, and why some are refused now."""
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     faults: dict[str, str] = {}
     tasks: list[Task] = []
-    came = [submitted(r) for r in requests if r.kind == "submit" and r.task not in refused]
-    own: list[tuple[AdapterConfig, list[DatasetConfig]]] = [(adapter, []) for adapter in config.adapters]
-    for adapter, datasets in [*own, *came]:
+    found: list[tuple[AdapterConfig, list[DatasetConfig]]] = [(adapter, []) for adapter in config.adapters]
+    found += [submitted(name, content) for name, content in came.items() if name not in refused]
+    if checkpoint:
+        places = {name: place for place, name in enumerate(checkpoint["tasks"])}
+        found.sort(key=lambda each: places.get(each[0].name, len(places)))
+    for adapter, datasets in found:
         if adapter.name in refused or any(task.name == adapter.name for task in tasks):
             continue
         progress = _progress(adapter.name, checkpoint) if checkpoint else Progress()

@@ -22,6 +22,7 @@ from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, adm
 from mlora.scheduler.need import within
 from mlora.set_aside import bring_back, restore_adapter, set_aside
 from mlora.submission import submitted
+from mlora.sweep.wish import Wish
 from mlora.task_queue import Request, TaskQueue
 from mlora.tasks import State, Task, TaskBuilder
 from mlora.traffic import Measured
@@ -239,6 +240,10 @@ class Roster:
         more = self._sweep is not None and self._sweep.left > 0
         return self._memory is not None or more or bool(self.waiting())
 
+    def trial_ended(self) -> bool:
+        """Say whether a trial of a sweep has ended since the last decision."""
+        return self._sweep is not None and self._sweep.ended()
+
     def unsettled(self) -> bool:
         """Say whether somebody who was admitted does not train, which others may do instead."""
         running = {task.name for task in self.running()}
@@ -272,34 +277,46 @@ class Roster:
         self._asked = False
         again = self._journal.take(iteration)
         behind = self._sweep.judge() if self._sweep else []
-        with self._journal.together():
-            requests = self._journal.queue.requests(self.taken)
-            for request in requests:
-                if again is None or request.number <= again["taken"]:
-                    self._take(request, again)
-            if again is None:
-                admission = self._decide_anew(behind)
-                self._journal.write(iteration, self._entry(admission), at_once=at_once)
-            else:
-                self._remember(again)
-                self._asked = any(request.number > self.taken for request in requests)
-                admission = _admission_of(again["admission"])
+        requests = self._journal.queue.requests(self.taken)
+        for request in requests:
+            if again is None or request.number <= again["taken"]:
+                self._take(request, again)
+        if again is None:
+            wishes = self._wishes(behind)
+            if self._memory:
+                self._memory.estimate.adopt()
+            admission = self._admission()
+            entry = {**self._entry(admission), "wishes": [asdict(wish) for wish in wishes]}
+            self._journal.write(iteration, entry, at_once=at_once)
+        else:
+            for wish in again["wishes"]:
+                self._grant(Wish(**wish), again)
+            self._remember(again)
+            self._asked = any(request.number > self.taken for request in requests)
+            admission = _admission_of(again["admission"])
         new = self._carry_out(admission)
         self.show()
         return new
 
-    def _decide_anew(self, behind: list[str]) -> Admission:
-        """Carry out what the sweep wishes, and decide who is admitted.
+    def _wishes(self, behind: list[str]) -> list[Wish]:
+        """Do what the sweep wishes, each before it says the next.
 
         Args:
             behind: trials that are to be pruned.
         """
-        assert self._journal is not None
+        wishes = []
         for wish in self._sweep.wishes(behind) if self._sweep else ():
-            self._take(self._journal.ask(*wish), None)
-        if self._memory:
-            self._memory.estimate.adopt()
-        return self._admission()
+            self._grant(wish, None)
+            wishes.append(wish)
+        return wishes
+
+    def _grant(self, wish: Wish, again: Mapping[str, Any] | None) -> None:
+        """Do what the sweep wishes: prune a trial, or take the next one."""
+        task = self.named(wish.task)
+        if wish.trial is not None:
+            self._add(wish.task, wish.trial, again)
+        elif task is not None and task.alive:
+            self._end(task, "pruned", "fell behind the other trials")
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
         return {
@@ -333,13 +350,11 @@ class Roster:
         self.taken = request.number
         task = self.named(request.task)
         if request.kind == "submit":
-            self._submit(request, again)
+            self._add(request.task, request.content, again)
         elif task is None or not task.alive:
             self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
             self._end(task, "cancelled", "")
-        elif request.kind == "prune":
-            self._end(task, "pruned", "fell behind the other trials")
         elif request.kind == "pause" and task.progress.state == "running":
             task.progress.state = "paused"
             self._reporter.changed(task)
@@ -347,20 +362,18 @@ class Roster:
             task.progress.state = "running"
             self._reporter.changed(task)
 
-    def _submit(self, request: Request, again: Mapping[str, Any] | None) -> None:
-        name, task = request.task, None
+    def _add(self, name: str, content: Mapping[str, Any], again: Mapping[str, Any] | None) -> None:
+        """Take a task, or refuse it."""
+        task, told = None, len(self._builder.warnings)
         if self.named(name) is not None or name in self.refused:
             self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
-            if self._sweep and "trial" in request.content:
-                self._sweep.begun(request.content["trial"], None)
-            return
-        told = len(self._builder.warnings)
-        try:
-            task = self._builder.build(*submitted(request))
-        except RunError as error:
-            self._refuse(name, str(error))
-        if self._sweep and "trial" in request.content:
-            self._reporter.note(f"{name}: {self._sweep.begun(request.content['trial'], task)}")
+        else:
+            try:
+                task = self._builder.build(*submitted(name, content))
+            except RunError as error:
+                self._refuse(name, str(error))
+        if self._sweep and "trial" in content:
+            self._reporter.note(f"{name}: {self._sweep.begun(content['trial'], task)}")
         if task is None:
             return
         for line in self._builder.warnings[told:]:

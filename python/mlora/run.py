@@ -18,6 +18,8 @@ from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.stages import Member, check_replicas
+from mlora.sweep.outcome import write_outcome
+from mlora.sweep.wish import trials_begun
 from mlora.task_queue import TaskQueue, has_news
 from mlora.trace_file import SPANS, TraceFiles
 
@@ -35,6 +37,7 @@ FREE = {
     "scheduler",
     "priority",
     "places",
+    "trials",
 }
 
 
@@ -148,6 +151,9 @@ def resume(
     if not folder.plot.is_file():  # the disk was full when the run ended
         names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
         plot_losses(folder.plot, names, read_metrics(folder.metrics))
+    sweep = folder.read_config().sweep
+    if sweep:  # the disk was full, or the process was killed, when it ended
+        write_outcome(folder, sweep)
     return done
 
 
@@ -177,8 +183,9 @@ def _continued(
             )
     reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
     taken = checkpoint["roster"]["taken"]
-    requests = [request for request in queue.requests() if request.number <= taken]
-    return prepare(config, reporter, checkpoint, member, requests=requests)
+    came = {r.task: r.content for r in queue.requests() if r.kind == "submit" and r.number <= taken}
+    came |= {name: dict(content) for name, content in trials_begun(queue, checkpoint["iteration"])}
+    return prepare(config, reporter, checkpoint, member, came=came)
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:
@@ -213,10 +220,19 @@ def finished_result(folder: RunFolder) -> RunResult | None:
     summary = folder.read_summary()
     if summary is None or summary["status"] not in ("finished", "failed", "paused"):
         return None
-    if has_news(folder.queue):
+    if has_news(folder.queue) or _more_trials(folder):
         return None
     adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
+
+
+def _more_trials(folder: RunFolder) -> bool:
+    """Whether a sweep was given more trials since."""
+    sweep = folder.read_config().sweep
+    if sweep is None or not folder.queue.is_file():
+        return False
+    with TaskQueue(folder.queue) as queue:
+        return sum(1 for _ in trials_begun(queue)) < sweep.count
 
 
 def _run(

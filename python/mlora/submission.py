@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.config_file import read_yaml, resolve_config
 from mlora.errors import RunError, first_fault, first_line
-from mlora.task_queue import Request
+from mlora.sweep.settings import is_trial
 
 
 def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     if not isinstance(datasets, list):
         raise RunError(f"{path}: datasets: must be a list, got {type(datasets).__name__}")
     check_name(data.get("name"), taken, str(path))
-    if config.sweep and re.fullmatch(r"trial-\d+", str(data.get("name"))):
+    if config.sweep and is_trial(str(data.get("name"))):
         raise RunError(f"{path}: name: {data['name']} is a name of the sweep's trials; take another one")
     resolved = _resolved(path, config, data, datasets)
     new = resolved.adapters[-1]
@@ -92,19 +92,20 @@ def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: lis
         raise RunError(text) from error
 
 
-def submitted(request: Request) -> tuple[AdapterConfig, list[DatasetConfig]]:
+def submitted(name: str, content: Mapping[str, Any]) -> tuple[AdapterConfig, list[DatasetConfig]]:
     """Return what a submission asks for.
 
     Args:
-        request: a submission.
+        name: of the task.
+        content: of the request.
 
     Raises:
-        RunError: its content is none of this version.
+        RunError: it is none of this version, or values of a trial that no adapter may have.
     """
     try:
-        adapter = AdapterConfig.model_validate(request.content["adapter"])
-        datasets = [DatasetConfig.model_validate(entry) for entry in request.content["datasets"]]
+        adapter = AdapterConfig.model_validate(content["adapter"])
+        datasets = [DatasetConfig.model_validate(entry) for entry in content["datasets"]]
     except (KeyError, ValueError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else first_line(error)
-        raise RunError(f"{request.task}: its submission cannot be read: {reason}") from error
+        raise RunError(f"{name}: its submission cannot be read: {reason}") from error
     return adapter, datasets

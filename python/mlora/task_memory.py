@@ -112,9 +112,12 @@ class TaskMemory:
         Args:
             task: that `know` was told of.
         """
-        if task.name not in self._largest:
-            self._largest[task.name] = largest_lengths(task, partial(self.size, task.name))
-        return self._largest[task.name]
+        if task.name in self._largest:
+            return self._largest[task.name]
+        found = largest_lengths(task, partial(self.size, task.name))
+        if self.size(task.name, found):  # else nothing is known yet
+            self._largest[task.name] = found
+        return found
 
     def size(self, name: str, lengths: Sequence[int]) -> float:
         """Return what a micro-batch of a task alone needs, in bytes, at the stage where that is most.

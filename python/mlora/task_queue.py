@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from mlora.errors import RunError
 
-Kind = Literal["submit", "cancel", "pause", "unpause", "prune"]
+Kind = Literal["submit", "cancel", "pause", "unpause"]
 VERSION = 2
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
@@ -47,7 +47,7 @@ class Request:
 
     Args:
         number: grows from request to request.
-        kind: ``submit``, ``cancel``, ``pause`` or ``unpause``, or a sweep's own ``prune``.
+        kind: ``submit``, ``cancel``, ``pause`` or ``unpause``.
         task: whose.
         content: of a submission, the task's resolved config.
         at: seconds since 1970.

@@ -164,7 +164,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     first = list(coming)[: data.draw(st.integers(1, len(coming)))]
     roster: Any = Roster(config, engine, builder, [coming[n] for n in first], {}, Silent(), FakeMemory())  # type: ignore[arg-type]
     with patch.context() as patched:
-        patched.setattr("mlora.roster.submitted", lambda request: (SimpleNamespace(name=request.task), []))
+        patched.setattr("mlora.roster.submitted", lambda name, _: (SimpleNamespace(name=name), []))
         patched.setattr("mlora.roster.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
         patched.setattr("mlora.roster.bring_back", lambda e, t, group, folder: e.create_adapter(t.name))
         roster.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from limited_runs import Watching, ask, die, interrupt, limit_for, replace_memor
 from mlora.config_file import resolve_config
 from mlora.result import RunResult
 from mlora.run import resume, train
-from mlora.run_folder import RunFolder, read_metrics
+from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import rank_trials
+from mlora.sweep.wish import trials_begun
 from mlora.task_queue import TaskQueue
 from stage_runs import by_adapter, tensors
 from test_sweep_space import sweep_data
-from tiny_run import lines, weights, write_run
+from tiny_run import lines, weights, write_jsonl, write_run
 
 RATES = {"learning_rate": {"low": 1e-4, "high": 5e-2, "log": True}, "lora": {"r": {"choice": [2, 4, 8]}}}
 GRID = {"learning_rate": {"choice": [1e-4, 1e-2]}, "lora": {"r": {"choice": [2, 5]}}}
@@ -47,7 +49,7 @@ def sweep(data: dict[str, Any], folder: Path, name: str = "run", reporter: Any =
 def trials_of(run: Path) -> list[dict[str, Any]]:
     """What was proposed, in its order."""
     with TaskQueue(run / "queue.sqlite") as queue:
-        return [request.content["trial"] for request in queue.requests() if "trial" in request.content]
+        return [content["trial"] for _, content in trials_begun(queue)]
 
 
 def table(run: Path) -> list[dict[str, str]]:
@@ -118,52 +120,128 @@ def test_a_pruned_trial_frees_its_place_at_the_next_iteration(data: dict[str, An
     assert set(states) == {"finished", "pruned"}
     assert all(not row["rank"] and int(row["step"]) < 6 for row in rows if row["state"] == "pruned")
     # with each iteration, as many step as there are places, until no trial is left to begin
-    steps, last = crowd.steps, max(i for i, (name, _) in enumerate(crowd.steps) if name == "trial-11")
-    first = next(i for i, (name, step) in enumerate(steps) if (name, step) == ("trial-11", 1))
-    assert first < last
-    position, left = 0, len(steps)
-    while position < first:
-        names = [name for name, _ in steps[position : position + 3]]
-        assert len(set(names)) == 3, names
-        position += 3
-    assert position < left
+    first = crowd.steps.index(("trial-11", 1))
+    assert first > 30
+    for position in range(0, first, 3):
+        assert len({name for name, _ in crowd.steps[position : position + 3]}) == 3
     for name in (row["trial"] for row in rows if row["state"] == "pruned"):
         assert not (tmp_path / "run" / "adapters" / name).exists()
 
 
-@pytest.mark.parametrize("pruner", ["none", "median", "successive_halving"])
-def test_interrupted_and_killed_sweeps_end_as_undisturbed_ones(
-    data: dict[str, Any], tmp_path: Path, pruner: str
-) -> None:
-    data["sweep"] |= {
-        "pruner": pruner,
-        "pruner_kwargs": {"n_startup_trials": 2} if pruner == "median" else {},
-    }
-    data["defaults"]["save_steps"] = 3
-    sweep(data, tmp_path, "calm")
-    actions: dict[Any, Callable[[], object]] = {7: die, 20: interrupt, 31: die, 44: die}
-    run, parts = tmp_path / "run", 0
-    begin: Callable[[Watching], RunResult] = lambda watching: sweep(data, tmp_path, "run", watching)  # noqa: E731
-    for when, what in [*actions.items(), (10**9, interrupt)]:
-        count = len(read_metrics(run / "metrics.jsonl")) if run.exists() else 0
-        assert count >= 0
+def to_the_end(data: dict[str, Any], folder: Path, actions: list[tuple[int, Callable[[], object]]]) -> int:
+    """Train, and go on after each action, which comes after so many steps of its part; returns the parts."""
+    run, parts, status = folder / "run", 0, "begins"
+    while status != "finished":
+        watching = Watching(dict([actions[parts]] if parts < len(actions) else []))
         try:
-            status = begin(Watching({max(1, when - 13 * parts): what})).status
+            result = resume(run, reporter=watching) if parts else sweep(data, folder, reporter=watching)
+            status = result.status
         except ConnectionAbortedError:
             status = "died"
         parts += 1
-        begin = lambda watching: resume(run, reporter=watching)  # noqa: E731
-        if status == "finished":
-            break
-    assert parts > 2
-    assert status == "finished"
-    assert trials_of(run) == trials_of(tmp_path / "calm")
-    assert lines(run) == lines(tmp_path / "calm")
-    assert weights(run) == weights(tmp_path / "calm")
-    drop = {"seconds"}
-    assert [{k: v for k, v in row.items() if k not in drop} for row in table(run)] == [
-        {k: v for k, v in row.items() if k not in drop} for row in table(tmp_path / "calm")
-    ]
+    return parts
+
+
+def assert_alike(run: Path, other: Path) -> None:
+    """The same trials with the same metrics, weights and table."""
+    assert trials_of(run) == trials_of(other)
+    assert lines(run) == lines(other)
+    assert weights(run) == weights(other)
+    tables = [[{k: v for k, v in row.items() if k != "seconds"} for row in table(f)] for f in (run, other)]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("pruner", ["none", "median", "successive_halving", "hyperband"])
+def test_interrupted_and_killed_sweeps_end_as_undisturbed_ones(
+    data: dict[str, Any], tmp_path: Path, pruner: str
+) -> None:
+    kwargs = {"n_startup_trials": 2} if pruner == "median" else {}
+    data["sweep"] |= {"pruner": pruner, "pruner_kwargs": kwargs}
+    data["defaults"]["save_steps"] = 3
+    sweep(data, tmp_path, "calm")
+    assert to_the_end(data, tmp_path, [(7, die), (9, interrupt), (5, die), (6, die)]) == 5
+    assert_alike(tmp_path / "run", tmp_path / "calm")
+
+
+def test_an_end_of_a_trial_is_saved(data: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever `save_steps`, which counts the steps of one trial."""
+    data["defaults"]["save_steps"] = 500
+    with pytest.raises(ConnectionAbortedError):
+        sweep(data, tmp_path, reporter=Watching({("trial-3", 3): die}))
+    resume(tmp_path / "run", reporter=(watching := Watching()))
+    assert {name for name, _ in watching.steps}.isdisjoint({"trial-0", "trial-1", "trial-2"})
+    sweep(data, tmp_path, "calm")
+    assert_alike(tmp_path / "run", tmp_path / "calm")
+
+
+@pytest.mark.parametrize("pruner", ["none", "median"])
+def test_a_sweep_goes_on_with_other_places_and_another_policy(
+    data: dict[str, Any], tmp_path: Path, pruner: str
+) -> None:
+    data["defaults"]["save_steps"] = 5
+    kwargs = {"n_startup_trials": 2} if pruner == "median" else {}
+    data["sweep"] |= {"pruner": pruner, "pruner_kwargs": kwargs}
+    with pytest.raises(ConnectionAbortedError):
+        sweep(data, tmp_path, reporter=Watching({30: die}))
+    path = tmp_path / "run" / "config.yaml"
+    text = path.read_text().replace("policy: fcfs", "policy: shortest_first")
+    text = text.replace("trials: 8", "trials: 9")
+        path.read_text().replace("policy: fcfs", "policy: shortest_first").replace("trials: 8", "trials: 9")
+    )
+    path.write_text(text.replace("places: 3", "places: 2"))
+    assert resume(tmp_path / "run", reporter=(crowd := Crowd(3))).status == "finished"
+    assert len(table(tmp_path / "run")) == 9
+    assert len({name for name, _ in crowd.steps[-6:]}) <= 2
+
+
+def test_another_search_before_the_first_checkpoint_starts_anew(data: dict[str, Any], tmp_path: Path) -> None:
+    data["defaults"]["save_steps"] = 500
+    with pytest.raises(ConnectionAbortedError):
+        sweep(data, tmp_path, reporter=Watching({4: die}))
+    path = tmp_path / "run" / "config.yaml"
+    text = path.read_text()
+    assert text.count("- 4\n") == 1
+    path.write_text(text.replace("- 4\n", "- 5\n"))
+    assert resume(tmp_path / "run").status == "finished"
+    assert {row["lora.r"] for row in table(tmp_path / "run")} <= {"2", "5", "8"}
+
+
+def test_more_trials_than_before(data: dict[str, Any], tmp_path: Path) -> None:
+    data["sweep"]["trials"] = 2
+    sweep(data, tmp_path)
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("trials: 2", "trials: 4"))
+    assert resume(tmp_path / "run").status == "finished"
+    assert len(table(tmp_path / "run")) == 4
+
+
+def test_the_outcome_is_written_where_it_is_missing(data: dict[str, Any], tmp_path: Path) -> None:
+    data["sweep"]["trials"] = 2
+    sweep(data, tmp_path)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "best")
+    (run / "sweep.csv").unlink()
+    assert resume(run).status == "finished"
+    assert len(table(run)) == 2
+    assert (run / "best" / "adapter_model.safetensors").is_file()
+
+
+def test_exact_match_is_what_trials_are_ranked_by(data: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pairs = [{"prompt": f"{n} ", "completion": "a" if n % 2 else "b"} for n in range(8)]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    data["datasets"].append({"name": "pairs", "path": "pairs.jsonl", "format": "prompt_completion"})
+    data["sweep"] |= {"trials": 4, "metric": "eval_exact_match"}
+    data["sweep"]["adapter"] |= {"dataset": "pairs", "eval_dataset": "pairs", "eval_exact_match": True}
+    actions: dict[Any, Callable[[], object]] = {("trial-0", 2): lambda: ask(run, "cancel", "trial-0")}
+    result = sweep(data, tmp_path, reporter=Watching(actions))
+    rows = table(run)
+    shares = [float(row["eval_exact_match"]) for row in rows if row["state"] == "finished"]
+    assert len(shares) == 3
+    assert shares == sorted(shares, reverse=True)
+    for row in rows[:3]:
+        assert result.adapters[row["trial"]].eval_exact_match["after"] == float(row["eval_exact_match"])
+    assert (rows[3]["state"], rows[3]["eval_exact_match"]) == ("cancelled", "")
 
 
 def test_trials_that_cannot_train_do_not_end_the_sweep(data: dict[str, Any], tmp_path: Path) -> None:
@@ -188,7 +266,7 @@ def test_a_sweep_whose_trials_all_fail(data: dict[str, Any], tmp_path: Path) -> 
     assert resume(tmp_path / "run").status == "failed"
 
 
-def test_a_user_cancels_and_pauses_trials_and_submits_a_task(data: dict[str, Any], tmp_path: Path) -> None:
+def test_a_user_cancels_and_pauses_trials(data: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     actions: dict[Any, Callable[[], object]] = {
         ("trial-0", 2): lambda: ask(run, "cancel", "trial-0"),

@@ -13,7 +13,7 @@ from mlora.errors import RunError
 from mlora.strict import KeyPathError
 from mlora.sweep.settings import SweepConfig
 from mlora.sweep.space import corners, grid_point, grid_size, read_space, with_params
-from mlora.sweep.study import Study
+from mlora.sweep.study import Study, check_arguments
 from tiny_run import run_data, write_run
 
 SEARCH = {
@@ -59,6 +59,14 @@ def test_grid() -> None:
     points = [with_params({}, space, grid_point(space, number)) for number in range(6)]
     assert [point["a"] for point in points] == [None, None, None, "x", "x", "x"]
     assert [point["b"] for point in points] == pytest.approx([0.1, 0.2, 0.3] * 2)
+    assert max(point["b"] for point in points) <= 0.3
+    large = {"a": {"low": 1, "high": 2**32}, "b": {"low": 0, "high": 9}}
+    assert grid_size(read_space(large)) == 10 * 2**32
+    assert read_space({"a": {"low": 2, "high": 9, "step": 3}})["a"].member(2) == 8
+    dotted = {"lora": {"rank_pattern": {"layers.0.q_proj": {"choice": [2, 4]}}}}
+    (path,) = read_space(dotted)
+    point = with_params({}, read_space(dotted), {path: "4"})
+    assert point == {"lora": {"rank_pattern": {"layers.0.q_proj": 4}}}
     assert grid_size(read_space({"a": {"low": 2, "high": 9}})) == 8
     assert grid_size(read_space({"a": {"low": 0.0, "high": 1.0}})) is None
     assert grid_size(read_space({"a": {"low": 1, "high": 8, "log": True}})) is None
@@ -110,6 +118,7 @@ def test_what_a_space_refuses(search: dict[str, Any], key: str, message: str) ->
         ({"sampler": "grid"}, "sweep.sampler: grid needs"),
         ({"metric": "eval_exact_match"}, "sweep.adapter.eval_exact_match: must be true"),
         ({"pruner_kwargs": {"a": 1}}, "sweep.pruner_kwargs: pruner has none"),
+        ({"sampler_kwargs": {"seed": 1}}, "sweep.sampler_kwargs.seed: the run's seed is it"),
         (
             {"search": {"lora": {"rr": {"choice": [1]}}}},
             "sweep.search.lora.rr: unknown key; did you mean 'r'?",
@@ -183,17 +192,18 @@ def test_a_study_goes_on_from_its_state(sampler: str, pruner: str) -> None:
             "search": SEARCH,
         }
     )
-    first = Study(sweep, 3)
+    pruning = sweep.pruner_arguments({"max_steps": 6})
+    first = Study(sweep, 3, pruning)
     second: Study | None = None
     pruned = 0
     for number in range(24):
         trial = first.propose()
         if number == 15:  # in the middle of a trial
-            second = Study(sweep, 3, json.loads(json.dumps(first.state())))
+            second = Study(sweep, 3, pruning, json.loads(json.dumps(first.state())))
         elif second:
             assert second.propose() == trial
         end: Any = "complete"
-        for step in (2, 4, 6):
+        for step in (2, 4, 6)[: 3 - number % 3]:  # some trials are shorter than others
             late = first.report(number, step, _loss(trial["params"], step))
             if second:
                 assert second.report(number, step, _loss(trial["params"], step)) == late
@@ -211,7 +221,7 @@ def test_a_study_goes_on_from_its_state(sampler: str, pruner: str) -> None:
 
 def test_proposals_come_from_the_space_and_follow_what_was_good() -> None:
     fields = {"trials": 60, "adapter": {"eval_dataset": "two"}, "search": SEARCH}
-    study = Study(SweepConfig.model_validate(fields), 1)
+    study = Study(SweepConfig.model_validate(fields), 1, {})
     params = []
     for number in range(60):
         params.append(study.propose()["params"])
@@ -222,14 +232,42 @@ def test_proposals_come_from_the_space_and_follow_what_was_good() -> None:
     assert late < 0.75 * early  # random ones stay alike
 
 
-@pytest.mark.parametrize("key", ["sampler_kwargs", "pruner_kwargs"])
-def test_arguments_that_optuna_refuses(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "kwargs"),
+    [
+        ("sampler_kwargs", {"nonsense": 1}),
+        ("sampler_kwargs", {"gamma": 0.25, "n_startup_trials": 2}),
+        ("sampler_kwargs", {"n_startup_trials": "4"}),
+        ("pruner_kwargs", {"nonsense": 1}),
+        ("pruner_kwargs", {"n_startup_trials": -1}),
+    ],
+)
+def test_arguments_that_optuna_refuses(key: str, kwargs: dict[str, Any]) -> None:
     fields = {
-        "trials": 2,
+        "trials": 8,
         "pruner": "median",
         "adapter": {"eval_dataset": "two", "eval_steps": 2},
         "search": SEARCH,
-        key: {"nonsense": 1},
+        key: kwargs,
     }
-    with pytest.raises(RunError, match=rf"sweep\.{key}: Optuna's .* refuses"):
-        Study(SweepConfig.model_validate(fields), 1)
+    sweep = SweepConfig.model_validate(fields)
+    with pytest.raises(RunError, match=rf"sweep\.{key}: Optuna refuses"):
+        check_arguments(sweep, sweep.pruner_arguments({}))
+
+
+@pytest.mark.parametrize(
+    ("pruner", "adapter", "key"),
+    [
+        ("hyperband", {"eval_steps": 5}, "max_resource"),
+        ("successive_halving", {"eval_steps": 0.1}, "min_resource"),
+    ],
+)
+def test_steps_that_a_pruner_cannot_know(pruner: str, adapter: dict[str, Any], key: str) -> None:
+    fields = {"trials": 8, "pruner": pruner, "adapter": adapter, "search": SEARCH}
+    sweep = SweepConfig.model_validate(fields)
+    with pytest.raises(KeyPathError, match="is missing") as caught:
+        sweep.pruner_arguments({"max_steps": -1})
+    assert caught.value.key == f"pruner_kwargs.{key}"
+    given = SweepConfig.model_validate(fields | {"pruner_kwargs": {key: 7}})
+    assert given.pruner_arguments({"max_steps": -1})[key] == 7
+    assert sweep.pruner_arguments({"max_steps": 50})["min_resource"] == 5

@@ -81,13 +81,17 @@ class TokenBalanced:
 
 
 class InOrder:
-    """Slots in turn, in the order of the tasks, whatever their rows."""
+    """Slots in turn, in the order of the tasks, whatever their rows; where some are fixed, the emptiest."""
 
     def place(self, needs: Sequence[Need], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
         """The first task into the first slot, the next one into the next."""
         found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
-        free = (index for index in range(len(needs)))
-        return {need.name: found[need.name] if need.name in found else next(free) % slots for need in needs}
+        counts = [list(found.values()).count(slot) for slot in range(slots)]
+        for need in needs:
+            if need.name not in found:
+                found[need.name] = counts.index(min(counts))
+                counts[found[need.name]] += 1
+        return {need.name: found[need.name] for need in needs}
 
 
 ORDERS: Mapping[str, Order] = {"fcfs": FirstComeFirstServed(), "shortest_first": ShortestFirst()}

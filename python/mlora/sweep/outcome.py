@@ -57,9 +57,10 @@ def _copy(source: Path, target: Path) -> None:
     """Copy a folder; what is at its target stays until the copy is whole."""
     scratch = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch)
-    for file in scratch.iterdir():
-        with open(file, "rb") as handle:
+    scratch.mkdir()
+    for file in source.iterdir():  # one by one: of several errors `copytree` makes one without a cause
+        shutil.copyfile(file, scratch / file.name)
+        with open(scratch / file.name, "rb") as handle:
             os.fsync(handle.fileno())
     shutil.rmtree(target, ignore_errors=True)
     os.rename(scratch, target)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlora.run_folder import RunFolder, read_metrics
 from mlora.sweep.settings import SweepConfig
+from mlora.sweep.wish import trials_begun
 from mlora.task_queue import TaskQueue
 
 
@@ -21,8 +22,8 @@ class RankedTrial:
         name: of its adapter.
         state: of its task.
         step: optimizer steps made.
-        value: the sweep's metric after its last step; of a trial that has not finished, or not yet, the
-            ``eval_loss`` that was measured last.
+        value: the sweep's metric after its last step; if that is ``eval_loss``, of a trial that has not
+            finished, the one that was measured last.
         seconds: wall time in training.
         params: values of the search space by their paths.
         curve: steps, and ``eval_loss`` after them.
@@ -66,8 +67,8 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
     sign = 1 if sweep.metric == "eval_loss" else -1
     finished = [trial for trial in trials if trial.state == "finished" and trial.value is not None]
     finished.sort(key=lambda trial: sign * (trial.value or 0.0))
-    others = sorted((trial for trial in trials if trial not in finished), key=lambda trial: -trial.step)
     places = {trial.name: place for place, trial in enumerate(finished, 1)}
+    others = sorted((trial for trial in trials if trial.name not in places), key=lambda trial: -trial.step)
     return [RankedTrial(**{**vars(trial), "rank": places.get(trial.name)}) for trial in [*finished, *others]]
 
 
@@ -77,15 +78,10 @@ def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:
     if not folder.queue.is_file():
         return {}
     with TaskQueue(folder.queue) as queue:
-        requests = queue.requests()
+        begun = {name: content["trial"]["params"] for name, content in trials_begun(queue)}
     return {
-        request.task: {
-            path: space[path].value(param)
-            for path, param in request.content["trial"]["params"].items()
-            if path in space
-        }
-        for request in requests
-        if "trial" in request.content
+        name: {path: space[path].value(param) for path, param in params.items() if path in space}
+        for name, params in begun.items()
     }
 
 
@@ -97,7 +93,7 @@ def _trial(
     metric: str,
 ) -> RankedTrial:
     value = entry[metric]["after"] if entry["state"] == "finished" else None
-    if value is None and curve:
+    if value is None and curve and metric == "eval_loss":
         value = curve[-1][1]
     return RankedTrial(
         None,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -11,6 +14,11 @@ from mlora.strict import KeyPathError, Strict
 from mlora.sweep.space import Choice, Space, corners, grid_size, read_space, with_params
 
 MOST_TRIALS = 10_000
+
+
+def is_trial(name: str) -> bool:
+    """Say whether an adapter's name is one that a sweep gives its trials."""
+    return re.fullmatch(r"trial-\d+", name) is not None
 
 
 class SweepConfig(Strict):
@@ -53,7 +61,7 @@ class SweepConfig(Strict):
     def folders(self) -> list[str]:
         """Adapters that trials begin with."""
         leaf = self.space.get("init_from")
-        chosen = leaf.grid() if isinstance(leaf, Choice) else []
+        chosen = leaf.values.values() if isinstance(leaf, Choice) else []
         return [str(path) for path in (self.adapter.get("init_from"), *chosen) if path]
 
     def trial_name(self, number: int) -> str:
@@ -72,6 +80,33 @@ class SweepConfig(Strict):
             for number, point in points
         ]
 
+    def pruner_arguments(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Optuna's pruner.
+
+        What Optuna would take from the first trials that end, and forget when a run goes on, is taken from
+        the steps of the evaluations: trials are first judged after one, and have at most ``max_steps``.
+
+        Args:
+            defaults: fields of adapters where ``adapter`` says nothing.
+
+        Raises:
+            KeyPathError: they depend on the trial; then they have to be given.
+        """
+        kwargs = dict(self.pruner_kwargs)
+        given = {**defaults, **self.adapter, **self.search}
+        every, most = given.get("eval_steps"), given.get("max_steps")
+        if type(every) is float and every < 1 and type(most) is int and most > 0:
+            every = math.ceil(every * most)
+        known = {"min_resource": every, "max_resource": most}
+        wanted = {"successive_halving": ["min_resource"], "hyperband": ["min_resource", "max_resource"]}
+        for key in wanted.get(self.pruner, ()):
+            value: Any = known[key]
+            if kwargs.get(key, "auto") == "auto":
+                if type(value) not in (int, float) or value < 1:
+                    raise KeyPathError(f"pruner_kwargs.{key}", "is missing; trials differ in their steps")
+                kwargs[key] = int(value)
+        return kwargs
+
     def check_evaluations(self, defaults: dict[str, Any]) -> None:
         """Check that trials are evaluated as the sweep needs it.
 
@@ -88,6 +123,7 @@ class SweepConfig(Strict):
             raise KeyPathError("adapter.eval_exact_match", "must be true; trials are ranked by it")
         if self.pruner != "none" and given.get("eval_steps") is None:
             raise KeyPathError("adapter.eval_steps", "is missing; the pruner judges at each evaluation")
+        self.pruner_arguments(defaults)
 
     @field_validator("adapter")
     @classmethod
@@ -123,6 +159,8 @@ class SweepConfig(Strict):
             raise KeyPathError("search", f"the grid has {size} combinations; {MOST_TRIALS} at most")
         if self.pruner != "none" and self.metric != "eval_loss":
             raise KeyPathError("pruner", f"judges eval_loss, not the metric {self.metric}; use none")
+        if "seed" in self.sampler_kwargs:
+            raise KeyPathError("sampler_kwargs.seed", "the run's seed is it; remove it")
         for key, kwargs, known in (
             ("sampler_kwargs", self.sampler_kwargs, self.sampler != "grid"),
             ("pruner_kwargs", self.pruner_kwargs, self.pruner != "none"),

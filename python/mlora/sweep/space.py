@@ -7,7 +7,6 @@ numbers. The parameters of a trial are named by their paths, such as ``lora.r``.
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -28,18 +27,25 @@ class Choice:
     """One of some values of any kind.
 
     Args:
+        keys: that lead to the field, from an adapter.
         values: by their text.
     """
 
+    keys: tuple[str, ...]
     values: Mapping[str, Any]
 
     def value(self, param: Param) -> Any:
         """Return the value that a parameter stands for."""
         return self.values[str(param)]
 
-    def grid(self) -> list[Param]:
-        """Return all parameters."""
-        return list(self.values)
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return len(self.values)
+
+    def member(self, index: int) -> Param:
+        """Return the parameter of a place in the grid."""
+        return list(self.values)[index]
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,14 @@ class Range:
     """A number between two bounds, both of them included.
 
     Args:
+        keys: that lead to the field, from an adapter.
         low: a whole number where whole numbers are drawn.
-        high: likewise.
+        high: likewise; with a step, the last number that is drawn.
         log: drawn evenly over the logarithm.
         step: from `low`; none = any number.
     """
 
+    keys: tuple[str, ...]
     low: Number
     high: Number
     log: bool = False
@@ -67,13 +75,20 @@ class Range:
         """Return the value that a parameter stands for."""
         return int(param) if self.whole else float(param)
 
-    def grid(self) -> list[Param] | None:
-        """Return all parameters; none where they cannot be counted."""
-        step = self.step or (1 if self.whole and not self.log else None)
-        if step is None:
-            return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        return [self.low + index * step for index in range(count)]
+    @property
+    def count(self) -> int | None:
+        """How many numbers there are; none where they cannot be counted."""
+        step = self._step
+        return None if step is None else round((self.high - self.low) / step) + 1
+
+    def member(self, index: int) -> Param:
+        """Return the number of a place in the grid."""
+        assert self._step is not None
+        return min(self.low + index * self._step, self.high)
+
+    @property
+    def _step(self) -> Number | None:
+        return self.step or (1 if self.whole and not self.log else None)
 
 
 Leaf = Choice | Range
@@ -90,31 +105,31 @@ def read_space(search: Mapping[str, Any]) -> Space:
     Raises:
         KeyPathError: it is empty, or something in it is neither a leaf nor a mapping of leaves.
     """
-    space = dict(_leaves("", search))
+    space = dict(_leaves((), search))
     if not space:
         raise KeyPathError("", "must not be empty")
     return space
 
 
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, Leaf]]:
-    if not isinstance(node, Mapping) or not node:
-        if not path:
-            return
+def _leaves(keys: tuple[str, ...], node: Any) -> Iterator[tuple[str, Leaf]]:
+    path = ".".join(keys)
+    if not isinstance(node, Mapping) or (keys and not node):
         raise KeyPathError(
             path,
             f"must be {{choice: [...]}} or {{low: , high: }}, got {node!r}; what is fixed stands in adapter",
         )
-    if LEAF_KEYS.isdisjoint(node) or not path:
+    if LEAF_KEYS.isdisjoint(node) or not keys:
         for key, inner in node.items():
-            yield from _leaves(f"{path}.{key}" if path else str(key), inner)
+            yield from _leaves((*keys, str(key)), inner)
         return
     unknown = [str(key) for key in node if key not in LEAF_KEYS]
     if unknown:
         raise KeyPathError(f"{path}.{unknown[0]}", "unknown key; known keys: choice, or low, high, log, step")
-    yield path, _choice(path, node) if "choice" in node else _range(path, node)
+    yield path, _choice(keys, node) if "choice" in node else _range(keys, node)
 
 
-def _choice(path: str, node: Mapping[str, Any]) -> Choice:
+def _choice(keys: tuple[str, ...], node: Mapping[str, Any]) -> Choice:
+    path = ".".join(keys)
     if len(node) > 1:
         raise KeyPathError(path, "choice stands alone, without low, high, log and step")
     values = node["choice"]
@@ -124,10 +139,11 @@ def _choice(path: str, node: Mapping[str, Any]) -> Choice:
     twice = next((text for text in texts if texts.count(text) > 1), None)
     if twice is not None:
         raise KeyPathError(f"{path}.choice", f"{twice} stands twice")
-    return Choice(dict(zip(texts, values, strict=True)))
+    return Choice(keys, dict(zip(texts, values, strict=True)))
 
 
-def _range(path: str, node: Mapping[str, Any]) -> Range:
+def _range(keys: tuple[str, ...], node: Mapping[str, Any]) -> Range:
+    path = ".".join(keys)
     for key in ("low", "high"):
         if key not in node:
             raise KeyPathError(f"{path}.{key}", "is missing")
@@ -146,10 +162,11 @@ def _range(path: str, node: Mapping[str, Any]) -> Range:
         raise KeyPathError(f"{path}.step", "does not go with log")
     if step is not None and step <= 0:
         raise KeyPathError(f"{path}.step", f"must be above 0, got {step}")
-    found = Range(low, high, log, step)
-    if found.whole and type(step) is float:
+    if Range(keys, low, high).whole and type(step) is float:
         raise KeyPathError(f"{path}.step", f"must be a whole number, as low and high are, got {step}")
-    return found
+    if step is not None:
+        high = min(high, low + math.floor((high - low) / step + 1e-9) * step)
+    return Range(keys, low, high, log, step)
 
 
 def grid_size(space: Space) -> int | None:
@@ -158,9 +175,8 @@ def grid_size(space: Space) -> int | None:
     Args:
         space: of the sweep.
     """
-    sizes = [leaf.grid() for leaf in space.values()]
-    counted = [len(grid) for grid in sizes if grid is not None]
-    return math.prod(counted) if len(counted) == len(sizes) else None
+    counts = [leaf.count for leaf in space.values()]
+    return None if None in counts else math.prod(count for count in counts if count is not None)
 
 
 def grid_point(space: Space, number: int) -> dict[str, Param]:
@@ -170,9 +186,12 @@ def grid_point(space: Space, number: int) -> dict[str, Param]:
         space: of the sweep.
         number: below `grid_size`.
     """
-    grids = [leaf.grid() or [] for leaf in space.values()]
-    chosen = next(itertools.islice(itertools.product(*grids), number, None))
-    return dict(zip(space, chosen, strict=True))
+    point: dict[str, Param] = {}
+    for path, leaf in reversed(space.items()):
+        assert leaf.count is not None
+        number, index = divmod(number, leaf.count)
+        point[path] = leaf.member(index)
+    return {path: point[path] for path in space}
 
 
 def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Param]) -> dict[str, Any]:
@@ -185,7 +204,7 @@ def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Pa
     """
     filled = copy.deepcopy(dict(fields))
     for path, param in params.items():
-        *parents, last = path.split(".")
+        *parents, last = space[path].keys
         node = filled
         for key in parents:
             if not isinstance(node.get(key), dict):
@@ -202,7 +221,7 @@ def corners(space: Space) -> Iterator[dict[str, Param]]:
         space: of the sweep.
     """
     ends = {
-        path: leaf.grid() or [] if isinstance(leaf, Choice) else [leaf.low, leaf.high]
+        path: list(leaf.values) if isinstance(leaf, Choice) else [leaf.low, leaf.high]
         for path, leaf in space.items()
     }
     for turn in range(max(map(len, ends.values()))):

@@ -7,7 +7,8 @@ seed of its own, so that a run that was killed goes on as if nothing had happene
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
@@ -47,19 +48,26 @@ class Study:
     Args:
         sweep: the sweep.
         seed: of the run.
+        pruning: arguments of the pruner.
         trials: what `state` gave, of a run that goes on.
 
     Raises:
         RunError: Optuna refuses ``sampler_kwargs`` or ``pruner_kwargs``.
     """
 
-    def __init__(self, sweep: SweepConfig, seed: int, trials: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        sweep: SweepConfig,
+        seed: int,
+        pruning: Mapping[str, Any],
+        trials: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._sweep, self._seed, self._space = sweep, seed, sweep.space
         self._distributions = {path: _distribution(leaf) for path, leaf in self._space.items()}
         direction = StudyDirection.MINIMIZE if sweep.metric == "eval_loss" else StudyDirection.MAXIMIZE
         self._study = optuna.create_study(
-            direction=direction, sampler=self._sampler(0), pruner=self._pruner(), study_name="sweep"
+            direction=direction, sampler=self._sampler(0), pruner=self._pruner(pruning), study_name="sweep"
         )
         for trial in trials:
             self._add(trial)
@@ -80,8 +88,7 @@ class Study:
             self.begin(trial)
             return trial
         self._study.sampler = self._sampler(number)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _refused("sampler_kwargs"):
             params = self._study.ask(self._distributions).params
         attributes = self._frozen(number).system_attrs
         return {"number": number, "params": dict(params), "attributes": dict(attributes)}
@@ -107,8 +114,9 @@ class Study:
             Whether the trial is to be pruned.
         """
         trial = optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
-        trial.report(value, step)
-        return trial.should_prune()
+        with _refused("pruner_kwargs"):
+            trial.report(value, step)
+            return trial.should_prune()
 
     def end(self, number: int, state: End, value: float | None = None) -> None:
         """End a trial.
@@ -154,19 +162,44 @@ class Study:
         made: BaseSampler = _made(optuna.samplers, _SAMPLERS[self._sweep.sampler], kwargs, "sampler_kwargs")
         return made
 
-    def _pruner(self) -> BasePruner:
-        kwargs = self._sweep.pruner_kwargs
+    def _pruner(self, kwargs: Mapping[str, Any]) -> BasePruner:
         made: BasePruner = _made(optuna.pruners, _PRUNERS[self._sweep.pruner], kwargs, "pruner_kwargs")
         return made
 
 
 def _made(module: Any, name: str, kwargs: Mapping[str, Any], key: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is experimental
-        try:
-            return getattr(module, name)(**kwargs)
-        except (TypeError, ValueError) as error:
-            raise RunError(f"sweep.{key}: Optuna's {name} refuses: {first_line(error)}") from error
+    with _refused(key):
+        return getattr(module, name)(**kwargs)
+
+
+@contextmanager
+def _refused(key: str) -> Iterator[None]:
+    """Tell which key of the config it is that Optuna does not take, some of them only when they are used."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is experimental
+            yield
+    except (TypeError, ValueError) as error:
+        raise RunError(f"sweep.{key}: Optuna refuses them: {first_line(error)}") from error
+
+
+def check_arguments(sweep: SweepConfig, pruning: Mapping[str, Any]) -> None:
+    """Try Optuna's arguments on trials that nobody trains, as some are looked at only when they are used.
+
+    Args:
+        sweep: whose.
+        pruning: arguments of the pruner.
+
+    Raises:
+        RunError: Optuna refuses them.
+    """
+    study = Study(sweep, 0, pruning)
+    startup = sweep.sampler_kwargs.get("n_startup_trials", 10)
+    for number in range(min(sweep.count, 50, startup + 2 if isinstance(startup, int) else 2)):
+        study.propose()
+        for step in (1, 2):
+            study.report(number, step, float(number))
+        study.end(number, "complete", float(number))
 
 
 def _distribution(leaf: Leaf) -> BaseDistribution:

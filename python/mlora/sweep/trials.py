@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlora.config import RunConfig
 from mlora.sweep.ranking import shown
 from mlora.sweep.space import with_params
-from mlora.sweep.study import Study
-from mlora.task_queue import Kind
+from mlora.sweep.study import Study, check_arguments
+from mlora.sweep.wish import Wish
 from mlora.tasks import Task
-
-
-class Wish(NamedTuple):
-    """What a sweep asks of its run.
-
-    Args:
-        kind: ``prune`` or ``submit``.
-        task: whose.
-        content: of the request.
-    """
-
-    kind: Kind
-    task: str
-    content: Mapping[str, Any]
 
 
 class Sweep:
@@ -46,7 +32,9 @@ class Sweep:
         self._fields = {**config.defaults.model_dump(), **config.sweep.adapter}
         if self._fields["seed"] is None:
             self._fields["seed"] = config.seed
-        self._study = Study(config.sweep, config.seed)
+        self._pruning = config.sweep.pruner_arguments(config.defaults.model_dump())
+        check_arguments(config.sweep, self._pruning)
+        self._study = Study(config.sweep, config.seed, self._pruning)
         self._judged: dict[str, int] = {}
         self._open: dict[str, Task] = {}
 
@@ -62,14 +50,20 @@ class Sweep:
         return any(not task.alive or self._new(name, task) for name, task in self._open.items())
 
     def _new(self, name: str, task: Task) -> bool:
+        if self._sweep.pruner == "none":
+            return False
         evaluations = task.progress.evaluations
         return bool(evaluations) and evaluations[-1]["step"] > self._judged[name]
+
+    def ended(self) -> bool:
+        """Say whether a trial has ended that was not judged since."""
+        return any(not task.alive for task in self._open.values())
 
     def begun(self, trial: Mapping[str, Any], task: Task | None) -> str:
         """Take note of a trial that the run has taken.
 
         Args:
-            trial: of its request.
+            trial: that was proposed.
             task: of the trial; none = it was refused.
 
         Returns:
@@ -133,14 +127,14 @@ class Sweep:
         """
         for name in behind:
             if name in self._open:  # nobody has cancelled it meanwhile
-                yield Wish("prune", name, {})
+                yield Wish(name, None)
         while self.left and len(self._open) < self._sweep.places:
             yield self._submission(self._study.propose())
 
     def _submission(self, trial: Mapping[str, Any]) -> Wish:
         name = self._sweep.trial_name(trial["number"])
         adapter = with_params(self._fields, self._sweep.space, trial["params"]) | {"name": name}
-        return Wish("submit", name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
+        return Wish(name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds, as plain values."""
@@ -153,7 +147,7 @@ class Sweep:
             state: what `state` gave.
             tasks: of the run.
         """
-        self._study = Study(self._sweep, self._seed, state["trials"])
+        self._study = Study(self._sweep, self._seed, self._pruning, state["trials"])
         self._judged = dict(state["judged"])
         self._open = {task.name: task for task in tasks if task.name in self._judged}
 
