@@ -107,7 +107,7 @@ def prepare(
     sweep = _sweep(config)
     with ExitStack() as unless_prepared:
         with warnings_to(reporter):
-            engine = make_engine(config, tasks, member, trace)
+            engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
             memory = run_memory(config, engine)
             roster = Roster(config, engine, builder, tasks, refused | faults, reporter, memory, sweep)
@@ -125,6 +125,16 @@ def prepare(
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
     return Prepared(config, base, engine, roster)
+
+
+def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
+    """Tasks as a sweep's trials may be, to cut the model by; none where their data is wrong."""
+    samples = config.sweep.samples()[: config.at_once] if config.sweep else []
+    adapters = [AdapterConfig.model_validate(config.defaults.model_dump() | fields) for fields in samples]
+    try:
+        return [builder.build(adapter) for adapter in adapters]
+    except RunError:
+        return []
 
 
 def _sweep(config: RunConfig) -> Sweep | None:

@@ -20,8 +20,8 @@ class AdapterResult:
     """What came of one adapter.
 
     Args:
-        state: ``running``, ``finished``, ``stopped`` or ``refused``.
-        message: why it was stopped or refused, or that it stopped early; else empty.
+        state: as `mlora.tasks.Progress`, or ``refused``.
+        message: why it was stopped, pruned or refused, or that it stopped early; else empty.
         step: optimizer steps made.
         max_steps: steps that were to be made; none where it was refused.
         loss: mean training loss of the last step.
@@ -47,7 +47,8 @@ class RunResult:
     """What came of a run.
 
     Args:
-        status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped;
+        status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped, or
+            all trials of a sweep;
             ``paused`` when all that is left is paused; ``interrupted`` when a signal ended it after a
             checkpoint.
         output_dir: its folder.
@@ -64,7 +65,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 when no adapter was refused or stopped, 128 + the signal after an interruption, else 1."""
+        """0 when finished or paused, 128 + the signal after an interruption, else 1."""
         if self.status == "interrupted":
             return 128 + (self.signal or signal.SIGINT)
         return 0 if self.status in ("finished", "paused") else 1

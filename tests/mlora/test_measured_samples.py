@@ -281,11 +281,14 @@ def test_a_limit_bounds_the_allocator_of_a_gpu(
     told: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 4 * (RESERVED + LEFT)))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *a: told.append(a))
-    device = torch.device("cuda:1")
-    limit_allocator(resolve_config(data, folder=tmp_path), device)
-    limit_allocator(resolve_config(data | {"scheduler": {}}, folder=tmp_path), device)
-    assert told == [(0.25, device)]
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *a: told.append(a), raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    for device in (torch.device("cuda:1"), torch.device("cuda")):
+        limit_allocator(resolve_config(data, folder=tmp_path), device)
+        limit_allocator(resolve_config(data | {"scheduler": {}}, folder=tmp_path), device)
+    assert told == [(0.25, 1), (0.25, 2)]
+    device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(RunError, match="needs PyTorch's own allocator, this process uses cudaMallocAsync"):
         limit_allocator(resolve_config(data, folder=tmp_path), device)

@@ -186,8 +186,6 @@ def test_a_sweep_goes_on_with_other_places_and_another_policy(
     path = tmp_path / "run" / "config.yaml"
     text = path.read_text().replace("policy: fcfs", "policy: shortest_first")
     text = text.replace("trials: 8", "trials: 9")
-        path.read_text().replace("policy: fcfs", "policy: shortest_first").replace("trials: 8", "trials: 9")
-    )
     path.write_text(text.replace("places: 3", "places: 2"))
     assert resume(tmp_path / "run", reporter=(crowd := Crowd(3))).status == "finished"
     assert len(table(tmp_path / "run")) == 9
