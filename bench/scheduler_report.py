@@ -129,6 +129,7 @@ def plot(data: Data, path: Path) -> None:
         place.axhline(part["must_mape"], color="black", linestyle="--", linewidth=0.9)
         place.set_title(name, fontsize=9)
         place.set_xlabel("measured micro-batches", fontsize=9)
+        place.set_xticks(range(0, 21, 5))
     axes[0].set_ylabel("MAPE on unseen shapes, %", fontsize=9)
     handles = axes[0].get_legend_handles_labels()[0]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

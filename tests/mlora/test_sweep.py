@@ -22,7 +22,7 @@ from mlora.sweep.ranking import rank_trials
 from mlora.sweep.wish import trials_begun
 from mlora.task_queue import TaskQueue
 from stage_runs import by_adapter, tensors
-from test_sweep_space import sweep_data
+from sweep_data import sweep_data
 from tiny_run import lines, weights, write_jsonl, write_run
 
 RATES = {"learning_rate": {"low": 1e-4, "high": 5e-2, "log": True}, "lora": {"r": {"choice": [2, 4, 8]}}}

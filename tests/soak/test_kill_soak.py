@@ -21,6 +21,7 @@ from mlora.checkpoint import list_checkpoints, load_checkpoint
 from mlora.run_folder import read_metrics
 
 from tests.mlora.limited_runs import ask, decisions, five_tasks, submission
+from tests.mlora.sweep_data import sweep_data
 from tests.mlora.tiny_run import lines, run_data, save_base, weights, write_run
 
 KILLS = 30
@@ -44,16 +45,19 @@ class Killed:
         command: of `mlora` or something like it.
         config: its YAML.
         save_steps: of its adapters.
+        begin: the command of `mlora` that begins it.
     """
 
-    def __init__(self, folder: Path, command: list[str], config: Path, save_steps: int) -> None:
+    def __init__(
+        self, folder: Path, command: list[str], config: Path, save_steps: int, begin: str = "train"
+    ) -> None:
         self.folder, self.save_steps = folder, save_steps
-        self._mlora, self._config = command, config
+        self._mlora, self._config, self._begin = command, config, begin
         self._at: int | None = None
 
     def start(self) -> subprocess.Popen[str]:
         """Start or resume it."""
-        command = ["train", str(self._config), "--set", f"output_dir={self.folder}"]
+        command = [self._begin, str(self._config), "--set", f"output_dir={self.folder}"]
         if (self.folder / "config.yaml").exists():
             command = ["resume", str(self.folder)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -140,6 +144,40 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         assert_equal(run.folder, tmp_path / "whole", seed)
         rounds += 1
     print(f"kill soak: seed {seed}, {kills} kills in {rounds} runs, every one ended bit-equal")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_sweeps_killed_at_random_moments(tmp_path: Path) -> None:
+    """Metrics, weights and the ranking are those of a sweep that nothing has disturbed."""
+    seed = int(time.time())
+    rng = random.Random(seed)
+    rates = {"low": 1e-4, "high": 5e-2, "log": True}
+    search = {"learning_rate": rates, "lora": {"r": {"choice": [2, 4, 8]}}}
+    pruner = {"pruner": "median", "pruner_kwargs": {"n_startup_trials": 3}}
+    data = sweep_data(save_base(tmp_path / "base"), tmp_path, search=search, trials=24, **pruner)
+    data["defaults"] |= {"max_steps": 60, "save_steps": 10}
+    data["sweep"]["adapter"]["eval_steps"] = 5
+    config = write_run(tmp_path, data)
+    mlora = [sys.executable, "-m", "mlora"]
+    begin = time.monotonic()
+    whole = Killed(tmp_path / "whole", mlora, config, 10, "sweep")
+    run_to_end(whole)
+    seconds = time.monotonic() - begin
+    kills, rounds = 0, 0
+    while kills < KILLS:
+        run = Killed(tmp_path / f"killed{rounds}", mlora, config, 10, "sweep")
+        while kills < KILLS and run.kill_after(rng.uniform(0.5, seconds)):
+            kills += 1
+        run_to_end(run)
+        assert_equal(run.folder, whole.folder, seed)
+        tables = [(each.folder / "sweep.csv").read_text().splitlines() for each in (run, whole)]
+        ranked = [[line.split(",")[:5] for line in table] for table in tables]
+        assert ranked[0] == ranked[1], f"seed {seed}"
+        rounds += 1
+    pruned = (whole.folder / "sweep.csv").read_text().count(",pruned,")
+    assert pruned
+    print(f"kill soak: seed {seed}, {kills} kills in {rounds} sweeps, {pruned} of 24 trials pruned in each")
 
 
 @pytest.mark.soak
