@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import time
@@ -144,10 +145,13 @@ def test_no_run_exceeds_its_limit(tmp_path: Path) -> None:
 
 
 def _waited(run: Path) -> int:
-    """At how many decisions tasks waited."""
-    import sqlite3
-
+    """At how many decisions a task waited: it was not admitted, and was later."""
     with sqlite3.connect(run / "queue.sqlite") as connection:
-        entries = [json.loads(entry) for (entry,) in connection.execute("SELECT entry FROM journal")]
-    summary = json.loads((run / "summary.json").read_text())
-    return sum(len(entry["admission"]["slots"]) < len(summary["adapters"]) / 2 for entry in entries)
+        entries = connection.execute("SELECT entry FROM journal ORDER BY iteration DESC").fetchall()
+    later: set[str] = set()
+    count = 0
+    for (entry,) in entries:
+        admitted = set(json.loads(entry)["admission"]["slots"])
+        count += bool(later - admitted)
+        later |= admitted
+    return count
