@@ -42,7 +42,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ge
 from transformers.utils import logging as transformers_logging
 
 VOCABULARY, LENGTH, SEQUENCES = 512, 32, 1
-RATES = [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2]
+RATES = [2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3]
+"""None at which training is unstable: there rounding alone decides which loss it ends with."""
 RANKS = [4, 16]
 PLACES = 4
 MUST = 0.75
@@ -76,13 +77,16 @@ def write_data(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
-def sweep_config(folder: Path, output: str, steps: int, **changes: Any) -> RunConfig:
+def sweep_config(
+    folder: Path, output: str, steps: int, *, eval_steps: int | None = None, **changes: Any
+) -> RunConfig:
     """The grid of all learning rates and ranks.
 
     Args:
         folder: with the base model and the data.
         output: the run's folder.
         steps: of each trial.
+        eval_steps: how often it is evaluated between its first and its last one.
         changes: of the sweep.
     """
     adapter = {
@@ -90,6 +94,7 @@ def sweep_config(folder: Path, output: str, steps: int, **changes: Any) -> RunCo
         "eval_dataset": "held-out",
         "per_device_train_batch_size": SEQUENCES,
         "max_steps": steps,
+        "eval_steps": eval_steps,
         "save_steps": steps // 2,
         "lora": {"lora_alpha": 16, "target_modules": "all-linear"},
     }
@@ -207,7 +212,7 @@ def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
     write_data(folder / "held-out.jsonl", 32, 2)
     config = sweep_config(folder, "sweep", steps)
     pruning: dict[str, Any] = {"pruner": "median", "pruner_kwargs": {"n_startup_trials": PLACES}}
-    pruned = sweep_config(folder, "pruned", steps, **pruning) if steps >= 40 else None
+    pruned = sweep_config(folder, "pruned", steps, eval_steps=steps // 10, **pruning) if steps >= 40 else None
     _, first = sweep(config)  # warms up, and says what the trials are
     tasks = tasks_of(config, first)
     save_starts(config, tasks, folder / "starts")

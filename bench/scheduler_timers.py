@@ -14,7 +14,7 @@ EACH = ("asked", "next", "batch", "worth_measuring", "passed", "ended")
 DECISION = ("decide", "write_summary")
 DECISIONS_EVERY = 25
 """Iterations for each decision: as many as there are where 64 tasks of 1600 steps each end one by one."""
-MEASURED_EVERY = 64
+MEASURED_EVERY = 256
 """Of this many micro-batches of a mixture one is measured, when the first ones have been."""
 
 

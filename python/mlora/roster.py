@@ -464,8 +464,8 @@ class Roster:
         """
         if self._memory is None:
             return False
-        names = [task.name for task in batched]
-        return self._memory.estimate.worth_measuring(names, list(self.admission.slots))
+        lengths = {task.name: task.next_lengths() for task in batched}
+        return self._memory.estimate.worth_measuring(lengths, list(self.admission.slots))
 
     def passed(self, measured: Sequence[Measured]) -> None:
         """Learn from a batch that has passed.

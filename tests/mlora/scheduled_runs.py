@@ -137,7 +137,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         outcome.most = max(outcome.most, total)
         if len(among) < len(waiting):
             outcome.used.append(total / outcome.limit)
-        if estimate.worth_measuring(chosen, among):
+        if estimate.worth_measuring({name: lengths[name] for name in chosen}, among):
             estimate.observe(together, among, [_phases(needed)])
         for name in chosen:
             here[name].taken += 1

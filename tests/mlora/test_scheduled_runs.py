@@ -75,7 +75,7 @@ def test_its_state_goes_on_alike() -> None:
     estimate, other = estimate_of(1000), estimate_of(777)
     for rows in (20, 50):
         estimate.observe([rows], ["a"], [[1010 * rows]])
-        estimate.worth_measuring(["a"], ["a"])
+        estimate.worth_measuring({"a": [10]}, ["a"])
     estimate.adopt()
     estimate.observe([80], ["a"], [[1020 * 80]])
     other.load_state(estimate.state())
@@ -86,9 +86,13 @@ def test_its_state_goes_on_alike() -> None:
     assert other.state() == estimate.state()
 
 
-def test_early_micro_batches_are_measured_and_later_ones_now_and_then() -> None:
+def test_early_micro_batches_are_measured_larger_ones_and_others_now_and_then() -> None:
     estimate = estimate_of(1000)
-    measured = [estimate.worth_measuring(["a"], ["a"]) for _ in range(200)]
+    measured = [estimate.worth_measuring({"a": [10, 10]}, ["a"]) for _ in range(600)]
     assert all(measured[:10])
-    assert 2 <= sum(measured[10:]) <= 4
-    assert not estimate.worth_measuring(["a"], ["a", "b"])  # of another mixture
+    assert sum(measured[10:]) == 2
+    assert estimate.worth_measuring({"a": [21]}, ["a"])  # more rows, and more squares
+    assert estimate.worth_measuring({"a": [22, 1]}, ["a"])
+    assert not estimate.worth_measuring({"a": [22]}, ["a"])
+    assert estimate.worth_measuring({"a": [1] * 24}, ["a"])  # more rows
+    assert not estimate.worth_measuring({"a": [100]}, ["a", "b"])  # of another mixture

@@ -12,10 +12,10 @@ from mlora.scheduler.memory_model import PeakModel
 
 SEEDED_MARGIN = 0.03  # of a fit that dry runs alone have made
 LEAST_MARGIN = 0.01
-_WORST_TIMES = 2.0  # the margin is so many times the worst error that was seen
+_WORST_TIMES = 3.0  # the margin is so many times the worst error that was seen
 _FADES = 0.9  # of an error's weight, with each measurement that follows
 _LEARNING = 10  # micro-batches of a mixture that are all measured
-_EVERY = 64  # of those that follow, one in so many is
+_EVERY = 256  # of those that follow, one in so many is
 _REMEMBERED = 4096  # predictions: at a decision the same micro-batches are asked about again and again
 
 Phases = Sequence[int]
@@ -64,7 +64,8 @@ class MemoryEstimate:
         self._adopted: dict[str, list[Bound]] = {}
         self._passed: dict[str, int] = {}
         self._predicted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        self._last: tuple[tuple[str, ...], str] | None = None
+        self._most: dict[str, list[int]] = {}
+        self._keys: dict[tuple[str, ...], str] = {}
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         """Bound a micro-batch's bytes at each place; see `mlora.scheduler.admission.Estimate`."""
@@ -100,9 +101,11 @@ class MemoryEstimate:
 
     def _key(self, among: Sequence[str]) -> str:
         names = tuple(among)
-        if self._last is None or self._last[0] != names:
-            self._last = names, self._mixture(names)
-        return self._last[1]
+        if names not in self._keys:
+            if len(self._keys) >= _REMEMBERED:
+                self._keys.clear()
+            self._keys[names] = self._mixture(names)
+        return self._keys[names]
 
     def _models_of(self, key: str, among: Sequence[str]) -> list[Bound]:
         if key not in self._models:
@@ -117,17 +120,25 @@ class MemoryEstimate:
             self._models[key] = bounds
         return self._models[key]
 
-    def worth_measuring(self, names: Sequence[str], among: Sequence[str]) -> bool:
-        """Count a micro-batch, and say whether it should be measured.
+    def worth_measuring(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> bool:
+        """Count a micro-batch, and say whether it should be measured: early ones, those of more rows, or more
+        squares of rows, than any before them, and now and then another one.
 
         Args:
-            names: of the tasks that take part in it.
+            lengths: of the sequences of each task that takes part in it.
             among: all admitted tasks.
         """
         key = self._key(among)
         passed = self._passed.get(key, 0)
         self._passed[key] = passed + 1
-        return (passed < _LEARNING or passed % _EVERY == 0) and self._mixture(names) == key
+        if self._key(list(lengths)) != key:
+            return False
+        most = self._most.setdefault(key, [0, 0])
+        together = [length for own in lengths.values() for length in own]
+        size = [sum(together), sum(length * length for length in together)]
+        larger = any(now > before for now, before in zip(size, most, strict=True))
+        self._most[key] = [max(pair) for pair in zip(size, most, strict=True)]
+        return larger or passed < _LEARNING or passed % _EVERY == 0
 
     def observe(self, lengths: Sequence[int], among: Sequence[str], places: Sequence[Phases]) -> None:
         """Take in what a micro-batch needed.
@@ -154,6 +165,7 @@ class MemoryEstimate:
             "adopted": _states(self._adopted),
             "models": _states(self._models),
             "passed": dict(self._passed),
+            "most": {key: list(most) for key, most in self._most.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -164,6 +176,7 @@ class MemoryEstimate:
         """
         self._adopted, self._models = _models(state["adopted"]), _models(state["models"])
         self._passed = dict(state["passed"])
+        self._most = {key: list(most) for key, most in state["most"].items()}
         self._predicted.clear()
 
 
