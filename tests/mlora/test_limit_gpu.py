@@ -32,7 +32,7 @@ def test_several_adapters_stay_under_a_limit(
     longest = 600 if large else 90
     ids = [[1 + place % 250 for place in range(8 + 37 * n % (longest - 8))] for n in range(60)]
     write_jsonl(tmp_path / "long.jsonl", [{"input_ids": each} for each in ids])
-    shared = {"dataset": "long", "max_steps": 10, "per_device_train_batch_size": 3}
+    shared = {"dataset": "long", "max_steps": 16, "per_device_train_batch_size": 3}
     data = run_data(
         base,
         tmp_path,

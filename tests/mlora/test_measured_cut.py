@@ -17,7 +17,7 @@ OPTIONS = PartOptions(torch.device("cpu"), torch.float32)
 
 def config(adapters: int = 4, **pipeline: Any) -> Any:
     return SimpleNamespace(
-        base_model="", pipeline=PipelineConfig(**pipeline), adapters=[None] * adapters, output_dir=""
+        base_model="", pipeline=PipelineConfig(**pipeline), at_once=adapters, output_dir=""
     )
 
 
