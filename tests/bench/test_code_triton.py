@@ -25,7 +25,7 @@ variant = code_triton.VARIANTS[0]
 def seen(rows):
     launches = code_triton.launches_of(variant, 90, rows)
     return [(l.kernel.__name__, code_triton.specialisation(l), l.options) for l in launches]
-print(json.dumps([seen(rows) for rows in (129, 1000, 4096)]))
+print(json.dumps([seen(rows) for rows in (129, 200, 256)]))
 """
 
 
