@@ -28,7 +28,7 @@ class Sweep:
 
     def __init__(self, config: RunConfig) -> None:
         assert config.sweep is not None
-        self._sweep, self._seed = config.sweep, config.seed
+        self._sweep, self._seed, self._count = config.sweep, config.seed, config.sweep.count
         self._fields = {**config.defaults.model_dump(), **config.sweep.adapter}
         if self._fields["seed"] is None:
             self._fields["seed"] = config.seed
@@ -41,7 +41,7 @@ class Sweep:
     @property
     def left(self) -> int:
         """How many trials are still to begin."""
-        return self._sweep.count - len(self._study)
+        return self._count - len(self._study)
 
     def due(self) -> bool:
         """Say whether there is something to judge, or a place is free for a trial; takes microseconds."""
