@@ -234,5 +234,5 @@ def by_peak() -> Predictor:
 
 def knees_of(state: Mapping[str, Any]) -> list[int | None]:
     """The knees of the phases in an estimate's state with one mixture on one stage."""
-    (places,) = state["adopted"].values()
-    return [model["knee"] for model in places[0]["model"]]
+    (mixture,) = state["adopted"].values()
+    return [model["knee"] for model in mixture["places"][0]["model"]]

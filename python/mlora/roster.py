@@ -141,13 +141,13 @@ class Roster:
         """What was learned of the memory, if the run has had a limit, on as many stages."""
         if self._memory and state["memory"] and len(state["memory"]["base"]) == len(self._memory.base):
             self._memory.load_state(state["memory"])
-            self._memory.estimate.exceeded = False
+            self._memory.estimate.stale = False
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of who is admitted, as plain values."""
         return {
             **self._entry(self.admission),
-            "due": self._asked or self._exceeded(),
+            "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
             "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
             "sweep": self._sweep.state() if self._sweep else None,
@@ -226,14 +226,14 @@ class Roster:
         """Say whether there may be something to decide; takes microseconds."""
         if self._journal is not None:
             self._asked |= self._journal.queue.changed()
-        self._asked |= self._exceeded()
+        self._asked |= self._stale()
         return self._wanted() and not self.stops
 
     def _wanted(self) -> bool:
         return self._asked or (self._sweep is not None and self._sweep.due())
 
-    def _exceeded(self) -> bool:
-        return self._memory is not None and self._memory.estimate.exceeded
+    def _stale(self) -> bool:
+        return self._memory is not None and self._memory.estimate.stale
 
     def minds_ends(self) -> bool:
         """Say whether there is something to decide when a task ends: what it had serves others."""

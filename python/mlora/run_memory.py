@@ -77,7 +77,7 @@ class RunMemory:
         grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
         if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
             self.base = grown
-            self.estimate.exceeded = True
+            self.estimate.stale = True
         most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))
         if peak > self._peak:
             self._more = max(self._more, int(peak - most))
@@ -86,7 +86,7 @@ class RunMemory:
         reserved = max(self._more, RESERVED if self._passed < _WARM else _LEAST_RESERVED) + self._pieces
         if reserved != self.reserved:
             self.reserved = reserved
-            self.estimate.exceeded = True
+            self.estimate.stale = True
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, as plain values."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from mlora.scheduler import ORDERS, PACKINGS, MemoryEstimate, Need, Room, admit, choose
 from mlora.scheduler.estimate import DryRun
+from mlora.task_memory import seed_shapes
 
 MIB = 2**20
 BLOCK = 2 * MIB  # what the allocator hands out multiples of
-PARTS = (0.1, 0.5, 1.0)  # of the rows of the largest micro-batch of all: what is run dry
 RESERVE = 24 * MIB  # for rounding by the allocator
 
 
@@ -100,10 +100,8 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
 
     def dry_run(names: Sequence[str]) -> DryRun:
         kind = max(kinds[name] for name in names)
-        batches = [sorted(task.batches, key=sum) for task in tasks if task.name in names]
-        rows = sum(length for task in batches for length in task[-1])
-        shapes = [[32], [1024]]
-        shapes += [[length] * max(1, int(part * rows) // length) for length in (32, 1024) for part in PARTS]
+        own = [task for task in tasks if task.name in names]
+        shapes = seed_shapes(max(length for task in own for lengths in task.batches for length in lengths))
         return DryRun([[None, int(truth.loss_rows)]], [(s, [_phases(truth.dry(kind, s))]) for s in shapes])
 
     estimate = MemoryEstimate(mixture, dry_run)
@@ -117,7 +115,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         came = [task for task in coming if task.arrives <= iteration]
         coming = coming[len(came) :]
         waiting += came
-        if came or admission is None or estimate.exceeded:
+        if came or admission is None or estimate.stale:
             estimate.adopt()
             needs = [task.need(tasks.index(task)) for task in waiting]
             admission = admit(needs, room, 1, order, packing, estimate)

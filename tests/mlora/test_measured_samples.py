@@ -225,7 +225,7 @@ def test_what_cannot_be_measured_now_needs_more_than_there_is_and_is_asked_for_a
     assert estimate.activations({"a": [9]}, ["a"]) == [math.inf]
     assert estimate.predict({"a": [9]}, ["a"]) == [0]
     estimate.adopt()
-    assert estimate.state()["models"] == {}
+    assert estimate.state()["learned"] == {}
     samples.append(([9], [[900]]))
     assert estimate.predict({"a": [9]}, ["a"])[0] == pytest.approx(900, abs=1)
 

@@ -45,7 +45,7 @@ class FakeEngine:
 class Estimate:
     """A byte a row."""
 
-    exceeded = False
+    stale = False
 
     def activations(self, lengths: Any, among: Any) -> list[float]:
         return [float(sum(map(sum, lengths.values())))]

@@ -1,11 +1,12 @@
 """No task set ever exceeds its limit, in simulations whose truth is no fit's."""
 
-import math
+from collections.abc import Sequence
 from statistics import median
 
 import pytest
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.estimate import LEAST_MARGIN, SEEDED_MARGIN, DryRun
+from mlora.scheduler.bound import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
+from mlora.scheduler.estimate import DryRun
 from scheduled_runs import simulate
 
 
@@ -27,7 +28,9 @@ def test_where_enough_tasks_wait_the_limit_is_used() -> None:
 def estimate_of(per_row: float) -> MemoryEstimate:
     shapes = [[10], [100], [40, 40]]
     samples = [(shape, [[int(per_row * sum(shape))]]) for shape in shapes]
-    return MemoryEstimate(lambda names: "+".join(sorted(set(names))), lambda names: DryRun([[None]], samples))
+    estimate = MemoryEstimate(lambda names: "+".join(sorted(set(names))), lambda _: DryRun([[None]], samples))
+    estimate.predict({"a": [50]}, ["a"])
+    return estimate
 
 
 def test_what_was_observed_counts_when_it_is_adopted() -> None:
@@ -36,10 +39,10 @@ def test_what_was_observed_counts_when_it_is_adopted() -> None:
     assert before == [pytest.approx(50_000 * (1 + SEEDED_MARGIN), rel=1e-3)]
     for rows in (20, 50, 80):
         estimate.observe([rows], ["a"], [[2000 * rows]])
-    assert estimate.exceeded
+    assert estimate.stale
     assert estimate.activations({"a": [50]}, ["a"]) == before
     estimate.adopt()
-    assert not estimate.exceeded
+    assert not estimate.stale
     assert estimate.predict({"a": [50]}, ["a"]) == [pytest.approx(100_000, rel=5e-3)]
 
 
@@ -48,12 +51,54 @@ def test_the_margin_falls_with_good_predictions_and_grows_with_bad_ones() -> Non
     for rows in range(10, 60):
         estimate.observe([rows], ["a"], [[1000 * rows]])
     estimate.adopt()
-    margin = estimate.activations({"a": [50]}, ["a"])[0] / estimate.predict({"a": [50]}, ["a"])[0] - 1
-    assert math.isclose(margin, LEAST_MARGIN)
+    assert margin_of(estimate, [50]) == pytest.approx(LEAST_MARGIN)
     estimate.observe([50], ["a"], [[55_000]])
     estimate.adopt()
-    margin = estimate.activations({"a": [50]}, ["a"])[0] / estimate.predict({"a": [50]}, ["a"])[0] - 1
-    assert margin > 0.15
+    assert margin_of(estimate, [50]) > 0.15
+
+
+def test_the_margin_grows_beyond_what_was_measured_and_what_was_run_dry() -> None:
+    estimate = estimate_of(1000)  # samples reach to 100 rows
+    assert margin_of(estimate, [100]) == pytest.approx(SEEDED_MARGIN)
+    assert margin_of(estimate, [100] * 8) == pytest.approx(SEEDED_MARGIN + 3 * PER_DOUBLING)
+    for _ in range(50):
+        estimate.observe([50], ["a"], [[50_000]])
+    assert not estimate.stale
+    estimate.adopt()
+    assert margin_of(estimate, [25, 25]) == pytest.approx(LEAST_MARGIN)
+    assert LEAST_MARGIN < margin_of(estimate, [50] + [6] * 3) < SEEDED_MARGIN
+    assert margin_of(estimate, [100]) == pytest.approx(SEEDED_MARGIN)
+    estimate.observe([100] * 3, ["a"], [[300_000]])  # more than twice what was seen
+    assert estimate.stale
+    estimate.adopt()
+    assert margin_of(estimate, [100] * 3) == pytest.approx(LEAST_MARGIN)
+
+
+def test_longer_sequences_are_run_dry_anew() -> None:
+    runs: list[list[str]] = []
+    longest = {"a": 10, "b": 80}
+
+    def dry_run(names: Sequence[str]) -> DryRun:
+        runs.append(list(names))
+        long = max(longest[name] for name in names)
+        return DryRun([[None]], [([n], [[1000 * n + n * n]]) for n in (long // 4, long // 2, long)])
+
+    estimate = MemoryEstimate(lambda names: "all", dry_run)
+    estimate.activations({"a": [10]}, ["a"])
+    estimate.predict({"a": [40]}, ["a"])
+    estimate.activations({"a": [10] * 9}, ["a"])
+    assert runs == [["a"]]
+    assert estimate.activations({"b": [80]}, ["a", "b"])[0] >= 80_000 + 80 * 80
+    estimate.activations({"b": [70]}, ["b"])
+    assert runs == [["a"], ["a", "b"]]
+    again = MemoryEstimate(lambda names: "all", dry_run)
+    again.load_state(estimate.state())
+    again.activations({"b": [80]}, ["b"])
+    assert len(runs) == 2
+
+
+def margin_of(estimate: MemoryEstimate, lengths: list[int]) -> float:
+    return estimate.activations({"a": lengths}, ["a"])[0] / estimate.predict({"a": lengths}, ["a"])[0] - 1
 
 
 def test_a_mixture_of_adapters_has_a_fit_of_its_own() -> None:
@@ -88,11 +133,20 @@ def test_its_state_goes_on_alike() -> None:
 
 def test_early_micro_batches_are_measured_larger_ones_and_others_now_and_then() -> None:
     estimate = estimate_of(1000)
-    measured = [estimate.worth_measuring({"a": [10, 10]}, ["a"]) for _ in range(600)]
+
+    def worth(lengths: list[int], among: Sequence[str] = "a") -> bool:
+        found = estimate.worth_measuring({"a": lengths}, among)
+        if found:
+            estimate.observe(lengths, among, [[1000 * sum(lengths)]])
+        return found
+
+    assert not worth([10, 10], "ab")  # of a mixture that nobody has asked about
+    estimate.predict({"a": [10]}, "ab")
+    measured = [worth([10, 10]) for _ in range(600)]
     assert all(measured[:10])
     assert sum(measured[10:]) == 2
-    assert estimate.worth_measuring({"a": [21]}, ["a"])  # more rows, and more squares
-    assert estimate.worth_measuring({"a": [22, 1]}, ["a"])
-    assert not estimate.worth_measuring({"a": [22]}, ["a"])
-    assert estimate.worth_measuring({"a": [1] * 24}, ["a"])  # more rows
-    assert not estimate.worth_measuring({"a": [100]}, ["a", "b"])  # of another mixture
+    assert worth([21])  # more rows, and more squares
+    assert worth([22, 1])
+    assert not worth([22])
+    assert worth([1] * 24)  # more rows
+    assert not worth([100], "ab")  # of another mixture
