@@ -99,8 +99,10 @@ class TurnRun:
 
     def _time(self, folder: RunFolder) -> None:
         roster, engine, rounds = self._prepared.roster, self._prepared.engine, self._loop._rounds
+        batches = self._loop._micro_batches
+        owners = {"asked": roster, "next": rounds, "ended": rounds}
         for name in EACH:
-            self.stopwatch.time(rounds if name in ("next", "ended") else roster, name)
+            self.stopwatch.time(owners.get(name, batches), name)
         for owner, name in (
             (roster, "show"),
             (roster, "decide"),
@@ -108,23 +110,23 @@ class TurnRun:
             (self._queue, "write_entry"),
         ):
             self.stopwatch.time(owner, name)
-        asked, worth, start = roster.asked, roster.worth_measuring, engine.start
+        asked, worth, start = roster.asked, batches.worth_measuring, engine.start
 
         def begin() -> bool:
             self._begin()
             return asked()
 
-        def enter(batches: Any, **more: Any) -> Any:
+        def enter(inputs: Any, **more: Any) -> Any:
             now = self.stopwatch.iterations[-1]
-            now.tasks, now.measured = len(batches), more["measure"]
-            now.rows = sum(len(sample.input_ids) for own in batches.values() for sample in own)
+            now.tasks, now.measured = len(inputs), more["measure"]
+            now.rows = sum(len(sample.input_ids) for own in inputs.values() for sample in own)
             self._left -= 1
-            return start(batches, **more)
+            return start(inputs, **more)
 
         roster.asked = begin  # type: ignore[method-assign]
         engine.start = enter  # type: ignore[method-assign]
         if self._measure_all:
-            roster.worth_measuring = lambda batched: worth(batched) or True  # type: ignore[method-assign]
+            batches.worth_measuring = lambda chosen: worth(chosen) or True  # type: ignore[method-assign]
 
     def _begin(self) -> None:
         """Before an iteration: the turn's request and its end."""

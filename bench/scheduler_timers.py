@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Clock = Callable[[], float]
-EACH = ("asked", "next", "batch", "worth_measuring", "passed", "ended")
+EACH = ("asked", "next", "choose", "worth_measuring", "passed", "ended")
 """Calls of each iteration."""
 DECISION = ("decide", "write_summary")
 DECISIONS_EVERY = 25

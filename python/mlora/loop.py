@@ -19,6 +19,7 @@ from mlora.device import is_out_of_memory
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
 from mlora.groups import Group, Rounds
+from mlora.micro_batches import MicroBatches
 from mlora.pipeline import PipelineError
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, fingerprints
@@ -88,6 +89,7 @@ class TrainingLoop:
         self._run = prepared
         self._roster = prepared.roster
         self._engine = prepared.engine
+        self._micro_batches = MicroBatches(prepared.roster, prepared.engine)
         self._folder = folder
         self._metrics = metrics
         self._reporter = reporter
@@ -220,17 +222,17 @@ class TrainingLoop:
         return iteration
 
     def _start(self, group: Group) -> Ticket:
-        running = group.batched = self._roster.batch(group)
+        running = group.batched = self._micro_batches.choose(group)
         batches = {
             task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
             for task in running
         }
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
-        return self._engine.start(batches, ends=ends, measure=self._roster.worth_measuring(running))
+        return self._engine.start(batches, ends=ends, measure=self._micro_batches.worth_measuring(running))
 
     def _finish(self, group: Group, ticket: Ticket) -> None:
         results = self._engine.finish(ticket)
-        self._roster.passed(ticket.measured)
+        self._micro_batches.passed(ticket.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
@@ -292,7 +294,7 @@ class TrainingLoop:
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
-        losses = evaluate_losses(self._engine, tasks, self._roster.fits)
+        losses = evaluate_losses(self._engine, tasks, self._micro_batches.fits)
         early = []
         for task in tasks:
             if not losses[task.name].finite:
@@ -304,7 +306,7 @@ class TrainingLoop:
         asked = [task for task in ends if task.config.eval_exact_match]
         exact: Mapping[str, float] = {}
         if asked:
-            exact = exact_matches(self._engine, asked, self._run.base.tokenizer(), self._roster.fits)
+            exact = exact_matches(self._engine, asked, self._run.base.tokenizer(), self._micro_batches.fits)
         for task in tasks:
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": losses[task.name].loss}
             if task.name in exact:

@@ -12,20 +12,18 @@ from mlora.device import is_out_of_memory
 from mlora.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.groups import Group, slot_count
+from mlora.groups import slot_count
 from mlora.journal import Journal, journal_key
 from mlora.needs import need_of
 from mlora.report import Reporter
 from mlora.run_folder import RunFolder
 from mlora.run_memory import RunMemory
-from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit, choose
-from mlora.scheduler.need import within
+from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit
 from mlora.set_aside import bring_back, restore_adapter, set_aside
 from mlora.submission import submitted
 from mlora.sweep.wish import Wish
 from mlora.task_queue import Request, TaskQueue
 from mlora.tasks import State, Task, TaskBuilder
-from mlora.traffic import Measured
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
@@ -51,6 +49,7 @@ class Roster:
     Attributes:
         tasks: all but the refused.
         refused: why, by name.
+        memory: the run's; none = there is no limit.
         admission: who is admitted, and to which group.
         taken: the number of the last request that was taken.
     """
@@ -67,7 +66,7 @@ class Roster:
         sweep: Sweep | None = None,
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
-        self._memory, self._sweep = memory, sweep
+        self.memory, self._sweep = memory, sweep
         self.admission: Admission = NOBODY
         self.taken = 0
         self._config, self._engine, self._builder, self._reporter = config, engine, builder, reporter
@@ -124,13 +123,13 @@ class Roster:
 
     def _look_at(self, tasks: Sequence[Task], again: Mapping[str, Any] | None) -> None:
         """Learn what tasks need, and refuse those that never fit: those of a decision that is made again."""
-        if self._memory is None:
+        if self.memory is None:
             return
         for task in tasks:
             try:
-                self._memory.tasks.know(task)
+                self.memory.tasks.know(task)
                 if again is None:
-                    self._memory.check(task)
+                    self.memory.check(task)
                 elif task.name in again["unfit"]:
                     raise ValueError(again["unfit"][task.name])
             except ValueError as error:
@@ -139,9 +138,9 @@ class Roster:
 
     def _remember(self, state: Mapping[str, Any]) -> None:
         """What was learned of the memory, if the run has had a limit, on as many stages."""
-        if self._memory and state["memory"] and len(state["memory"]["base"]) == len(self._memory.base):
-            self._memory.load_state(state["memory"])
-            self._memory.estimate.stale = False
+        if self.memory and state["memory"] and len(state["memory"]["base"]) == len(self.memory.base):
+            self.memory.load_state(state["memory"])
+            self.memory.estimate.stale = False
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of who is admitted, as plain values."""
@@ -164,8 +163,8 @@ class Roster:
         """
         state, adapters = checkpoint["roster"], checkpoint["adapters"]
         self.taken = state["taken"]
-        for task in self.alive() if self._memory else ():
-            self._memory.tasks.know(task)  # type: ignore[union-attr]
+        for task in self.alive() if self.memory else ():
+            self.memory.tasks.know(task)  # type: ignore[union-attr]
         self._remember(state)
         if self._sweep:
             self._sweep.load_state(state["sweep"], self.tasks)
@@ -205,7 +204,7 @@ class Roster:
         self._journal = Journal(queue, iteration, entries or {})
         self._asked |= bool(queue.requests(self.taken))
         limit = self._config.scheduler.limit_bytes
-        self._board = Board(queue, self._engine, self._memory, limit, self._reporter)
+        self._board = Board(queue, self._engine, self.memory, limit, self._reporter)
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:
@@ -233,12 +232,12 @@ class Roster:
         return self._asked or (self._sweep is not None and self._sweep.due())
 
     def _stale(self) -> bool:
-        return self._memory is not None and self._memory.estimate.stale
+        return self.memory is not None and self.memory.estimate.stale
 
     def minds_ends(self) -> bool:
         """Say whether there is something to decide when a task ends: what it had serves others."""
         more = self._sweep is not None and self._sweep.left > 0
-        return self._memory is not None or more or bool(self.waiting())
+        return self.memory is not None or more or bool(self.waiting())
 
     def trial_ended(self) -> bool:
         """Say whether a trial of a sweep has ended since the last decision."""
@@ -283,8 +282,8 @@ class Roster:
                 self._take(request, again)
         if again is None:
             wishes = self._wishes(behind)
-            if self._memory:
-                self._memory.estimate.adopt()
+            if self.memory:
+                self.memory.estimate.adopt()
             admission = self._admission()
             entry = {**self._entry(admission), "wishes": [asdict(wish) for wish in wishes]}
             self._journal.write(iteration, entry, at_once=at_once)
@@ -323,7 +322,7 @@ class Roster:
             "of": journal_key(self._config),
             "taken": self.taken,
             "admission": asdict(admission),
-            "memory": self._memory.state() if self._memory else None,
+            "memory": self.memory.state() if self.memory else None,
             "unfit": self._unfit,
         }
 
@@ -331,15 +330,15 @@ class Roster:
         fixed = self.admission.slots if self._engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
         slots = slot_count(self._config)
-        room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
+        room, estimate = (self.memory.room(), self.memory.estimate) if self.memory else (Room(), NO_LIMIT)
         return admit(self._needs(), room, slots, order, self._packing, estimate, fixed)
 
     def _needs(self) -> list[Need]:
         """What the running tasks need, in the order in which they came."""
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
-        if self._memory is None:
+        if self.memory is None:
             return [need_of(task, arrivals[task.name]) for task in self.running()]
-        known = self._memory.tasks
+        known = self.memory.tasks
         return [
             need_of(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
             for task in self.running()
@@ -426,65 +425,6 @@ class Roster:
             for line in lora_doubts(self._engine.registry, task.name, task.lora):
                 self._reporter.warn(line)
         return True
-
-    # micro-batches
-
-    def batch(self, group: Group) -> list[Task]:
-        """Decide which tasks of a group take part in its next micro-batch.
-
-        Args:
-            group: none of its batches is under way.
-
-        Returns:
-            Those that do; their progress says which micro-batch is theirs.
-        """
-        running = group.running()
-        if self._memory is None:
-            return running
-        lengths = {task.name: task.next_lengths() for task in running}
-        chosen = choose(lengths, self.admission.budget, self._memory.estimate, list(self.admission.slots))
-        return [task for task in running if task.name in chosen]
-
-    def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
-        """Say whether memory holds a micro-batch of admitted tasks.
-
-        Args:
-            lengths: of the sequences of each.
-        """
-        if self._memory is None:
-            return True
-        among = list(self.admission.slots)
-        return within(self._memory.estimate.activations(lengths, among), self.admission.budget)
-
-    def worth_measuring(self, batched: Sequence[Task]) -> bool:
-        """Say whether a micro-batch should be measured.
-
-        Args:
-            batched: the tasks that take part in it.
-        """
-        if self._memory is None:
-            return False
-        lengths = {task.name: task.next_lengths() for task in batched}
-        return self._memory.estimate.worth_measuring(lengths, list(self.admission.slots))
-
-    def passed(self, measured: Sequence[Measured]) -> None:
-        """Learn from a batch that has passed.
-
-        Args:
-            measured: what its micro-batches needed, where they were measured.
-        """
-        if self._memory is None:
-            return
-        if not self._engine.memory_after:  # nothing has passed the stages yet
-            return
-        among = list(self.admission.slots)
-        for one in measured:
-            together = [length for own in one.lengths.values() for length in own]
-            self._memory.estimate.observe(together, among, one.phases)
-        budget = zip(self.admission.budget, self._memory.room().held, strict=True)
-        foreseen = [bytes * held for bytes, held in budget]
-        after, peak = self._engine.memory_after, self._engine.peak_memory
-        self._memory.took(self.admitted(), foreseen, peak, after)
 
 
 class _NoLimit:
