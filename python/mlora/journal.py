@@ -16,19 +16,20 @@ from mlora.task_queue import TaskQueue
 class Journal:
     """Decisions, in a run's queue.
 
-    There is one entry for each iteration. So a second decision at a boundary, at once after the first, counts
-    as that of an iteration in which nobody takes part.
+    There is one entry for each iteration, and a checkpoint holds what was decided as its iteration's or
+    before. So a second decision at a boundary, at once after the first, or one after a checkpoint, counts as
+    that of an iteration in which nobody takes part.
 
     Args:
         queue: the run's.
-        iteration: that the run has made.
+        iteration: that the run has made; nothing more is decided as its.
         entries: written after the checkpoint that the run goes on from; they are to be made again.
     """
 
     def __init__(self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]]) -> None:
         self.queue = queue
         self._again = {number: dict(entry) for number, entry in entries.items()}
-        self._decided = iteration if iteration in queue.entries(iteration - 1) else -1
+        self._decided = iteration
         queue.changed()
 
     @property
@@ -48,6 +49,14 @@ class Journal:
             at_once = iteration not in self._again and following is not None and following["at_once"]
             return iteration + at_once if iteration in self._again or at_once else None
         return iteration + (iteration == self._decided) if wanted else None
+
+    def saved(self, iteration: int) -> None:
+        """Take note of a checkpoint: what is decided from now on is not in it.
+
+        Args:
+            iteration: of the checkpoint.
+        """
+        self._decided = max(self._decided, iteration)
 
     def take(self, iteration: int) -> dict[str, Any] | None:
         """Return what was decided at an iteration, if it is to be made again; it is made now.

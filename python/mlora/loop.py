@@ -349,7 +349,7 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
-        roster = self._roster.state()
+        roster = self._roster.state(self._run.iteration)
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,

@@ -168,7 +168,12 @@ def _growth(before: Sequence[int], after: Sequence[int]) -> float:
     if min(before) == max(before) and min(after) < max(after):
         return float("inf")  # of pieces of unequal lengths nothing was seen
     terms = [
-        (sum(lengths), sum(length * length for length in lengths), sum(lengths) - len(lengths))
+        (
+            sum(lengths),
+            sum(length * length for length in lengths),
+            max(lengths) ** 2,
+            sum(lengths) - len(lengths),
+        )
         for lengths in (before, after)
     ]
     return max(1.0, *(large / small for small, large in zip(*terms, strict=True)))

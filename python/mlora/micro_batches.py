@@ -38,7 +38,7 @@ class MicroBatches:
             return running
         admission = self._roster.admission
         lengths = {task.name: task.next_lengths() for task in running}
-        chosen = choose(lengths, admission.budget, self._memory.estimate, list(admission.slots))
+        chosen = choose(lengths, admission.budget, self._memory.estimate.as_adopted, list(admission.slots))
         return [task for task in running if task.name in chosen]
 
     def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
@@ -50,7 +50,8 @@ class MicroBatches:
         if self._memory is None:
             return True
         admission = self._roster.admission
-        return within(self._memory.estimate.activations(lengths, list(admission.slots)), admission.budget)
+        bounds = self._memory.estimate.as_adopted.activations(lengths, list(admission.slots))
+        return within(bounds, admission.budget)
 
     def worth_measuring(self, chosen: Sequence[Task]) -> bool:
         """Say whether a micro-batch should be measured.
@@ -69,7 +70,7 @@ class MicroBatches:
         Args:
             measured: what its micro-batches needed, where they were measured.
         """
-        if self._memory is None or not self._engine.memory_after:  # nothing has passed the stages yet
+        if self._memory is None:
             return
         admission = self._roster.admission
         for one in measured:
@@ -77,5 +78,5 @@ class MicroBatches:
             self._memory.estimate.observe(together, list(admission.slots), one.phases)
         budget = zip(admission.budget, self._memory.room().held, strict=True)
         foreseen = [bytes * held for bytes, held in budget]
-        after, peak = self._engine.memory_after, self._engine.peak_memory
-        self._memory.took(self._roster.admitted(), foreseen, peak, after)
+        after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
+        self._memory.took(self._roster.admitted(), foreseen, self._engine.peak_memory, after)

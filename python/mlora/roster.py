@@ -19,6 +19,7 @@ from mlora.report import Reporter
 from mlora.run_folder import RunFolder
 from mlora.run_memory import RunMemory
 from mlora.scheduler import NOBODY, ORDERS, PACKINGS, Admission, Need, Room, admit
+from mlora.scheduler.need import sum_of
 from mlora.set_aside import bring_back, restore_adapter, set_aside
 from mlora.submission import submitted
 from mlora.sweep.wish import Wish
@@ -125,27 +126,46 @@ class Roster:
         """Learn what tasks need, and refuse those that never fit: those of a decision that is made again."""
         if self.memory is None:
             return
-        for task in tasks:
+        known = [task for task in tasks if self._is_known(task)]
+        for task in known:
             try:
-                self.memory.tasks.know(task)
                 if again is None:
                     self.memory.check(task)
                 elif task.name in again["unfit"]:
                     raise ValueError(again["unfit"][task.name])
             except ValueError as error:
-                self._unfit[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
-                self._refuse(task.name, self._unfit[task.name])
+                self._unfits(task, error)
+
+    def _is_known(self, task: Task) -> bool:
+        """Let memory know a task, and say whether its adapter can be put on the base."""
+        assert self.memory is not None
+        try:
+            self.memory.tasks.know(task)
+        except ValueError as error:
+            self._unfits(task, error)
+            return False
+        return True
+
+    def _unfits(self, task: Task, error: ValueError) -> None:
+        self._unfit[task.name] = str(error).removeprefix(f"adapter {task.name!r}: ")
+        self._refuse(task.name, self._unfit[task.name])
 
     def _remember(self, state: Mapping[str, Any]) -> None:
-        """What was learned of the memory, if the run has had a limit, on as many stages."""
-        if self.memory and state["memory"] and len(state["memory"]["base"]) == len(self.memory.base):
+        """What was learned of the memory, if the run has had a limit."""
+        if self.memory and state["memory"]:
             self.memory.load_state(state["memory"])
-            self.memory.estimate.stale = False
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of who is admitted, as plain values."""
+    def state(self, iteration: int) -> dict[str, Any]:
+        """Return what a checkpoint holds of who is admitted, as plain values.
+
+        Args:
+            iteration: of the checkpoint.
+        """
+        if self._journal is not None:
+            self._journal.saved(iteration)
         return {
-            **self._entry(self.admission),
+            **self._decided(self.admission),
+            "memory": self.memory.state() if self.memory else None,
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
             "kept": {task.name: task.kept for task in self.alive() if task.kept is not None},
@@ -174,6 +194,8 @@ class Roster:
             needs = [need for need in self._needs() if need.name in self.admission.slots]
             slots = self._packing.place(needs, slot_count(self._config), {})
             self.admission = replace(self.admission, slots=slots, count=len(set(slots.values())))
+        if state["of"] != journal_key(self._config):  # until there is a decision, which there is at once
+            self.admission = replace(self.admission, budget=self._budget())
         for task in self.alive():
             task.kept = state["kept"].get(task.name)
             if task.name in self.admission.slots:
@@ -318,11 +340,14 @@ class Roster:
             self._end(task, "pruned", "fell behind the other trials")
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
+        """What the journal holds of a decision."""
+        return {**self._decided(admission), "memory": self.memory.entry() if self.memory else None}
+
+    def _decided(self, admission: Admission) -> dict[str, Any]:
         return {
             "of": journal_key(self._config),
             "taken": self.taken,
             "admission": asdict(admission),
-            "memory": self.memory.state() if self.memory else None,
             "unfit": self._unfit,
         }
 
@@ -332,6 +357,14 @@ class Roster:
         slots = slot_count(self._config)
         room, estimate = (self.memory.room(), self.memory.estimate) if self.memory else (Room(), NO_LIMIT)
         return admit(self._needs(), room, slots, order, self._packing, estimate, fixed)
+
+    def _budget(self) -> tuple[float, ...]:
+        """What a micro-batch of the admitted may use."""
+        if self.memory is None:
+            return ()
+        states = [self.memory.tasks.admitted(name) for name in self.admission.slots]
+        room = self.memory.room()
+        return room.budget(sum_of(states, len(room.held)), self.admission.count)
 
     def _needs(self) -> list[Need]:
         """What the running tasks need, in the order in which they came."""

@@ -68,16 +68,15 @@ class RunMemory:
             tasks: that are on the engine.
             foreseen: bytes of what was under way at each place.
             peak: the most that a stage has had so far, in bytes.
-            after: what each stage had after it.
+            after: what each stage had when nothing was under way any more; empty where something still is.
         """
-        if not after:
-            return
         states = sum_of([self.tasks.at_rest(task.name) for task in tasks], len(self.base))
-        kept = [now - held for now, held in zip(after, states, strict=True)]
-        grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
-        if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
-            self.base = grown
-            self.estimate.stale = True
+        if after:
+            kept = [now - held for now, held in zip(after, states, strict=True)]
+            grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
+            if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
+                self.base = grown
+                self.estimate.stale = True
         most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))
         if peak > self._peak:
             self._more = max(self._more, int(peak - most))
@@ -89,9 +88,16 @@ class RunMemory:
             self.estimate.stale = True
 
     def state(self) -> dict[str, Any]:
-        """Return what was learned, as plain values."""
+        """Return what was learned, as plain values, for a checkpoint."""
+        return {"estimate": self.estimate.state(), **self._figures()}
+
+    def entry(self) -> dict[str, Any]:
+        """Return what was adopted since the last entry, as plain values, for the journal: fits that have not
+        changed would make it grow with the square of their number."""
+        return {"changes": self.estimate.changes(), **self._figures()}
+
+    def _figures(self) -> dict[str, Any]:
         return {
-            "estimate": self.estimate.state(),
             "reserved": self.reserved,
             "base": list(self.base),
             "more": self._more,
@@ -99,12 +105,18 @@ class RunMemory:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave.
+        """Take over what `state` gave, or `entry`, in the order in which entries were written.
 
         Args:
-            state: plain values.
+            state: plain values; of other stages than the run has now, it is left out.
         """
-        self.estimate.load_state(state["estimate"])
+        if len(state["base"]) != len(self.base):
+            return
+        if "estimate" in state:
+            self.estimate.load_state(state["estimate"])
+        else:
+            self.estimate.load_changes(state["changes"])
+        self.estimate.stale = False
         self.reserved, self.base = state["reserved"], list(state["base"])
         self._more, self._passed = state["more"], state["passed"]
 

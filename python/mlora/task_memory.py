@@ -79,7 +79,8 @@ class TaskMemory:
         lora = task.lora or read_config(Path(str(task.config.init_from)))
         self._states[task.name] = [stage.states(lora, task.optim) for stage in self._stages]
         self._loras[task.name] = lora
-        self._longest[task.name] = max(len(sample.input_ids) for sample in task.data.samples)
+        samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
+        self._longest[task.name] = max(len(sample.input_ids) for sample in samples)
 
     def knows(self, name: str) -> bool:
         """Say whether `know` was told of a task.

@@ -53,6 +53,10 @@ class Estimate:
 
     predict = activations
 
+    @property
+    def as_adopted(self) -> Any:
+        return self
+
     def adopt(self) -> None:
         pass
 
@@ -88,7 +92,7 @@ class FakeMemory:
     def room(self) -> Room:
         return Room((FREE,))
 
-    def state(self) -> None:
+    def entry(self) -> None:
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from mlora.scheduler.memory_model import PeakModel
@@ -25,10 +25,16 @@ class Extent:
     Args:
         rows: of all sequences.
         squares: of the rows of each sequence, summed.
+        longest: rows of the longest sequence.
+        even: rows where all sequences are equally long, else 0.
+        uneven: rows where they are not, else 0.
     """
 
     rows: int = 0
     squares: int = 0
+    longest: int = 0
+    even: int = 0
+    uneven: int = 0
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Extent:
@@ -37,25 +43,26 @@ class Extent:
         Args:
             lengths: of its sequences.
         """
-        return cls(sum(lengths), sum(length * length for length in lengths))
+        rows, longest = sum(lengths), max(lengths)
+        even = rows if min(lengths) == longest else 0
+        return cls(rows, sum(length * length for length in lengths), longest, even, rows - even)
 
     def with_(self, other: Extent) -> Extent:
-        """Return the larger of both, in rows and in squares.
+        """Return the larger of both, in each respect.
 
         Args:
             other: of other micro-batches.
         """
-        return Extent(max(self.rows, other.rows), max(self.squares, other.squares))
+        return Extent(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
     def doublings(self, of: Extent) -> float:
-        """Return how often another extent has to be doubled to hold this one; infinite if it is nothing.
+        """Return how often another extent has to be doubled to hold this one; what is nothing counts as 1.
 
         Args:
             of: the other one.
         """
-        if not (of.rows and of.squares):
-            return math.inf
-        return math.log2(max(1.0, self.rows / of.rows, self.squares / of.squares))
+        pairs = zip(astuple(self), astuple(of), strict=True)
+        return math.log2(max(1.0, *(own / max(other, 1) for own, other in pairs)))
 
 
 @dataclass
@@ -103,12 +110,17 @@ class Bound:
     def over(self, lengths: Sequence[int]) -> float:
         """Return the bytes that a micro-batch needs at most, as far as is known; infinite where nothing is.
 
+        Beyond what was measured that is no less than what seeds alone say.
+
         Args:
             lengths: of its sequences.
         """
         if not self.model.known:
             return math.inf
-        return (1 + self.margin(Extent.of(lengths))) * self.model.predict(lengths)
+        extent, size = Extent.of(lengths), self.model.predict(lengths)
+        if extent.doublings(self.measured):
+            size = max(size, self.model.predict_by_seeds(lengths))
+        return (1 + self.margin(extent)) * size
 
     def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
         """Take in a sample.
@@ -137,8 +149,8 @@ class Bound:
         return {
             "model": self.model.state(),
             "worst": self.worst,
-            "seeds": [self.seeds.rows, self.seeds.squares],
-            "measured": [self.measured.rows, self.measured.squares],
+            "seeds": list(astuple(self.seeds)),
+            "measured": list(astuple(self.measured)),
         }
 
     @classmethod

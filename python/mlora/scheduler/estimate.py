@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,9 @@ class MemoryEstimate:
     longer than those. Where there are none, it is taken to need more than there is, and is asked for anew the
     next time.
 
-    What `activations` says of sequences that are no longer than those before changes in `adopt` only: a run
-    calls it at iteration boundaries and writes down what was adopted, so that it can be done again.
+    All this, and `adopt`, happens where a run decides who is admitted, at iteration boundaries, and what is
+    adopted then is written down, so that it can be done again. In between it asks `as_adopted`, which does
+    not change.
 
     Args:
         mixture: names the mixture that tasks make, by their names; what more tasks make takes no less.
@@ -101,6 +103,8 @@ class MemoryEstimate:
         self._mixture, self._dry_run = mixture, dry_run
         self._learned: dict[str, Mixture] = {}
         self._adopted: dict[str, Mixture] = {}
+        self._changed: set[str] = set()
+        self._places = 1
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
 
@@ -108,15 +112,23 @@ class MemoryEstimate:
         """Bound a micro-batch's bytes at each place; see `mlora.scheduler.admission.Estimate`."""
         together = _together(lengths)
         key = self._key(among), together
-        if key in self._bounds:
-            return self._bounds[key]
-        places = self._adopted_of(key[0], among, max(together)).places
-        found = [bound.over(together) for bound in places]
-        if key[0] in self._adopted:
+        mixture = self._adopted_of(key[0], among, max(together))
+        return self._over(key, mixture) if key[0] in self._adopted else self._unknown()
+
+    def _unknown(self) -> list[float]:
+        return [math.inf] * self._places
+
+    def _over(self, key: tuple[str, tuple[int, ...]], mixture: Mixture) -> list[float]:
+        if key not in self._bounds:
             if len(self._bounds) >= _REMEMBERED:
                 self._bounds.clear()
-            self._bounds[key] = found
-        return found
+            self._bounds[key] = [bound.over(key[1]) for bound in mixture.places]
+        return self._bounds[key]
+
+    @property
+    def as_adopted(self) -> Adopted:
+        """The same bounds, for which nothing is run."""
+        return Adopted(self)
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
         """As `activations`, without a margin; 0 where nothing is known."""
@@ -138,14 +150,16 @@ class MemoryEstimate:
             return known
         found = self._dry_run(among)
         new = Mixture([Bound(PeakModel(knees)) for knees in found.knees])
-        if not found.samples:
-            return known or new
-        reached = max(longest, *(max(lengths) for lengths, _ in found.samples))
+        self._places = len(new.places)
+        if known is None and not found.samples:
+            return new
+        reached = max([longest, *(max(lengths) for lengths, _ in found.samples)])
         self._bounds.clear()
         for mixtures in (self._learned, self._adopted):
             mixture = mixtures.setdefault(key, copy.deepcopy(new))
             mixture.seed(found)
             mixture.longest = reached
+        self._changed.add(key)
         return self._adopted[key]
 
     def worth_measuring(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> bool:
@@ -161,6 +175,7 @@ class MemoryEstimate:
         if known is None:
             return False
         passed, known.passed = known.passed, known.passed + 1
+        self._changed.add(key)
         if self._key(list(lengths)) != key:
             return False
         extent = Extent.of(_together(lengths))
@@ -182,6 +197,7 @@ class MemoryEstimate:
             self.stale |= max(phases) > bound.over(lengths) or extent.doublings(bound.seen) > _GROWN
         for bound, phases in zip(self._learned[key].places, places, strict=True):
             bound.observe(lengths, phases)
+        self._changed.add(key)
 
     def adopt(self) -> None:
         """Let `activations` follow what was observed."""
@@ -200,7 +216,43 @@ class MemoryEstimate:
             state: plain values.
         """
         self._adopted, self._learned = _mixtures(state["adopted"]), _mixtures(state["learned"])
+        self._changed = set(self._learned)
         self._bounds.clear()
+
+    def changes(self) -> dict[str, Any]:
+        """Return what was adopted of the mixtures that have changed since the last call, as plain values; of
+        all of them after `load_state`."""
+        changed, self._changed = sorted(self._changed), set()
+        return {key: self._adopted[key].state() for key in changed}
+
+    def load_changes(self, changes: Mapping[str, Any]) -> None:
+        """Adopt what was adopted before.
+
+        Args:
+            changes: what `changes` gave.
+        """
+        for mixtures in (self._learned, self._adopted):
+            mixtures |= _mixtures(changes)
+        self._changed -= set(changes)
+        self._bounds.clear()
+        self.stale = False
+
+
+class Adopted:
+    """Bounds of a `MemoryEstimate` that change at boundaries only; see `mlora.scheduler.admission.Estimate`.
+
+    Args:
+        estimate: whose.
+    """
+
+    def __init__(self, estimate: MemoryEstimate) -> None:
+        self._estimate = estimate
+
+    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
+        """As of the estimate; infinite where nothing is known."""
+        key = self._estimate._key(among), _together(lengths)
+        mixture = self._estimate._adopted.get(key[0])
+        return self._estimate._unknown() if mixture is None else self._estimate._over(key, mixture)
 
 
 def _together(lengths: Mapping[str, Sequence[int]]) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ class MemoryModel:
         size = 3 + (knee is not None) + pieces + mask
         self._sums, self._seeds = _Sums(size), _Sums(size)
         self._found: np.ndarray[Any, Any] | None = None
+        self._by_seeds: np.ndarray[Any, Any] | None = None
 
     @property
     def seeded(self) -> bool:
@@ -70,7 +71,7 @@ class MemoryModel:
             ValueError: as `observe`.
         """
         self._seeds.add(self._features(lengths), _positive(bytes))
-        self._found = None
+        self._found = self._by_seeds = None
 
     def observe(self, lengths: Sequence[int], bytes: int) -> None:
         """Take in a measurement.
@@ -100,6 +101,23 @@ class MemoryModel:
             RuntimeError: if nothing has been observed and there is no seed.
         """
         return math.ceil(float(self._features(lengths) @ self._fit()))
+
+    def predict_by_seeds(self, lengths: Sequence[int]) -> int:
+        """As `predict`, from seeds alone: measurements that say nothing about such a micro-batch may have
+        bent the fit there.
+
+        Args:
+            lengths: of its sequences.
+
+        Raises:
+            ValueError: if there is no sequence, or a length is below 1.
+            RuntimeError: if there is no seed.
+        """
+        if not self.seeded:
+            raise RuntimeError("there is no seed: call seed first")
+        if self._by_seeds is None:
+            self._by_seeds = _solve(self._seeds.gram, self._seeds.right)
+        return math.ceil(float(self._features(lengths) @ self._by_seeds))
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
         """Return the mean absolute error of predictions, in percent of what was measured.
@@ -160,23 +178,13 @@ class MemoryModel:
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
-        """The coefficients in units of the features.
-
-        Of `min |A β - 1|²` only AᵀA and Aᵀ1 are known; a root of AᵀA takes A's place.
-        """
+        """The coefficients in units of the features."""
         if self._found is not None:
             return self._found
         if not (self._sums.count or self._seeds.count):
             raise RuntimeError("nothing has been observed, and there is no seed: call observe or seed first")
         gram = self._sums.gram + _SEED * self._seeds.gram
-        right = self._sums.right + _SEED * self._seeds.right
-        scale = np.sqrt(np.maximum(np.diag(gram), np.finfo(float).tiny))  # a feature may be 0 throughout
-        values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
-        kept = values > values[-1] * 1e-13
-        roots = np.sqrt(values[kept])
-        matrix = roots[:, None] * vectors[:, kept].T
-        target = (vectors[:, kept].T @ (right / scale)) / roots
-        self._found = lsq_linear(matrix, target, bounds=(0.0, np.inf), method="bvls").x / scale
+        self._found = _solve(gram, self._sums.right + _SEED * self._seeds.right)
         return self._found
 
 
@@ -227,6 +235,10 @@ class PeakModel:
         known = [model for model in self.models if model.count or model.seeded]
         return max(model.predict(lengths) for model in known or self.models)
 
+    def predict_by_seeds(self, lengths: Sequence[int]) -> int:
+        """As `MemoryModel.predict_by_seeds`: the largest of the phases; 0 where there are no seeds."""
+        return max([0, *(model.predict_by_seeds(lengths) for model in self.models if model.seeded)])
+
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
         """As `MemoryModel.mape`, of the peaks."""
         if not samples:
@@ -268,6 +280,18 @@ class _Sums:
         sums.count = state["count"]
         sums.gram, sums.right = np.array(state["gram"]), np.array(state["right"])
         return sums
+
+
+def _solve(gram: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Minimise |A β - 1|² with β >= 0, where only AᵀA and Aᵀ1 are known; a root of AᵀA takes A's place."""
+    scale = np.sqrt(np.maximum(np.diag(gram), np.finfo(float).tiny))  # a feature may be 0 throughout
+    values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
+    kept = values > values[-1] * 1e-13
+    roots = np.sqrt(values[kept])
+    matrix = roots[:, None] * vectors[:, kept].T
+    target = (vectors[:, kept].T @ (right / scale)) / roots
+    found: np.ndarray[Any, Any] = lsq_linear(matrix, target, bounds=(0.0, np.inf), method="bvls").x / scale
+    return found
 
 
 def _positive(size: int) -> int:

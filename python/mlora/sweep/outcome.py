@@ -54,14 +54,21 @@ def _cell(value: Any) -> Any:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a folder; what is at its target stays until the copy is whole."""
-    scratch = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
+    """Copy a folder; what is at its target stays until the copy is whole, and is durable.
+
+    A process that is killed just between the two may leave nothing there; the next outcome mends it.
+    """
+    scratch, old = target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
+    for folder in (scratch, old):
+        shutil.rmtree(folder, ignore_errors=True)
     scratch.mkdir()
     for file in source.iterdir():  # one by one: of several errors `copytree` makes one without a cause
         shutil.copyfile(file, scratch / file.name)
         with open(scratch / file.name, "rb") as handle:
             os.fsync(handle.fileno())
-    shutil.rmtree(target, ignore_errors=True)
+    sync_folder(scratch)
+    if target.exists():
+        os.rename(target, old)
     os.rename(scratch, target)
     sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -41,7 +41,7 @@ class Sweep:
     @property
     def left(self) -> int:
         """How many trials are still to begin."""
-        return self._count - len(self._study)
+        return max(0, self._count - len(self._study))  # fewer may be wanted now than have begun
 
     def due(self) -> bool:
         """Say whether there is something to judge, or a place is free for a trial; takes microseconds."""
