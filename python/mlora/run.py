@@ -153,7 +153,8 @@ def resume(
         plot_losses(folder.plot, names, read_metrics(folder.metrics))
     sweep = folder.read_config().sweep
     if sweep:  # the disk was full, or the process was killed, when it ended
-        write_outcome(folder, sweep)
+        with folder.take():
+            write_outcome(folder, sweep)
     return done
 
 

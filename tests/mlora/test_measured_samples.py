@@ -214,6 +214,7 @@ def test_growth_bounds_every_term() -> None:
     assert _growth([4, 4], [2, 2]) == 1.0
     assert _growth([10], [2] * 10) == 2.0
     assert _growth([10], [20]) == 4.0
+    assert _growth([4] * 10, [8]) == 4.0
     assert _growth([4, 4], [4, 2]) == float("inf")
     assert _halved(300, 32) == [300, 150, 75, 38]
     assert _halved(4, 4) == []

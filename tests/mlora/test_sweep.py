@@ -213,6 +213,28 @@ def test_more_trials_than_before(data: dict[str, Any], tmp_path: Path) -> None:
     assert len(table(tmp_path / "run")) == 4
 
 
+def test_fewer_trials_than_have_begun(data: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConnectionAbortedError):
+        sweep(data, tmp_path, reporter=Watching({("trial-4", 2): die}))
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("trials: 8", "trials: 3"))
+    assert resume(tmp_path / "run").status == "finished"
+    assert len(table(tmp_path / "run")) == 6  # those that had begun
+
+
+def test_a_trial_that_begins_at_a_checkpoint_is_not_lost(data: dict[str, Any], tmp_path: Path) -> None:
+    """The decision comes after the checkpoint, at its iteration; a kill before the next one."""
+    data["defaults"]["save_steps"] = 500
+    run = tmp_path / "run"
+    assert sweep(data, tmp_path, reporter=Watching({6: interrupt})).status == "interrupted"
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("places: 3", "places: 4"))
+    with pytest.raises(ConnectionAbortedError):
+        resume(run, reporter=Watching({2: die}))
+    assert resume(run).status == "finished"
+    assert len(table(run)) == 8
+
+
 def test_the_outcome_is_written_where_it_is_missing(data: dict[str, Any], tmp_path: Path) -> None:
     data["sweep"]["trials"] = 2
     sweep(data, tmp_path)
@@ -273,6 +295,10 @@ def test_a_user_cancels_and_pauses_trials(data: dict[str, Any], tmp_path: Path) 
     }
     watching = Watching(actions)
     assert sweep(data, tmp_path, reporter=watching).status == "finished"
+    steps = watching.steps
+    between = steps[steps.index(("trial-1", 2)) : steps.index(("trial-1", 3))]
+    assert ("trial-2", 4) in between
+    assert ("trial-4", 1) not in between  # a paused trial keeps its place
     states = {row["trial"]: row["state"] for row in table(run)}
     assert states.pop("trial-0") == "cancelled"
     assert set(states.values()) == {"finished"}
