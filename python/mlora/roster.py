@@ -191,8 +191,8 @@ class Roster:
         self._asked = state["due"] or state["of"] != journal_key(self._config)
         self.admission = _admission_of(state["admission"])
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
-            needs = [need for need in self._needs() if need.name in self.admission.slots]
-            slots = self._packing.place(needs, slot_count(self._config), {})
+            admitted = [task for task in self.running() if task.name in self.admission.slots]
+            slots = self._packing.place(self._needs(admitted), slot_count(self._config), {})
             self.admission = replace(self.admission, slots=slots, count=len(set(slots.values())))
         if state["of"] != journal_key(self._config):  # until there is a decision, which there is at once
             self.admission = replace(self.admission, budget=self._budget())
@@ -312,6 +312,8 @@ class Roster:
         else:
             for wish in again["wishes"]:
                 self._grant(Wish(**wish), again)
+            for task in [task for task in self.running() if task.name in again["unfit"]]:
+                self._unfits(task, ValueError(again["unfit"][task.name]))
             self._remember(again)
             self._asked = any(request.number > self.taken for request in requests)
             admission = _admission_of(again["admission"])
@@ -356,7 +358,19 @@ class Roster:
         order = ORDERS[self._config.scheduler.policy]
         slots = slot_count(self._config)
         room, estimate = (self.memory.room(), self.memory.estimate) if self.memory else (Room(), NO_LIMIT)
-        return admit(self._needs(), room, slots, order, self._packing, estimate, fixed)
+        return admit(self._needs(self._fitting()), room, slots, order, self._packing, estimate, fixed)
+
+    def _fitting(self) -> list[Task]:
+        """The running tasks that fit alone, or have begun. The others wait until more is known of what the
+        process itself takes; where there is nobody to learn that from, they are refused."""
+        running = self.running()
+        if self.memory is None:
+            return running
+        begun = set(self._engine.adapters)
+        found = [t for t in running if t.kept is not None or t.name in begun or self.memory.fits(t)]
+        for task in [] if found else running:
+            self._unfits(task, ValueError(self.memory.refusal(task)))
+        return found
 
     def _budget(self) -> tuple[float, ...]:
         """What a micro-batch of the admitted may use."""
@@ -366,15 +380,15 @@ class Roster:
         room = self.memory.room()
         return room.budget(sum_of(states, len(room.held)), self.admission.count)
 
-    def _needs(self) -> list[Need]:
-        """What the running tasks need, in the order in which they came."""
+    def _needs(self, tasks: Sequence[Task]) -> list[Need]:
+        """What tasks need, in the order in which they came."""
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
         if self.memory is None:
-            return [need_of(task, arrivals[task.name]) for task in self.running()]
+            return [need_of(task, arrivals[task.name]) for task in tasks]
         known = self.memory.tasks
         return [
             need_of(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
-            for task in self.running()
+            for task in tasks
         ]
 
     def _take(self, request: Request, again: Mapping[str, Any] | None) -> None:

@@ -56,9 +56,14 @@ class RunMemory:
         self._peak, self._pieces = peak, pieces
         self._more = self._passed = 0
 
-    def room(self) -> Room:
-        """Return what tasks may use."""
-        return Room(tuple(self.limit - base - self.reserved for base in self.base), self._held)
+    def room(self, reserved: int | None = None) -> Room:
+        """Return what tasks may use.
+
+        Args:
+            reserved: bytes, in place of what is reserved now.
+        """
+        reserved = self.reserved if reserved is None else reserved
+        return Room(tuple(self.limit - base - reserved for base in self.base), self._held)
 
     def took(self, tasks: Sequence[Task], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
         """Compare what processes had with what was foreseen: what they keep is the new base, and what they
@@ -121,34 +126,57 @@ class RunMemory:
         self._more, self._passed = state["more"], state["passed"]
 
     def check(self, task: Task) -> None:
-        """Refuse a task whose largest micro-batch does not fit even alone.
+        """Refuse a task whose largest micro-batch does not fit even alone, whatever becomes of the reserve.
 
         Args:
             task: that `know` was told of.
 
         Raises:
-            ValueError: it does not, with the largest batch that would; or there is no room to find that out.
+            ValueError: it does not; see `refusal`.
         """
-        room = self.room()
+        if not self._fits(task, min(self.reserved, _LEAST_RESERVED + self._pieces)):
+            raise ValueError(self.refusal(task))
+
+    def fits(self, task: Task) -> bool:
+        """Say whether a task fits alone, with today's reserve.
+
+        Args:
+            task: that `know` was told of.
+        """
+        return self._fits(task, self.reserved)
+
+    def _fits(self, task: Task, reserved: int) -> bool:
+        budget = self.room(reserved).budget(self.tasks.admitted(task.name), 1)
+        lengths = self.tasks.largest(task)
+        return within(self.estimate.activations({task.name: lengths}, [task.name]), budget)
+
+    def refusal(self, task: Task) -> str:
+        """Say why a task does not fit, and what would: the largest batch, or a limit.
+
+        Args:
+            task: that `know` was told of.
+        """
+        room, states = self.room(), self.tasks.admitted(task.name)
         assert room.free is not None
-        left = in_units(max(min(room.free), 0))
-        budget = room.budget(self.tasks.admitted(task.name), 1)
+        base = in_units(max(self.base))
+        taken = (
+            f"of scheduler.memory_limit {in_units(self.limit)}, {base} are taken by the base model and "
+            f"libraries, and {in_units(self.reserved)} kept in reserve"
+        )
         lengths = self.tasks.largest(task)
         bounds = self.estimate.activations({task.name: lengths}, [task.name])
-        if within(bounds, budget):
-            return
         if math.inf in bounds:
-            raise ValueError(
-                f"has {in_units(max(self.tasks.admitted(task.name)))} of states, and scheduler.memory_limit "
-                f"leaves {left} beside the base model: too little to measure what a micro-batch of it needs "
-                "beside the adapters that are there now"
+            return (
+                f"has {in_units(max(states))} of states; {taken}: too little is left to measure what a "
+                "micro-batch of it needs beside the adapters that are there now"
             )
-        need = max(size + state for size, state in zip(bounds, self.tasks.admitted(task.name), strict=True))
-        fits = self._most_that_fit(task, len(lengths), budget)
-        what = f"per_device_train_batch_size {fits} would fit" if fits else "not even one sequence fits"
-        raise ValueError(
-            f"needs {in_units(need)} for its largest micro-batch of {len(lengths)} sequences with "
-            f"{sum(lengths)} tokens, and scheduler.memory_limit leaves {left} beside the base model; {what}"
+        needs = [size + state for size, state in zip(bounds, states, strict=True)]
+        would = max(base + self.reserved + need for base, need in zip(self.base, needs, strict=True))
+        fits = self._most_that_fit(task, len(lengths), room.budget(states, 1))
+        what = f"per_device_train_batch_size {fits} would fit, or" if fits else "not even one sequence fits;"
+        return (
+            f"needs {in_units(max(needs))} for its largest micro-batch of {len(lengths)} sequences with "
+            f"{sum(lengths)} tokens; {taken}; {what} a limit of {math.ceil(would / MIB)} MiB"
         )
 
     def _most_that_fit(self, task: Task, count: int, budget: Sequence[float]) -> int:

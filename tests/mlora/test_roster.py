@@ -76,8 +76,11 @@ class FakeMemory:
         return name in self._known
 
     def check(self, task: Any) -> None:
-        if task.takes + sum(task.next_lengths()) > FREE:
+        if not self.fits(task):
             raise ValueError("is too large")
+
+    def fits(self, task: Any) -> bool:
+        return bool(task.takes + sum(task.next_lengths()) <= FREE)
 
     def admitted(self, name: str) -> tuple[int, ...]:
         return (self._known[name].takes,)

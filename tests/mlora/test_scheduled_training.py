@@ -27,6 +27,7 @@ from mlora.errors import RunError
 from mlora.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.result import RunResult
 from mlora.run import resume, train
+from mlora.run_memory import RunMemory
 from mlora.tasks import Task
 from stage_runs import assert_alike, by_adapter, commands, save_deep_base, tensors
 from tiny_run import lines, weights, write_jsonl, write_run
@@ -236,11 +237,39 @@ def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
     assert told[0].startswith(
         "high: refused: needs 132 MiB for its largest micro-batch of 32 sequences with 640"
     )
-    assert told[0].endswith("leaves 110 MiB beside the base model; per_device_train_batch_size 10 would fit")
+    assert told[0].endswith(
+        "tokens; of scheduler.memory_limit 206 MiB, 0 MiB are taken by the base model and libraries, and "
+        "96 MiB kept in reserve; per_device_train_batch_size 10 would fit, or a limit of 228 MiB"
+    )
     assert result.exit_code == 1
     states = {name: adapter.state for name, adapter in result.adapters.items()}
     assert states.pop("high") == "refused"
     assert set(states.values()) == {"finished"}
+
+
+def test_a_task_in_doubt_waits_until_less_is_kept_in_reserve(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 206 MiB, of which 96 are kept in reserve at first, 132 do not fit; with 32 they do."""
+    data["scheduler"]["memory_limit"] = limit_for(1)
+    data["adapters"][4]["per_device_train_batch_size"] = 4
+    del data["adapters"][4]["eval_dataset"]
+    monkeypatch.setattr(
+        "mlora.scheduler.estimate.MemoryEstimate.activations",
+        lambda self, lengths, among: [32 * MIB if len(next(iter(lengths.values()))) == 4 else MIB],
+    )
+    passed: list[int] = []
+
+    def took(self: RunMemory, *_: Any) -> None:
+        passed.append(1)
+        if len(passed) == 5:
+            self.reserved, self.estimate.stale = 32 * MIB, True
+
+    monkeypatch.setattr(RunMemory, "took", took)
+    result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
+    assert {adapter.state for adapter in result.adapters.values()} == {"finished"}
+    assert watching.steps[0][0] == "first"  # though it has the highest priority
+    assert len(passed) > 5
 
 
 def test_a_limit_below_the_base_model_refuses_all(data: dict[str, Any], tmp_path: Path) -> None:
@@ -249,7 +278,7 @@ def test_a_limit_below_the_base_model_refuses_all(data: dict[str, Any], tmp_path
     with pytest.raises(RunError, match=r"^every adapter was refused; nothing to train$"):
         train(resolve_config(data, folder=tmp_path), reporter=watching)
     assert len(watching.lines) == 5
-    assert all("leaves 0 MiB beside the base model; not even one sequence fits" in w for w in watching.lines)
+    assert all("not even one sequence fits; a limit of" in line for line in watching.lines)
 
 
 def test_who_was_taken_is_taken_again_whatever_the_base_takes_now(

@@ -192,6 +192,18 @@ def test_a_sweep_goes_on_with_other_places_and_another_policy(
     assert len({name for name, _ in crowd.steps[-6:]}) <= 2
 
 
+def test_a_limit_may_come_where_a_new_trial_was_not_yet_evaluated(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
+    """The checkpoint's budget is that of no limit, and the first evaluation comes before a decision."""
+    assert sweep(data, tmp_path, reporter=Watching({18: interrupt})).status == "interrupted"
+    path = tmp_path / "run" / "config.yaml"
+    assert "memory_limit: null" in path.read_text()
+    path.write_text(path.read_text().replace("memory_limit: null", "memory_limit: 8GiB"))
+    assert resume(tmp_path / "run").status == "finished"
+    assert len(table(tmp_path / "run")) == 8
+
+
 def test_another_search_before_the_first_checkpoint_starts_anew(data: dict[str, Any], tmp_path: Path) -> None:
     data["defaults"]["save_steps"] = 500
     with pytest.raises(ConnectionAbortedError):
