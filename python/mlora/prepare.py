@@ -128,13 +128,21 @@ def prepare(
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
-    """Tasks as a sweep's trials may be, to cut the model by; none where their data is wrong."""
-    samples = config.sweep.samples()[: config.at_once] if config.sweep else []
-    adapters = [AdapterConfig.model_validate(config.defaults.model_dump() | fields) for fields in samples]
-    try:
-        return [builder.build(adapter) for adapter in adapters]
-    except RunError:
-        return []
+    """Tasks as a sweep's trials may be, to cut the model by, which also shows what is wrong with all of them:
+    there is a sample for each choice.
+
+    Raises:
+        RunError: none can be built.
+    """
+    found, faults = [], []
+    for fields in config.sweep.samples() if config.sweep else []:
+        try:
+            found.append(builder.build(AdapterConfig.model_validate(config.defaults.model_dump() | fields)))
+        except RunError as error:
+            faults.append(str(error))
+    if faults and not found:
+        raise RunError(f"no trial can be trained: {faults[0]}")
+    return found[: config.at_once]
 
 
 def _sweep(config: RunConfig) -> Sweep | None:

@@ -14,6 +14,7 @@ from mlora.errors import RunError
 from mlora.known_tasks import KnownTask, known_tasks
 from mlora.result_table import result_table
 from mlora.run_folder import RunFolder, is_running, read_metrics
+from mlora.sweep.progress import SweepProgress, sweep_progress
 from mlora.task_queue import TaskQueue
 
 MIB = 2**20
@@ -30,6 +31,7 @@ class RunStatus:
         adapters: as in ``summary.json``, with states of today; ``unfinished`` where nobody is at work.
         tasks: the same tasks, and what was asked of them.
         memory: in bytes, as the run has published it; none where it has no limit.
+        sweep: how far it has come; none where the run holds none.
     """
 
     folder: RunFolder
@@ -37,6 +39,7 @@ class RunStatus:
     adapters: dict[str, dict[str, Any]]
     tasks: dict[str, KnownTask]
     memory: dict[str, int] | None
+    sweep: SweepProgress | None = None
 
     @property
     def news(self) -> bool:
@@ -67,7 +70,9 @@ class RunStatus:
         return [name for name, task in self.tasks.items() if task.state == "paused"]
 
     def notes(self) -> Iterator[str]:
-        """Lines below the table: memory, and why tasks were refused or stopped."""
+        """Lines below the table: the sweep, memory, and why tasks were refused or stopped."""
+        if self.sweep:
+            yield self.sweep.line
         if self.memory:
             size = {key: f"{value / MIB:.0f} MiB" for key, value in self.memory.items()}
             peak = f"measured peak {size['peak_bytes']}" if self.memory["peak_bytes"] else "not yet measured"
@@ -104,6 +109,7 @@ class RunStatus:
             "at_work": self.status == "running",
             "news": self.news,
             "memory": self.memory,
+            "sweep": self.sweep.as_json() if self.sweep else None,
             "tasks": tasks,
         }
 
@@ -133,7 +139,8 @@ def read_status(run_dir: Path | str) -> RunStatus:
     folder = RunFolder(Path(run_dir).resolve())
     if not folder.config.is_file():
         raise RunError(f"{folder.path}: holds no config.yaml, so there is no run")
-    own = _own(folder, read_yaml(folder.config))
+    values = read_yaml(folder.config)
+    own = _own(folder, values)
     at_work = is_running(folder.metrics)  # before the summary, which may say meanwhile that it has ended
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
     with ExitStack() as stack:
@@ -153,7 +160,9 @@ def read_status(run_dir: Path | str) -> RunStatus:
     for name, task in tasks.items():
         stands = task.state in ("running", "waiting") and status != "running"
         adapters[name]["state"] = "unfinished" if stands else task.state
-    return RunStatus(folder, status, adapters, tasks, memory)
+    sweep = folder.read_config().sweep if values.get("sweep") else None
+    progress = sweep_progress(folder, sweep) if sweep else None
+    return RunStatus(folder, status, adapters, tasks, memory, progress)
 
 
 def _own(folder: RunFolder, config: dict[str, Any]) -> list[tuple[str, int]]:

@@ -15,9 +15,11 @@ import torch
 import yaml
 from limited_runs import Watching, ask, die, interrupt, limit_for, replace_memory
 from mlora.config_file import resolve_config
+from mlora.errors import RunError
 from mlora.result import RunResult
 from mlora.run import resume, train
 from mlora.run_folder import RunFolder
+from mlora.status import read_status
 from mlora.sweep.ranking import rank_trials
 from mlora.sweep.wish import trials_begun
 from mlora.task_queue import TaskQueue
@@ -223,6 +225,35 @@ def test_more_trials_than_before(data: dict[str, Any], tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("trials: 2", "trials: 4"))
     assert resume(tmp_path / "run").status == "finished"
     assert len(table(tmp_path / "run")) == 4
+
+
+def test_status_says_how_far_it_has_come(data: dict[str, Any], tmp_path: Path, run: Any) -> None:
+    folder = tmp_path / "run"
+    seen: list[dict[str, Any]] = []
+
+    def look() -> None:
+        seen.append(read_status(folder).as_json()["sweep"])
+
+    sweep(data, tmp_path, reporter=Watching({("trial-0", 2): look, ("trial-4", 2): look}))
+    assert seen[0] == {"begun": 3, "trials": 8, "best": None}
+    assert seen[1]["begun"] >= 5
+    assert seen[1]["best"]["trial"] in {"trial-0", "trial-1", "trial-2"}
+    best = table(folder)[0]
+    shown = run("status", folder).output
+    assert f"sweep: 8 of 8 trials begun; best so far {best['trial']}, eval_loss" in shown
+    assert f"lora.r {best['lora.r']}" in shown
+
+
+def test_what_is_wrong_with_all_trials_is_told_once_before_the_sweep(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    data["datasets"].append({"name": "empty", "path": "empty.jsonl", "format": "tokens"})
+    data["sweep"]["adapter"]["eval_dataset"] = "empty"
+    watching = Watching()
+    with pytest.raises(RunError, match=r"^no trial can be trained: .*empty\.jsonl"):
+        sweep(data, tmp_path, reporter=watching)
+    assert not watching.lines
 
 
 def test_fewer_trials_than_have_begun(data: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _COLORS = {"finished": "tab:blue", "pruned": "tab:orange"}
 _BEST = "tab:red"
 _LONGEST = 18  # letters of a choice
+_WIDE = 20  # largest over smallest loss that takes a logarithmic axis
 
 
 def plot_trials(path: Path, trials: Sequence[RankedTrial], sweep: SweepConfig) -> None:
@@ -70,6 +71,10 @@ def _curves(axes: Axes, trials: Sequence[RankedTrial]) -> None:
                 linewidth=2.0 if best else 1.0,
                 alpha=1.0 if best else 0.5,
             )
+    losses = [loss for trial in trials for _, loss in trial.curve]
+    if losses and 0 < _WIDE * min(losses) < max(losses):
+        axes.set_yscale("log")
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("optimizer step", fontsize=9)
     axes.set_ylabel("eval_loss", fontsize=9)
     _finish(axes)
@@ -87,7 +92,8 @@ def _parameter(axes: Axes, name: str, leaf: Leaf, trials: Sequence[RankedTrial],
         size = 60 if trial.rank == 1 else 25
         axes.scatter([place], [trial.value], s=size, color=color, alpha=0.8, label=label)
     if isinstance(leaf, Choice):
-        shown = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for text in texts]
+        half = _LONGEST // 2  # values often begin alike
+        shown = [text if len(text) <= _LONGEST else f"{text[:half]}…{text[-half:]}" for text in texts]
         crowded = sum(map(len, shown)) > 40
         axes.set_xticks(range(len(texts)), shown, rotation=20 if crowded else 0)
         axes.set_xlim(-0.5, len(texts) - 0.5)
