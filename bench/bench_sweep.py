@@ -8,7 +8,8 @@ before the first and after the last step, checkpoints and saved adapters. PEFT i
 to the last saved adapter, in its fastest plain form: SDPA, fused AdamW, no padding (all sequences are equally
 long), evaluated as often, without checkpoints. Both begin with the same weights and see the same batches, so
 that the losses after the last step, and with them the ranking, must be the same. They take turns; a ratio is
-taken within each turn. A third run, with a pruner, shows what pruning saves; nothing is judged of it.
+taken within each turn. A third run, with a pruner, shows what evaluations cost and
+pruning saves; nothing is judged of it.
 """
 
 from __future__ import annotations

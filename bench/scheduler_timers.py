@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Clock = Callable[[], float]
@@ -97,8 +98,9 @@ class Stopwatch:
 def overhead(iterations: Sequence[Iteration], measuring: float) -> dict[str, Any]:
     """What the scheduler takes of a step.
 
-    Calls of each iteration and decisions count by their medians. `show` publishes by the clock, every few
-    seconds: its mean counts, over all steps.
+    Calls of each iteration count by their means. Those of the step after a decision take longer, since what
+    was remembered is asked for anew; what they take more counts as often as there are decisions. `show`
+    publishes by the clock, every few seconds. Decisions count by their median.
 
     Args:
         iterations: of a run.
@@ -111,14 +113,19 @@ def overhead(iterations: Sequence[Iteration], measuring: float) -> dict[str, Any
     Raises:
         ValueError: there is no step, or no decision.
     """
+    after = {id(one) for before, one in pairwise(iterations) if "decide" in before.calls}
     steps = [one for one in iterations if one.is_step]
     steps = [one for one in steps if not one.measured] or steps  # a mixture may still be learned
     decisions = [one for one in iterations if "decide" in one.calls]
     if not steps or not decisions:
         raise ValueError(f"iterations: expected steps and decisions, got {len(steps)} and {len(decisions)}")
     step = statistics.median(one.seconds for one in steps)
-    seconds = {name: median_of(steps, name) for name in EACH}
-    seconds["show"] = sum(one.calls.get("show", 0.0) for one in steps) / len(steps)
+    first = [one for one in steps if id(one) in after]
+    others = [one for one in steps if id(one) not in after] or steps
+    seconds = {name: mean_of(others, name) for name in EACH}
+    more = {name: max(0.0, mean_of(first, name) - seconds[name]) for name in EACH} if first else {}
+    seconds = {name: value + more.get(name, 0.0) / DECISIONS_EVERY for name, value in seconds.items()}
+    seconds["show"] = mean_of(steps, "show")
     decision = statistics.median(sum(one.calls.get(name, 0.0) for name in DECISION) for one in decisions)
     shares = {name: value / step for name, value in seconds.items()}
     shares["decisions"] = decision / DECISIONS_EVERY / step
@@ -138,6 +145,11 @@ def overhead(iterations: Sequence[Iteration], measuring: float) -> dict[str, Any
         "shares": shares,
         "share": sum(shares.values()),
     }
+
+
+def mean_of(iterations: Sequence[Iteration], name: str) -> float:
+    """Mean seconds of a call; 0 where an iteration had none."""
+    return statistics.fmean(one.calls.get(name, 0.0) for one in iterations)
 
 
 def median_of(iterations: Sequence[Iteration], name: str) -> float:

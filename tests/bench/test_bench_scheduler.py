@@ -121,6 +121,10 @@ def test_the_overhead_is_a_sum_of_its_pieces(timers: ModuleType) -> None:
     each = 0.007 + 0.015 + 0.5 / timers.DECISIONS_EVERY
     assert found["share"] == pytest.approx(each / 2.0 + 0.64 / timers.MEASURED_EVERY)
     assert sum(found["shares"].values()) == pytest.approx(found["share"])
+    iterations.append(timers.Iteration(11.0, 0.5, calls={"decide": 0.3, "write_summary": 0.2}))
+    iterations += steps(timers, [2.0], asked=0.001, choose=0.054, passed=0.002)
+    found = timers.overhead(iterations, measuring=0.0)
+    assert found["seconds"]["choose"] == pytest.approx(0.004 + 0.05 / timers.DECISIONS_EVERY)
     with pytest.raises(ValueError, match="expected steps and decisions, got 3 and 0"):
         timers.overhead(list(steps(timers, [1.0, 1.0, 1.0])), 0.0)
 
