@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from mlora.strict import KeyPathError
@@ -165,7 +166,9 @@ def _range(keys: tuple[str, ...], node: Mapping[str, Any]) -> Range:
     if Range(keys, low, high).whole and type(step) is float:
         raise KeyPathError(f"{path}.step", f"must be a whole number, as low and high are, got {step}")
     if step is not None:
-        high = min(high, low + math.floor((high - low) / step + 1e-9) * step)
+        first, each = Decimal(str(low)), Decimal(str(step))
+        last = first + (Decimal(str(high)) - first) // each * each
+        high = int(last) if Range(keys, low, high).whole else float(last)
     return Range(keys, low, high, log, step)
 
 
