@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mlora.scheduler.memory_model import PeakModel
 
@@ -18,8 +18,7 @@ _WORST_TIMES = 3.0  # the margin is so many times the worst error that was seen
 _FADES = 0.9  # of an error's weight, with each measurement that follows
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """How large micro-batches are.
 
     Args:
@@ -45,7 +44,7 @@ class Extent:
         """
         rows, longest = sum(lengths), max(lengths)
         even = rows if min(lengths) == longest else 0
-        return cls(rows, sum(length * length for length in lengths), longest, even, rows - even)
+        return cls(rows, sum([length * length for length in lengths]), longest, even, rows - even)
 
     def with_(self, other: Extent) -> Extent:
         """Return the larger of both, in each respect.
@@ -53,7 +52,7 @@ class Extent:
         Args:
             other: of other micro-batches.
         """
-        return Extent(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+        return Extent(*map(max, self, other))
 
     def doublings(self, of: Extent) -> float:
         """Return how often another extent has to be doubled to hold this one; what is nothing counts as 1.
@@ -61,8 +60,10 @@ class Extent:
         Args:
             of: the other one.
         """
-        pairs = zip(astuple(self), astuple(of), strict=True)
-        return math.log2(max(1.0, *(own / max(other, 1) for own, other in pairs)))
+        return math.log2(max(1.0, *(own / (other or 1) for own, other in zip(self, of, strict=True))))
+
+
+NOTHING = Extent()
 
 
 @dataclass
@@ -78,8 +79,8 @@ class Bound:
 
     model: PeakModel
     worst: float = SEEDED_MARGIN / _WORST_TIMES
-    seeds: Extent = Extent()
-    measured: Extent = Extent()
+    seeds: Extent = NOTHING
+    measured: Extent = NOTHING
 
     @property
     def seen(self) -> Extent:
@@ -97,6 +98,8 @@ class Bound:
         """
         learned = max(LEAST_MARGIN, _WORST_TIMES * self.worst)
         beyond = extent.doublings(self.measured)
+        if not beyond:
+            return learned
         return max(learned, SEEDED_MARGIN * min(1.0, beyond)) + PER_DOUBLING * extent.doublings(self.seen)
 
     def predict(self, lengths: Sequence[int]) -> int:
@@ -149,8 +152,8 @@ class Bound:
         return {
             "model": self.model.state(),
             "worst": self.worst,
-            "seeds": list(astuple(self.seeds)),
-            "measured": list(astuple(self.measured)),
+            "seeds": list(self.seeds),
+            "measured": list(self.measured),
         }
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import lsq_linear
@@ -70,7 +70,7 @@ class MemoryModel:
         Raises:
             ValueError: as `observe`.
         """
-        self._seeds.add(self._features(lengths), _positive(bytes))
+        self._seeds.add(self._features(_facts(lengths)), _positive(bytes))
         self._found = self._by_seeds = None
 
     def observe(self, lengths: Sequence[int], bytes: int) -> None:
@@ -83,7 +83,7 @@ class MemoryModel:
         Raises:
             ValueError: if there is no sequence, a length is below 1, or `bytes` is.
         """
-        features, size = self._features(lengths), _positive(bytes)
+        features, size = self._features(_facts(lengths)), _positive(bytes)
         if self.seeded or self.count >= len(features):
             self.error = max(self.error, abs(self.predict(lengths) / size - 1.0))
         self._sums.add(features, size)
@@ -100,7 +100,10 @@ class MemoryModel:
             ValueError: if there is no sequence, or a length is below 1.
             RuntimeError: if nothing has been observed and there is no seed.
         """
-        return math.ceil(float(self._features(lengths) @ self._fit()))
+        return self._predict(_facts(lengths))
+
+    def _predict(self, facts: _Facts) -> int:
+        return math.ceil(float(self._features(facts) @ self._fit()))
 
     def predict_by_seeds(self, lengths: Sequence[int]) -> int:
         """As `predict`, from seeds alone: measurements that say nothing about such a micro-batch may have
@@ -117,7 +120,7 @@ class MemoryModel:
             raise RuntimeError("there is no seed: call seed first")
         if self._by_seeds is None:
             self._by_seeds = _solve(self._seeds.gram, self._seeds.right)
-        return math.ceil(float(self._features(lengths) @ self._by_seeds))
+        return math.ceil(float(self._features(_facts(lengths)) @ self._by_seeds))
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
         """Return the mean absolute error of predictions, in percent of what was measured.
@@ -164,17 +167,14 @@ class MemoryModel:
         model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
         return model
 
-    def _features(self, lengths: Sequence[int]) -> np.ndarray[Any, Any]:
-        if not len(lengths) or min(lengths) < 1:
-            raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
-        rows = sum(lengths)
-        found = [1.0, rows / _ROWS, sum(length * length for length in lengths) / _ROWS**2]
+    def _features(self, facts: _Facts) -> np.ndarray[Any, Any]:
+        found = [1.0, facts.rows / _ROWS, facts.squares / _ROWS**2]
         if self.knee is not None:
-            found.append(min(rows - len(lengths), self.knee) / _ROWS)
+            found.append(min(facts.trained, self.knee) / _ROWS)
         if self.pieces:
-            found.append(rows / _ROWS if min(lengths) < max(lengths) else 0.0)
+            found.append(facts.uneven / _ROWS)
         if self.mask:
-            found.append(max(lengths) ** 2 / _ROWS**2)
+            found.append(facts.longest**2 / _ROWS**2)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
@@ -233,7 +233,8 @@ class PeakModel:
     def predict(self, lengths: Sequence[int]) -> int:
         """As `MemoryModel.predict`: the largest of the phases."""
         known = [model for model in self.models if model.count or model.seeded]
-        return max(model.predict(lengths) for model in known or self.models)
+        facts = _facts(lengths)
+        return max(model._predict(facts) for model in known or self.models)
 
     def predict_by_seeds(self, lengths: Sequence[int]) -> int:
         """As `MemoryModel.predict_by_seeds`: the largest of the phases; 0 where there are no seeds."""
@@ -256,6 +257,24 @@ class PeakModel:
         model = cls()
         model.models = [MemoryModel.from_state(each) for each in state]
         return model
+
+
+class _Facts(NamedTuple):
+    """What a fit looks at: `uneven` are the rows where sequences are not equally long."""
+
+    rows: int
+    squares: int
+    trained: int
+    uneven: int
+    longest: int
+
+
+def _facts(lengths: Sequence[int]) -> _Facts:
+    if not len(lengths) or min(lengths) < 1:
+        raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
+    rows, longest = sum(lengths), max(lengths)
+    uneven = rows if min(lengths) < longest else 0
+    return _Facts(rows, sum([length * length for length in lengths]), rows - len(lengths), uneven, longest)
 
 
 class _Sums:
