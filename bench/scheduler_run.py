@@ -11,7 +11,6 @@ from mlora.base_info import BaseInfo
 from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
 from mlora.loop import TrainingLoop
-from mlora.needs import usual_lengths
 from mlora.prepare import Prepared, make_engine, run_memory
 from mlora.report import Silent
 from mlora.roster import Roster
@@ -36,7 +35,7 @@ def room_for(share: float) -> Limit:
             memory.tasks.know(task)
         fit = tasks[: max(1, round(share * len(tasks)))]
         names = [task.name for task in fit]
-        batch = memory.estimate.activations({task.name: usual_lengths(task) for task in fit}, names)
+        batch = memory.estimate.activations({task.name: task.usual_lengths for task in fit}, names)
         states = sum(memory.tasks.admitted(name)[0] for name in names)
         return memory.base[0] + RESERVED + states + int(batch[0])
 

@@ -259,30 +259,32 @@ def _regroup(model: nn.Module) -> None:
     """Let layers with the same adapters, ranks aside, share one group."""
     router = router_of(model)
     groups: dict[Any, LayerGroup] = {}
-    for module in model.modules():
-        if not isinstance(module, MultiLoRALinear):
-            continue
+    layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
+    for module in layers.values():
         names = tuple(name for name in router.adapters if name in module.lora_A)
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
         key = (names, scaling, dropout, module.weight.device)
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
-    router.siblings = _find_siblings(model)
+    router.siblings = _find_siblings(layers)
 
 
-def _find_siblings(model: nn.Module) -> list[Siblings]:
-    """Tell the layers of a converted model who their siblings are, and give back all sets of them.
+def _find_siblings(layers: Mapping[str, MultiLoRALinear]) -> list[Siblings]:
+    """Tell converted layers, by name, who their siblings are, and give back all sets of them.
 
     Called again whenever adapters join or leave: siblings have the same adapters, scalings and dropouts.
     """
+    parents: dict[str, dict[str, MultiLoRALinear]] = {}
+    for key, layer in layers.items():
+        parent, _, child = key.rpartition(".")
+        parents.setdefault(parent, {})[child] = layer
     found = []
-    for parent in model.modules():
+    for children in parents.values():
         for names in _SIBLINGS:
-            children = [getattr(parent, name, None) for name in names]
-            layers = [child for child in children if isinstance(child, MultiLoRALinear)]
-            for group in {layer.group for layer in layers}:
-                alike = [layer for layer in layers if layer.group is group]
+            ours = [children[name] for name in names if name in children]
+            for group in {layer.group for layer in ours}:
+                alike = [layer for layer in ours if layer.group is group]
                 siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
                 for layer in alike:
                     layer.siblings = siblings

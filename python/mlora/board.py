@@ -8,7 +8,6 @@ from typing import Any
 
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.needs import usual_lengths
 from mlora.report import Reporter
 from mlora.run_memory import RunMemory
 from mlora.scheduler import Admission
@@ -41,7 +40,6 @@ class Board:
     ) -> None:
         self._queue, self._engine, self._memory, self._limit = queue, engine, memory, limit
         self._reporter = reporter
-        self._usual: dict[str, list[int]] = {}
         self._next, self._failed = 0.0, False
         self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -71,7 +69,7 @@ class Board:
         view: dict[str, Any] = {"state": "waiting" if waits else task.progress.state}
         if self._memory:
             view["states_bytes"] = max(self._memory.tasks.admitted(task.name))
-            view["batch_bytes"] = int(self._memory.tasks.size(task.name, self._lengths(task)))
+            view["batch_bytes"] = int(self._memory.tasks.size(task.name, task.usual_lengths))
         return view
 
     def _run(self, tasks: Sequence[Task], admission: Admission) -> dict[str, Any]:
@@ -96,7 +94,7 @@ class Board:
         assert self._memory is not None
         batches: dict[int, dict[str, Sequence[int]]] = {}
         for task in tasks:
-            batches.setdefault(admission.slots[task.name], {})[task.name] = self._lengths(task)
+            batches.setdefault(admission.slots[task.name], {})[task.name] = task.usual_lengths
         # with who has just ended: the estimate knows this mixture
         among = [name for name in admission.slots if self._memory.tasks.knows(name)]
         sizes = [self._predicted(batch, among, place) for batch in batches.values()]
@@ -107,8 +105,3 @@ class Board:
     def _predicted(self, batch: Mapping[str, Sequence[int]], among: Sequence[str], place: int) -> float:
         assert self._memory is not None
         return self._memory.estimate.predict(batch, among)[place]
-
-    def _lengths(self, task: Task) -> list[int]:
-        if task.name not in self._usual:
-            self._usual[task.name] = usual_lengths(task)
-        return self._usual[task.name]

@@ -23,22 +23,11 @@ def need_of(task: Task, arrival: int, states: Sequence[int] = (), largest: Seque
     Returns:
         The scheduler's view of it.
     """
-    usual = usual_lengths(task)
+    usual = task.usual_lengths
     left = sum(usual) * max(batches_left(task), 0)
     return Need(
         task.name, task.config.priority, arrival, float(left), tuple(states), tuple(usual), tuple(largest)
     )
-
-
-def usual_lengths(task: Task) -> list[int]:
-    """Return the sequence lengths of a micro-batch that stands for the task's data: evenly spaced quantiles.
-
-    Args:
-        task: with its data.
-    """
-    lengths = sorted(len(sample.input_ids) for sample in task.data.samples)
-    batch = min(task.plan.batch_size, len(lengths)) if task.plan.shuffle else task.plan.batch_size
-    return [lengths[(2 * place + 1) * len(lengths) // (2 * batch)] for place in range(batch)]
 
 
 def batches_left(task: Task) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlora.base_info import BaseInfo
@@ -103,6 +104,13 @@ class Task:
             batch: how many came before.
         """
         return [len(self.data.samples[row].input_ids) for row in self.plan.batch(batch)]
+
+    @cached_property
+    def usual_lengths(self) -> list[int]:
+        """Sequence lengths, in rows, of a micro-batch that stands for its data: evenly spaced quantiles."""
+        lengths = sorted(len(sample.input_ids) for sample in self.data.samples)
+        batch = min(self.plan.batch_size, len(lengths)) if self.plan.shuffle else self.plan.batch_size
+        return [lengths[(2 * place + 1) * len(lengths) // (2 * batch)] for place in range(batch)]
 
     @property
     def name(self) -> str:

@@ -111,6 +111,7 @@ def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
         kept=None,
         eval_data=None,
         data=SimpleNamespace(samples=[SimpleNamespace(input_ids=range(rows))]),
+        usual_lengths=[rows],
         plan=BatchPlan(1, 1, 1, False, 0),
         total_steps=steps,
         progress=Progress(),

@@ -1,5 +1,6 @@
 """No task set ever exceeds its limit, in simulations whose truth is no fit's."""
 
+import random
 from collections.abc import Sequence
 from statistics import median
 
@@ -72,12 +73,23 @@ def test_the_margin_grows_beyond_what_was_measured_and_what_was_run_dry() -> Non
     estimate.observe([20, 30], ["a"], [[50_000]])
     estimate.adopt()
     assert margin_of(estimate, [20, 30]) == pytest.approx(LEAST_MARGIN)
-    assert LEAST_MARGIN < margin_of(estimate, [50] + [6] * 3) < SEEDED_MARGIN
     assert margin_of(estimate, [100]) == pytest.approx(SEEDED_MARGIN, rel=1e-3)
     estimate.observe([100] * 3, ["a"], [[300_000]])  # more than twice what was seen
     assert estimate.stale
     estimate.adopt()
     assert margin_of(estimate, [100] * 3) == pytest.approx(LEAST_MARGIN)
+
+
+def test_the_margin_grows_with_the_distance_from_what_was_measured() -> None:
+    estimate, dice = estimate_of(1000), random.Random(4)
+    for _ in range(50):
+        lengths = [dice.randint(5, 60) for _ in range(dice.randint(1, 6))]
+        estimate.observe(lengths, ["a"], [[1000 * sum(lengths)]])
+    estimate.adopt()
+    margins = [margin_of(estimate, [size, *[size + 2] * 5]) for size in (30, 50, 60, 80, 200)]
+    assert margins[0] == pytest.approx(LEAST_MARGIN)
+    assert margins == sorted(margins)
+    assert LEAST_MARGIN < margins[2] < SEEDED_MARGIN < margins[-1]
 
 
 def test_longer_sequences_are_run_dry_anew() -> None:
@@ -111,6 +123,25 @@ def test_beyond_what_was_measured_a_bound_is_no_less_than_samples_say() -> None:
     assert estimate.activations({"a": [10, 30]}, ["a"])[0] < 100_000
     assert estimate.predict({"a": [50]}, ["a"])[0] < 40_000
     assert estimate.activations({"a": [50]}, ["a"])[0] > 50_000
+
+
+def test_another_form_of_micro_batches_is_beyond_what_was_measured() -> None:
+    """Many short sequences where as many rows of long ones were measured: the fit cannot tell rows from
+    squares, though no extent is larger."""
+    estimate = estimate_of(1000)
+    for rows in (60, 70, 80, 90, 100):
+        assert estimate.worth_measuring({"a": [rows, rows - 1]}, ["a"])
+        estimate.observe([rows, rows - 1], ["a"], [[1000 * rows]])  # half of what samples say
+    for rows in range(40, 100):
+        estimate.worth_measuring({"a": [rows, rows - 1]}, ["a"])
+        estimate.observe([rows, rows - 1], ["a"], [[1000 * rows]])
+    estimate.adopt()
+    assert estimate.activations({"a": [80, 79]}, ["a"])[0] < 100_000
+    assert not estimate.worth_measuring({"a": [80, 79]}, ["a"])
+    short = [10] * 15 + [9]
+    assert sum(short) <= 100 + 99
+    assert estimate.activations({"a": short}, ["a"])[0] > 1000 * sum(short)
+    assert estimate.worth_measuring({"a": short}, ["a"])
 
 
 def test_between_decisions_nothing_is_sampled() -> None:

@@ -11,12 +11,15 @@ its largest micro-batch, so that the first of each slot always runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mlora.scheduler.need import Need, Room, sum_of, within
 from mlora.scheduler.policy import Order, Packing
+
+T = TypeVar("T")
 
 
 class Estimate(Protocol):
@@ -98,23 +101,22 @@ def _admit(
     if room.free is None:
         places = packing.place(ranked, count, fixed)
         return Admission(places, len(set(places.values())), ())
-    admitted: list[Need] = []
-    found = NOBODY
-    for need in ranked:
-        trial = [*admitted, need]
-        budget = room.budget(sum_of([n.states for n in trial], len(room.held)), count)
-        names = [n.name for n in trial]
-        if min(budget) <= 0 or not all(
-            within(estimate.activations({n.name: n.largest}, names), budget) for n in trial
-        ):
-            continue
-        places = packing.place(trial, count, fixed)
-        batches: dict[int, dict[str, Sequence[int]]] = {}
-        for n in trial:
-            batches.setdefault(places[n.name], {})[n.name] = n.usual
-        if all(within(estimate.activations(batch, names), budget) for batch in batches.values()):
-            admitted, found = trial, Admission(places, count, budget)
-    return found
+
+    def together(needs: Sequence[Need]) -> Admission | None:
+        budget = room.budget(sum_of([need.states for need in needs], len(room.held)), count)
+        if min(budget) <= 0:
+            return None
+        places = packing.place(needs, count, fixed)
+        batches: list[dict[str, Sequence[int]]] = [{} for _ in range(count)]
+        for need in needs:
+            batches[places[need.name]][need.name] = need.usual
+        asked = [batch for batch in batches if batch] + [{need.name: need.largest} for need in needs]
+        names = list(places)
+        fit = all(within(estimate.activations(lengths, names), budget) for lengths in asked)
+        return Admission(places, count, budget) if fit else None
+
+    admitted = _beside(ranked, lambda needs: together(needs) is not None)
+    return (together(admitted) if admitted else None) or NOBODY
 
 
 def choose(
@@ -134,10 +136,28 @@ def choose(
     Returns:
         Those that do, in their order; the first one always.
     """
-    if within(estimate.activations(lengths, among), budget):
-        return list(lengths)
-    chosen: dict[str, Sequence[int]] = {}
-    for name, own in lengths.items():
-        if not chosen or within(estimate.activations({**chosen, name: own}, among), budget):
-            chosen[name] = own
-    return list(chosen)
+
+    def fit(names: Sequence[str]) -> bool:
+        batch = {name: lengths[name] for name in names}
+        return len(names) == 1 or within(estimate.activations(batch, among), budget)
+
+    return _beside(list(lengths), fit)
+
+
+def _beside(items: Sequence[T], fit: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Take each item that fits beside those taken before it.
+
+    How many of the first ones fit together is found by bisection: of what fits, less does.
+
+    Args:
+        items: in their order.
+        fit: says whether some of them fit together.
+    """
+    if not items or fit(items):
+        return list(items)
+    fewest = bisect_left(range(1, len(items)), True, key=lambda count: not fit(items[:count])) + 1
+    taken = list(items[: fewest - 1])
+    for item in items[fewest:]:
+        if fit([*taken, item]):
+            taken.append(item)
+    return taken

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from mlora.scheduler.extent import NOTHING, Extent
 from mlora.scheduler.memory_model import PeakModel
 
 SEEDED_MARGIN = 0.04  # of a fit that samples alone have made, which are within 2%
@@ -16,54 +17,6 @@ PER_DOUBLING = 0.005
 much on a fit of the first."""
 _WORST_TIMES = 3.0  # the margin is so many times the worst error that was seen
 _FADES = 0.9  # of an error's weight, with each measurement that follows
-
-
-class Extent(NamedTuple):
-    """How large micro-batches are.
-
-    Args:
-        rows: of all sequences.
-        squares: of the rows of each sequence, summed.
-        longest: rows of the longest sequence.
-        even: rows where all sequences are equally long, else 0.
-        uneven: rows where they are not, else 0.
-    """
-
-    rows: int = 0
-    squares: int = 0
-    longest: int = 0
-    even: int = 0
-    uneven: int = 0
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Extent:
-        """Return that of one micro-batch.
-
-        Args:
-            lengths: of its sequences.
-        """
-        rows, longest = sum(lengths), max(lengths)
-        even = rows if min(lengths) == longest else 0
-        return cls(rows, sum([length * length for length in lengths]), longest, even, rows - even)
-
-    def with_(self, other: Extent) -> Extent:
-        """Return the larger of both, in each respect.
-
-        Args:
-            other: of other micro-batches.
-        """
-        return Extent(*map(max, self, other))
-
-    def doublings(self, of: Extent) -> float:
-        """Return how often another extent has to be doubled to hold this one; what is nothing counts as 1.
-
-        Args:
-            of: the other one.
-        """
-        return math.log2(max(1.0, *(own / (other or 1) for own, other in zip(self, of, strict=True))))
-
-
-NOTHING = Extent()
 
 
 @dataclass
@@ -87,6 +40,17 @@ class Bound:
         """What seeds and measurements reach."""
         return self.seeds.with_(self.measured)
 
+    def beyond(self, extent: Extent) -> float:
+        """Return how far a micro-batch lies beyond what was measured, in doublings; 0 where it does not.
+
+        It may be larger than any, or of another form: many short sequences where few long ones were
+        measured. That shows in its leverage only.
+
+        Args:
+            extent: of the micro-batch.
+        """
+        return max(extent.doublings(self.measured), math.log2(max(1.0, self.model.leverage(extent))) / 2)
+
     def margin(self, extent: Extent) -> float:
         """Return what is added to a prediction, as a share.
 
@@ -96,8 +60,10 @@ class Bound:
         Args:
             extent: of a micro-batch.
         """
+        return self._margin(extent, self.beyond(extent))
+
+    def _margin(self, extent: Extent, beyond: float) -> float:
         learned = max(LEAST_MARGIN, _WORST_TIMES * self.worst)
-        beyond = extent.doublings(self.measured)
         if not beyond:
             return learned
         return max(learned, SEEDED_MARGIN * min(1.0, beyond)) + PER_DOUBLING * extent.doublings(self.seen)
@@ -120,10 +86,11 @@ class Bound:
         """
         if not self.model.known:
             return math.inf
-        extent, size = Extent.of(lengths), self.model.predict(lengths)
-        if extent.doublings(self.measured):
-            size = max(size, self.model.predict_by_seeds(lengths))
-        return (1 + self.margin(extent)) * size
+        extent = Extent.of(lengths)
+        size, beyond = self.model.at(extent), self.beyond(extent)
+        if beyond:
+            size = max(size, self.model.at_by_seeds(extent))
+        return (1 + self._margin(extent, beyond)) * size
 
     def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
         """Take in a sample.

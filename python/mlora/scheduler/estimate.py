@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.scheduler.bound import Bound, Extent
+from mlora.scheduler.bound import Bound
+from mlora.scheduler.extent import Extent
 from mlora.scheduler.memory_model import PeakModel
 
 _LEARNING = 10  # micro-batches of a mixture that are all measured
@@ -103,7 +104,8 @@ class MemoryEstimate:
         self._mixture, self._dry_run = mixture, dry_run
         self._learned: dict[str, Mixture] = {}
         self._adopted: dict[str, Mixture] = {}
-        self._changed: set[str] = set()
+        self._changed: set[str] = set()  # since the last entry
+        self._observed: set[str] = set()  # since it was adopted
         self._places = 1
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
@@ -163,8 +165,8 @@ class MemoryEstimate:
         return self._adopted[key]
 
     def worth_measuring(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> bool:
-        """Count a micro-batch, and say whether it should be measured: early ones, those of more rows, or more
-        squares of rows, than any that was measured, and now and then another one.
+        """Count a micro-batch, and say whether it should be measured: early ones, those beyond what was
+        measured, and now and then another one.
 
         Args:
             lengths: of the sequences of each task that takes part in it.
@@ -179,8 +181,8 @@ class MemoryEstimate:
         if self._key(list(lengths)) != key:
             return False
         extent = Extent.of(_together(lengths))
-        larger = any(extent.doublings(bound.measured) > 0 for bound in known.places)
-        return larger or passed < _LEARNING or passed % _EVERY == 0
+        new = any(bound.beyond(extent) > 0 for bound in known.places)
+        return new or passed < _LEARNING or passed % _EVERY == 0
 
     def observe(self, lengths: Sequence[int], among: Sequence[str], places: Sequence[Phases]) -> None:
         """Take in what a micro-batch needed.
@@ -198,11 +200,18 @@ class MemoryEstimate:
         for bound, phases in zip(self._learned[key].places, places, strict=True):
             bound.observe(lengths, phases)
         self._changed.add(key)
+        self._observed.add(key)
 
     def adopt(self) -> None:
         """Let `activations` follow what was observed."""
-        self._adopted = copy.deepcopy(self._learned)
-        self._bounds.clear()
+        for key, mixture in self._learned.items():
+            if key in self._observed:
+                self._adopted[key] = copy.deepcopy(mixture)
+            else:
+                self._adopted[key].passed = mixture.passed
+        if self._observed:
+            self._bounds.clear()
+        self._observed = set()
         self.stale = False
 
     def state(self) -> dict[str, Any]:
@@ -216,7 +225,7 @@ class MemoryEstimate:
             state: plain values.
         """
         self._adopted, self._learned = _mixtures(state["adopted"]), _mixtures(state["learned"])
-        self._changed = set(self._learned)
+        self._changed, self._observed = set(self._learned), set(self._learned)
         self._bounds.clear()
 
     def changes(self) -> dict[str, Any]:
@@ -234,6 +243,7 @@ class MemoryEstimate:
         for mixtures in (self._learned, self._adopted):
             mixtures |= _mixtures(changes)
         self._changed -= set(changes)
+        self._observed -= set(changes)
         self._bounds.clear()
         self.stale = False
 

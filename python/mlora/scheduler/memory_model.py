@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.optimize import lsq_linear
+
+from mlora.scheduler.extent import Extent
 
 _SEED = 1e-3
 """Weight of a dry run's square error. Small, so that it decides only about what measurements have not shown:
@@ -54,6 +56,7 @@ class MemoryModel:
         self._sums, self._seeds = _Sums(size), _Sums(size)
         self._found: np.ndarray[Any, Any] | None = None
         self._by_seeds: np.ndarray[Any, Any] | None = None
+        self._whitening: np.ndarray[Any, Any] | None = None
 
     @property
     def seeded(self) -> bool:
@@ -70,7 +73,7 @@ class MemoryModel:
         Raises:
             ValueError: as `observe`.
         """
-        self._seeds.add(self._features(_facts(lengths)), _positive(bytes))
+        self._seeds.add(self._features(Extent.of(lengths)), _positive(bytes))
         self._found = self._by_seeds = None
 
     def observe(self, lengths: Sequence[int], bytes: int) -> None:
@@ -83,12 +86,12 @@ class MemoryModel:
         Raises:
             ValueError: if there is no sequence, a length is below 1, or `bytes` is.
         """
-        features, size = self._features(_facts(lengths)), _positive(bytes)
+        features, size = self._features(Extent.of(lengths)), _positive(bytes)
         if self.seeded or self.count >= len(features):
             self.error = max(self.error, abs(self.predict(lengths) / size - 1.0))
         self._sums.add(features, size)
         self.count += 1
-        self._found = None
+        self._found = self._whitening = None
 
     def predict(self, lengths: Sequence[int]) -> int:
         """Return the bytes that a micro-batch will take.
@@ -100,27 +103,56 @@ class MemoryModel:
             ValueError: if there is no sequence, or a length is below 1.
             RuntimeError: if nothing has been observed and there is no seed.
         """
-        return self._predict(_facts(lengths))
+        return self.at(Extent.of(lengths))
 
-    def _predict(self, facts: _Facts) -> int:
-        return math.ceil(float(self._features(facts) @ self._fit()))
-
-    def predict_by_seeds(self, lengths: Sequence[int]) -> int:
-        """As `predict`, from seeds alone: measurements that say nothing about such a micro-batch may have
-        bent the fit there.
+    def at(self, extent: Extent) -> int:
+        """As `predict`, of what is known of the lengths.
 
         Args:
-            lengths: of its sequences.
+            extent: of a micro-batch.
 
         Raises:
-            ValueError: if there is no sequence, or a length is below 1.
+            RuntimeError: if nothing has been observed and there is no seed.
+        """
+        return math.ceil(float(self._features(extent) @ self._fit()))
+
+    def at_by_seeds(self, extent: Extent) -> int:
+        """As `at`, from seeds alone: measurements that say nothing about such a micro-batch may have bent the
+        fit there.
+
+        Args:
+            extent: of a micro-batch.
+
+        Raises:
             RuntimeError: if there is no seed.
         """
         if not self.seeded:
             raise RuntimeError("there is no seed: call seed first")
         if self._by_seeds is None:
             self._by_seeds = _solve(self._seeds.gram, self._seeds.right)
-        return math.ceil(float(self._features(_facts(lengths)) @ self._by_seeds))
+        return math.ceil(float(self._features(extent) @ self._by_seeds))
+
+    def leverage(self, extent: Extent) -> float:
+        """Return how far a micro-batch lies from those that were measured, as the fit sees it: its leverage
+        (Hoaglin and Welsch, "The hat matrix in regression and ANOVA", 1978).
+
+        Args:
+            extent: of the micro-batch.
+
+        Returns:
+            About the number of coefficients over the number of measurements for one like them, at most 1 for
+            each of them, and more than 1 where they say little: the fit's error there is its square root
+            times that of a measurement. Infinite where there is none.
+
+        Raises:
+            RuntimeError: as `at`.
+        """
+        if not self.count:
+            return math.inf
+        if self._whitening is None:
+            self._whitening = _whitening(self._sums.gram)
+        parts = self._whitening @ (self._features(extent) / self.at(extent))
+        return float(parts @ parts)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
         """Return the mean absolute error of predictions, in percent of what was measured.
@@ -167,14 +199,14 @@ class MemoryModel:
         model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
         return model
 
-    def _features(self, facts: _Facts) -> np.ndarray[Any, Any]:
-        found = [1.0, facts.rows / _ROWS, facts.squares / _ROWS**2]
+    def _features(self, extent: Extent) -> np.ndarray[Any, Any]:
+        found = [1.0, extent.rows / _ROWS, extent.squares / _ROWS**2]
         if self.knee is not None:
-            found.append(min(facts.trained, self.knee) / _ROWS)
+            found.append(min(extent.trained, self.knee) / _ROWS)
         if self.pieces:
-            found.append(facts.uneven / _ROWS)
+            found.append(extent.uneven / _ROWS)
         if self.mask:
-            found.append(facts.longest**2 / _ROWS**2)
+            found.append(extent.longest**2 / _ROWS**2)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
@@ -232,13 +264,20 @@ class PeakModel:
 
     def predict(self, lengths: Sequence[int]) -> int:
         """As `MemoryModel.predict`: the largest of the phases."""
-        known = [model for model in self.models if model.count or model.seeded]
-        facts = _facts(lengths)
-        return max(model._predict(facts) for model in known or self.models)
+        return self.at(Extent.of(lengths))
 
-    def predict_by_seeds(self, lengths: Sequence[int]) -> int:
-        """As `MemoryModel.predict_by_seeds`: the largest of the phases; 0 where there are no seeds."""
-        return max([0, *(model.predict_by_seeds(lengths) for model in self.models if model.seeded)])
+    def at(self, extent: Extent) -> int:
+        """As `MemoryModel.at`: the largest of the phases."""
+        known = [model for model in self.models if model.count or model.seeded]
+        return max(model.at(extent) for model in known or self.models)
+
+    def at_by_seeds(self, extent: Extent) -> int:
+        """As `MemoryModel.at_by_seeds`: the largest of the phases; 0 where there are no seeds."""
+        return max([0, *(model.at_by_seeds(extent) for model in self.models if model.seeded)])
+
+    def leverage(self, extent: Extent) -> float:
+        """As `MemoryModel.leverage`: the largest of the phases that were measured."""
+        return max((model.leverage(extent) for model in self.models if model.count), default=math.inf)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
         """As `MemoryModel.mape`, of the peaks."""
@@ -257,24 +296,6 @@ class PeakModel:
         model = cls()
         model.models = [MemoryModel.from_state(each) for each in state]
         return model
-
-
-class _Facts(NamedTuple):
-    """What a fit looks at: `uneven` are the rows where sequences are not equally long."""
-
-    rows: int
-    squares: int
-    trained: int
-    uneven: int
-    longest: int
-
-
-def _facts(lengths: Sequence[int]) -> _Facts:
-    if not len(lengths) or min(lengths) < 1:
-        raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
-    rows, longest = sum(lengths), max(lengths)
-    uneven = rows if min(lengths) < longest else 0
-    return _Facts(rows, sum([length * length for length in lengths]), rows - len(lengths), uneven, longest)
 
 
 class _Sums:
@@ -310,6 +331,15 @@ def _solve(gram: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarra
     matrix = roots[:, None] * vectors[:, kept].T
     target = (vectors[:, kept].T @ (right / scale)) / roots
     found: np.ndarray[Any, Any] = lsq_linear(matrix, target, bounds=(0.0, np.inf), method="bvls").x / scale
+    return found
+
+
+def _whitening(gram: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """W with |W x|² = xᵀ(AᵀA)⁻¹x, where x lies among A's rows, and much more where it does not."""
+    scale = np.sqrt(np.diag(gram))
+    scale = np.maximum(scale, 1e-6 * scale.max())  # a feature may be 0 throughout
+    values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
+    found: np.ndarray[Any, Any] = (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1]))).T / scale
     return found
 
 
