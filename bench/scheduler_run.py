@@ -10,6 +10,7 @@ from typing import Any, Self
 from mlora.base_info import BaseInfo
 from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
+from mlora.decisions import Decisions
 from mlora.loop import TrainingLoop
 from mlora.prepare import Prepared, make_engine, run_memory
 from mlora.report import Silent
@@ -69,7 +70,7 @@ class TurnRun:
             folder.write_config(config)
             self._queue = self._stack.enter_context(TaskQueue(folder.queue))
             self._asking = self._stack.enter_context(TaskQueue(folder.queue))
-            self._prepared.roster.begin(self._queue, 0)
+            self._prepared.decisions.begin(self._queue, 0)
             writer = CheckpointWriter(folder.checkpoints, 1, metrics.sync)
             self._stack.enter_context(writer)
             self._loop = TrainingLoop(self._prepared, folder, metrics, Silent(), writer)
@@ -86,30 +87,31 @@ class TurnRun:
         tasks = [builder.build(adapter) for adapter in config.adapters]
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
         memory = run_memory(config, engine)
-        roster = Roster(config, engine, builder, tasks, {}, Silent(), memory)
+        roster = Roster(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
+        decisions = Decisions(config, engine, roster, Silent())
         watch = Stopwatch()
         watch.begin()
         if memory is not None and limit is not None:
             memory.limit = limit(memory, tasks)
-        roster.start()
+        decisions.start()
         watch.end()
         self.start_seconds = watch.iterations[0].seconds
-        return Prepared(config, base, engine, roster)
+        return Prepared(config, base, engine, roster, decisions)
 
     def _time(self, folder: RunFolder) -> None:
-        roster, engine, rounds = self._prepared.roster, self._prepared.engine, self._loop._rounds
+        decisions, engine, rounds = self._prepared.decisions, self._prepared.engine, self._loop._rounds
         batches = self._loop._micro_batches
-        owners = {"asked": roster, "next": rounds, "ended": rounds}
+        owners = {"asked": decisions, "next": rounds, "ended": rounds}
         for name in EACH:
             self.stopwatch.time(owners.get(name, batches), name)
         for owner, name in (
-            (roster, "show"),
-            (roster, "decide"),
+            (decisions, "show"),
+            (decisions, "decide"),
             (folder, "write_summary"),
             (self._queue, "write_entry"),
         ):
             self.stopwatch.time(owner, name)
-        asked, worth, start = roster.asked, batches.worth_measuring, engine.start
+        asked, worth, start = decisions.asked, batches.worth_measuring, engine.start
 
         def begin() -> bool:
             self._begin()
@@ -122,7 +124,7 @@ class TurnRun:
             self._left -= 1
             return start(inputs, **more)
 
-        roster.asked = begin  # type: ignore[method-assign]
+        decisions.asked = begin  # type: ignore[method-assign]
         engine.start = enter  # type: ignore[method-assign]
         if self._measure_all:
             batches.worth_measuring = lambda chosen: worth(chosen) or True  # type: ignore[method-assign]

@@ -130,8 +130,8 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
         config = load_config(run, set_ or [])
         begin()
-        from mlora.prepare import validate
         from mlora.report import PlainLines
+        from mlora.validation import validate
 
         lines = PlainLines()
         prepared, plan = validate(config, lines)

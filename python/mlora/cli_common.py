@@ -147,7 +147,11 @@ def finish(result: RunResult) -> None:
     if sweep:
         from mlora.sweep.ranking import rank_trials, ranked_table
 
-        print_rows(ranked_table(rank_trials(folder, sweep), sweep))
+        trials = rank_trials(folder, sweep)
+        print_rows(ranked_table(trials, sweep))
+        others = result.without({trial.name for trial in trials})
+        if others.adapters:
+            print_rows(result_table(others.summary()))
         if folder.best.is_dir():
             print(f"best: {folder.best}")
     else:

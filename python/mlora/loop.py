@@ -87,7 +87,7 @@ class TrainingLoop:
         writer: CheckpointWriter,
     ) -> None:
         self._run = prepared
-        self._roster = prepared.roster
+        self._roster, self._decisions = prepared.roster, prepared.decisions
         self._engine = prepared.engine
         self._micro_batches = MicroBatches(prepared.roster, prepared.engine)
         self._folder = folder
@@ -96,8 +96,8 @@ class TrainingLoop:
         self._writer = writer
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
-        self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.roster.stops)
-        self._rounds.waiting = prepared.roster.minds_ends()
+        self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.decisions.stops)
+        self._rounds.waiting = prepared.decisions.minds_ends()
         self._states = StateFiles(folder.states, folder.checkpoints)
 
     def train(self, caught: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class TrainingLoop:
         status: Status = "failed" if self._failed() else "finished"
         if self._roster.alive():
             status = "interrupted" if self._roster.running() else "paused"
-        self._roster.show(now=True)
+        self._decisions.show(now=True)
         result = self._write_summary(status, caught)
         names = [task.name for task in tasks]
         records = read_metrics(self._folder.metrics)
@@ -181,7 +181,7 @@ class TrainingLoop:
         """Keep the pipeline full of batches, one of each group, until nothing runs or a signal came."""
         rounds, under_way = self._rounds, dict[Ticket, Group]()
         while True:
-            rounds.wanted |= self._roster.asked()
+            rounds.wanted |= self._decisions.asked()
             while (group := rounds.next(stopping=bool(caught))) is not None:
                 under_way[self._start(group)] = group
             if under_way:
@@ -193,7 +193,7 @@ class TrainingLoop:
 
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
         """Do what is due at a boundary, and say whether the run goes on."""
-        save = self._rounds.save_due(iteration) or self._roster.trial_ended()
+        save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._roster.members()) and not stopping
         if save and going_on:  # at the end there is one anyway
@@ -211,13 +211,13 @@ class TrainingLoop:
             iteration: that all groups have made.
             stopping: whether the run ends here, so that tasks that are new begin when it goes on.
         """
-        while (due := self._roster.due(iteration)) is not None:
-            new = self._roster.decide(due, at_once=due > iteration)
+        while (due := self._decisions.due(iteration)) is not None:
+            new = self._decisions.decide(due, at_once=due > iteration)
             self._run.iteration = iteration = due
             if not stopping:
                 self._begin(new)
             self._rounds.regroup(self._roster.members(), iteration)
-            self._rounds.waiting = self._roster.minds_ends()
+            self._rounds.waiting = self._decisions.minds_ends()
             self._write_summary("running")
         return iteration
 
@@ -240,7 +240,7 @@ class TrainingLoop:
                 self._finish_task(task, "")
         self._rounds.ended(group)
         self._run.iteration = max(self._run.iteration, group.iteration)
-        self._roster.show()
+        self._decisions.show()
 
     def _take(self, task: Task, result: BatchResult) -> bool:
         """Count a micro-batch; step the optimizer when it is the last of its accumulation."""
@@ -349,7 +349,7 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
-        roster = self._roster.state(self._run.iteration)
+        roster = self._decisions.state(self._run.iteration)
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,

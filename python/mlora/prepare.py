@@ -14,16 +14,16 @@ from safetensors import SafetensorError
 from mlora.base_info import BaseInfo
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.crew import Crew, PartOptions
+from mlora.decisions import Decisions
 from mlora.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
 from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.groups import most_under_way, slot_count
 from mlora.measured_samples import PIECES, MeasuredSamples
-from mlora.memory import peak_memory, used_memory
-from mlora.memory_plan import MemoryPlan, memory_plan
+from mlora.memory import peak_memory
 from mlora.needs import need_of
-from mlora.report import Reporter, Silent
+from mlora.report import Reporter
 from mlora.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.run_memory import RunMemory
@@ -45,6 +45,7 @@ class Prepared:
         base: its base model, without weights.
         engine: holds the adapters of the admitted tasks.
         roster: the tasks, and who is admitted.
+        decisions: about them.
         iteration: iterations made.
         seconds: wall time of earlier parts.
     """
@@ -55,6 +56,7 @@ class Prepared:
         base: BaseInfo,
         engine: Engine,
         roster: Roster,
+        decisions: Decisions,
         iteration: int = 0,
         seconds: float = 0.0,
     ) -> None:
@@ -62,6 +64,7 @@ class Prepared:
         self.base = base
         self.engine = engine
         self.roster = roster
+        self.decisions = decisions
         self.iteration = iteration
         self.seconds = seconds
 
@@ -104,27 +107,30 @@ def prepare(
         reporter.warn(line)
     if not tasks and not config.sweep:
         raise RunError("every adapter was refused; nothing to train")
-    sweep = _sweep(config)
+    sweep = sweep_of(config)
     with ExitStack() as unless_prepared:
         with warnings_to(reporter):
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
             memory = run_memory(config, engine)
-            roster = Roster(config, engine, builder, tasks, refused | faults, reporter, memory, sweep)
+            folder = RunFolder(config.output_dir)
+            roster = Roster(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
+            decisions = Decisions(config, engine, roster, reporter, sweep)
             if checkpoint:
                 for task in roster.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:
                         raise RunError(
                             f"{task.name}: its data changed since the checkpoint; train anew with --overwrite"
                         )
-                roster.restore(checkpoint)
+                decisions.restore(checkpoint)
                 unless_prepared.pop_all()
-                return Prepared(config, base, engine, roster, checkpoint["iteration"], checkpoint["seconds"])
-            roster.start(entry)
+                iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
+                return Prepared(config, base, engine, roster, decisions, iteration, seconds)
+            decisions.start(entry)
         if not roster.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
-    return Prepared(config, base, engine, roster)
+    return Prepared(config, base, engine, roster, decisions)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
@@ -145,7 +151,15 @@ def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
     return found[: config.at_once]
 
 
-def _sweep(config: RunConfig) -> Sweep | None:
+def sweep_of(config: RunConfig) -> Sweep | None:
+    """Return the sweep of a run, if it holds one.
+
+    Args:
+        config: the run's.
+
+    Raises:
+        RunError: Optuna refuses what the config says.
+    """
     if config.sweep is None:
         return None
     from mlora.sweep.trials import Sweep  # imports Optuna
@@ -346,58 +360,3 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
 def fingerprints(task: Task) -> list[str]:
     """Return the SHA-256 of each of a task's files."""
     return [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
-
-
-def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:
-    """Do everything that comes before the first step of a run: read, check and load; write nothing.
-
-    Args:
-        config: a resolved config.
-        reporter: told of warnings and of adapters that would be refused.
-
-    Returns:
-        The run as it would begin, with all adapters whatever its memory limit, or samples of a sweep's
-        trials; its engine is closed. And what it will need of memory, where that can be predicted: on a CPU.
-
-    Raises:
-        RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
-    """
-    reporter = reporter or Silent()
-    folder = RunFolder(config.output_dir)
-    folder.check_writable()
-    if folder.holds_something():
-        reporter.warn(f"output_dir: {folder.path} is not empty; a new run will ask for --overwrite")
-    if config.sweep is not None:
-        _sweep(config)
-        config = RunConfig.model_validate(config.with_samples())
-    before = used_memory(torch.device("cpu"))
-    unlimited = config.scheduler.model_copy(update={"memory_limit": None})
-    prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter)
-    prepared.engine.close()
-    return prepared, _plan(config, prepared, before)
-
-
-def _plan(config: RunConfig, prepared: Prepared, before: int) -> MemoryPlan | None:
-    """What a run will need, by the stages that it will have or, where those are measured, equal ones.
-
-    Args:
-        config: the run's.
-        prepared: the run.
-        before: bytes that the process had before it loaded the model.
-    """
-    engine = prepared.engine
-    if engine.device.type != "cpu" or config.pipeline.replicas > 1:
-        return None
-    options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
-    try:
-        stages = dry_stages(config, options, config.pipeline.partition or config.pipeline.stages)
-        memory = TaskMemory(stages)
-        packed = 4 if config.pack_base else 1  # twice, and oneDNN pads
-        held = [packed * stage.base_bytes for stage in stages]
-        libraries = max(0, used_memory(engine.device) - before - sum(held))  # what loading has made them take
-        base = [before + libraries + size for size in held]
-        return memory_plan(config, prepared.roster.tasks, memory, base)
-    except ValueError as error:
-        if config.scheduler.memory_limit is None:  # nobody has asked for it
-            return None
-        raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +69,15 @@ class RunResult:
         if self.status == "interrupted":
             return 128 + (self.signal or signal.SIGINT)
         return 0 if self.status in ("finished", "paused") else 1
+
+    def without(self, names: Collection[str]) -> RunResult:
+        """Return the same without some adapters.
+
+        Args:
+            names: theirs.
+        """
+        left = {name: adapter for name, adapter in self.adapters.items() if name not in names}
+        return replace(self, adapters=left)
 
     def summary(self) -> dict[str, Any]:
         """Return the content of ``summary.json``."""

@@ -88,7 +88,7 @@ def train(
         metrics.cut(0)
         folder.write_config(prepared.config)
         with TaskQueue(folder.queue) as queue:
-            prepared.roster.begin(queue, prepared.iteration)
+            prepared.decisions.begin(queue, prepared.iteration)
             return _run(prepared, folder, metrics, reporter, member, trace=trace)
 
 
@@ -143,7 +143,7 @@ def resume(
                             folder.write_config(prepared.config)
                         metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
                         known = None if checkpoint is None and first is None else entries
-                        prepared.roster.begin(queue, prepared.iteration, known)
+                        prepared.decisions.begin(queue, prepared.iteration, known)
                         return _run(prepared, folder, metrics, reporter, member)
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):

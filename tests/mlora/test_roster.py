@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.config import SchedulerConfig
+from mlora.decisions import Decisions
 from mlora.groups import Group
 from mlora.micro_batches import MicroBatches
 from mlora.report import Silent
 from mlora.roster import Roster
+from mlora.run_folder import RunFolder
 from mlora.sampler import BatchPlan
 from mlora.scheduler import Room
 from mlora.task_queue import Request
@@ -171,13 +173,23 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     engine, queue = FakeEngine(), FakeQueue()
     builder = SimpleNamespace(warnings=[], build=lambda adapter, _: coming[adapter.name])
     first = list(coming)[: data.draw(st.integers(1, len(coming)))]
-    roster: Any = Roster(config, engine, builder, [coming[n] for n in first], {}, Silent(), FakeMemory())  # type: ignore[arg-type]
+    folder = RunFolder("nowhere")
+    roster: Any = Roster(
+        engine,
+        builder,
+        [coming[n] for n in first],
+        {},
+        folder,
+        Silent(),
+        FakeMemory(),  # type: ignore[arg-type]
+    )
+    decisions = Decisions(config, engine, roster, Silent())  # type: ignore[arg-type]
     with patch.context() as patched:
         patched.setattr("mlora.roster.submitted", lambda name, _: (SimpleNamespace(name=name), []))
         patched.setattr("mlora.roster.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
         patched.setattr("mlora.roster.bring_back", lambda e, t, group, folder: e.create_adapter(t.name))
-        roster.start()
-        roster.begin(queue, 0)
+        decisions.start()
+        decisions.begin(queue, 0)  # type: ignore[arg-type]
         later = [name for name in coming if name not in first]
         iteration, waited = 0, 0
         while roster.running() or later:
@@ -187,9 +199,9 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
                 else:
                     kind = data.draw(st.sampled_from(["pause", "unpause", "unpause", "cancel"]))
                     _ask(queue, kind, data.draw(st.sampled_from(sorted(coming))))
-            roster.asked()
-            while (due := roster.due(iteration)) is not None:
-                roster.decide(due, at_once=due > iteration)
+            decisions.asked()
+            while (due := decisions.due(iteration)) is not None:
+                decisions.decide(due, at_once=due > iteration)
                 iteration = due
                 _check(roster, engine, policy)
             if not roster.members():

@@ -107,7 +107,15 @@ def test_the_shortest_come_first(data: dict[str, Any], tmp_path: Path) -> None:
 def test_a_task_of_high_priority_takes_the_place_of_a_lower_one(data: dict[str, Any], tmp_path: Path) -> None:
     """Higher priorities come first, and then who came first."""
     run = tmp_path / "run"
-    run_to_end(data, tmp_path, "run", {("high", 1): urgent(data, tmp_path, "run")})
+    watching = run_to_end(data, tmp_path, "run", {("high", 1): urgent(data, tmp_path, "run")})
+    told = [line for line in watching.lines if "for memory" in line]
+    assert told == [
+        "waiting for memory: second, third, low",  # as they came
+        "waiting for memory: first, second, third, low",
+        "waiting for memory: third, low",
+        "waiting for memory: low",
+        "nobody waits for memory any more",
+    ]
     assert list(decisions(run).values()) == [
         ["high", "first"],
         ["urgent", "high"],

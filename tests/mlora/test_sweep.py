@@ -304,6 +304,7 @@ def test_exact_match_is_what_trials_are_ranked_by(data: dict[str, Any], tmp_path
     assert shares == sorted(shares, reverse=True)
     for row in rows[:3]:
         assert result.adapters[row["trial"]].eval_exact_match["after"] == float(row["eval_exact_match"])
+        assert result.adapters[row["trial"]].eval_loss["after"] == float(row["eval_loss"])
     assert (rows[3]["state"], rows[3]["eval_exact_match"]) == ("cancelled", "")
 
 
@@ -359,9 +360,13 @@ def test_a_submitted_task_has_no_trials_name(data: dict[str, Any], tmp_path: Pat
         yaml.safe_dump({"name": "extra", "dataset": "one", "max_steps": 2, "lora": lora})
     )
     assert run("submit", tmp_path / "run", tmp_path / "task.yaml").exit_code == 0
-    again = resume(tmp_path / "run")
-    assert again.adapters["extra"].state == "finished"
+    again = run("resume", tmp_path / "run")
+    assert again.exit_code == 0
     assert len(table(tmp_path / "run")) == 8
+    shown = again.stdout.splitlines()
+    title = next(place for place, line in enumerate(shown) if line.startswith("adapter "))
+    assert shown[title + 1].split()[:3] == ["extra", "finished", "2/2"]
+    assert shown[title - 1].split()[1].startswith("trial-")  # the last of the trials' own table
 
 
 def test_a_sweep_over_stages_in_one_process(data: dict[str, Any], tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import yaml
 from mlora.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.prepare import validate
 from mlora.result import RunResult
 from mlora.run import train
+from mlora.validation import validate
 from stage_runs import (
     ENVIRONMENT,
     LASTING,

@@ -15,7 +15,7 @@ from mlora.checkpoint import sync_folder, write_file
 from mlora.errors import RunError
 from mlora.run_folder import RunFolder
 from mlora.sweep.plot import plot_trials
-from mlora.sweep.ranking import RankedTrial, rank_trials
+from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
 from mlora.sweep.settings import SweepConfig
 
 
@@ -42,9 +42,9 @@ def write_outcome(folder: RunFolder, sweep: SweepConfig) -> None:
 def _csv(trials: Sequence[RankedTrial], sweep: SweepConfig) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["rank", "trial", "state", "step", sweep.metric, "seconds", *sweep.space])
+    writer.writerow(["rank", "trial", "state", "step", *shown_metrics(sweep), "seconds", *sweep.space])
     for trial in trials:
-        facts = [trial.rank, trial.name, trial.state, trial.step, trial.value, trial.seconds]
+        facts = [trial.rank, trial.name, trial.state, trial.step, *trial.metrics(sweep), trial.seconds]
         writer.writerow([*facts, *(_cell(trial.params.get(path)) for path in sweep.space)])
     return text.getvalue()
 

@@ -40,6 +40,24 @@ class RankedTrial:
     curve: Sequence[tuple[int, float]]
     message: str
 
+    def metrics(self, sweep: SweepConfig) -> list[float | None]:
+        """Return the values of `shown_metrics`; none where there is none.
+
+        Args:
+            sweep: whose trial it is.
+        """
+        loss = self.curve[-1][1] if self.curve else None
+        return [self.value, loss][: len(shown_metrics(sweep))]
+
+
+def shown_metrics(sweep: SweepConfig) -> list[str]:
+    """Return the metrics that tables show: the sweep's, and the loss.
+
+    Args:
+        sweep: whose.
+    """
+    return list(dict.fromkeys([sweep.metric, "eval_loss"]))
+
 
 def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
     """Rank the trials of a sweep.
@@ -115,11 +133,11 @@ def ranked_table(trials: Sequence[RankedTrial], sweep: SweepConfig) -> list[list
         trials: ranked.
         sweep: whose.
     """
-    rows = [["rank", "trial", "state", "step", sweep.metric, *sweep.space]]
+    rows = [["rank", "trial", "state", "step", *shown_metrics(sweep), *sweep.space]]
     for trial in trials:
-        value = "" if trial.value is None else f"{trial.value:.4f}"
+        numbers = ["" if value is None else f"{value:.4f}" for value in trial.metrics(sweep)]
         values = [shown(trial.params.get(path)) for path in sweep.space]
-        rows.append([str(trial.rank or ""), trial.name, trial.state, str(trial.step), value, *values])
+        rows.append([str(trial.rank or ""), trial.name, trial.state, str(trial.step), *numbers, *values])
     return rows
 
 
