@@ -232,6 +232,9 @@ def test_killed_while_tasks_wait_and_give_way(tmp_path: Path) -> None:
         adapter["max_steps"] *= 8
     config = write_run(tmp_path, data)
     content = submission(data, tmp_path, "urgent", priority=9, max_steps=20)
+    begin = time.monotonic()
+    run_to_end(Killed(tmp_path / "undisturbed", LIMITED, config, 5))
+    seconds = time.monotonic() - begin
     kills, rounds, gave_way = 0, 0, 0
     while kills < KILLS:
         run = Killed(tmp_path / f"killed{rounds}", LIMITED, config, 5)
@@ -241,7 +244,7 @@ def test_killed_while_tasks_wait_and_give_way(tmp_path: Path) -> None:
                 ask(folder, "submit", "urgent", content)  # once
                 time.sleep(rng.uniform(0.0, 0.4))
 
-        while kills < KILLS and run.kill_after(rng.uniform(3.0, 7.0), submit):
+        while kills < KILLS and run.kill_after(rng.uniform(0.3, 1.0) * seconds, submit):
             kills += 1
         run_to_end(run)
         gave_way += sum("urgent" in names for names in decisions(run.folder).values()) > 0
