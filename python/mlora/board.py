@@ -69,7 +69,8 @@ class Board:
         view: dict[str, Any] = {"state": "waiting" if waits else task.progress.state}
         if self._memory:
             view["states_bytes"] = max(self._memory.tasks.admitted(task.name))
-            view["batch_bytes"] = int(self._memory.tasks.size(task.name, task.usual_lengths))
+            batch = {task.name: task.usual_lengths}
+            view["batch_bytes"] = max(self._memory.estimate.as_adopted.predict(batch, [task.name]))
         return view
 
     def _run(self, tasks: Sequence[Task], admission: Admission) -> dict[str, Any]:
@@ -104,4 +105,4 @@ class Board:
 
     def _predicted(self, batch: Mapping[str, Sequence[int]], among: Sequence[str], place: int) -> float:
         assert self._memory is not None
-        return self._memory.estimate.predict(batch, among)[place]
+        return self._memory.estimate.as_adopted.predict(batch, among)[place]

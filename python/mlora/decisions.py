@@ -104,20 +104,25 @@ class Decisions:
         """
         state = checkpoint["roster"]
         self.taken = state["taken"]
-        for task in self._roster.alive() if self._memory else ():
-            self._memory.tasks.know(task)  # type: ignore[union-attr]
+        if self._memory:
+            for task in self._roster.alive():
+                self._memory.tasks.know(task)
         self._remember(state)
         if self._sweep:
             self._sweep.load_state(state["sweep"], self._roster.tasks)
         other = state["of"] != journal_key(self._config)
         self._asked = state["due"] or other
         admission = _admission_of(state["admission"])
+        here = {task.name for task in self._roster.running()}  # without a limit nothing is decided at an end
+        slots = {name: slot for name, slot in admission.slots.items() if name in here}
+        admission = replace(admission, slots=slots)
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
             admitted = [task for task in self._roster.running() if task.name in admission.slots]
             slots = self._packing.place(self._roster.needs(admitted), slot_count(self._config), {})
             admission = replace(admission, slots=slots, count=len(set(slots.values())))
         if other:  # until there is a decision, which there is at once
             admission = replace(admission, budget=self._budget(admission))
+            self._sample(admission)
         self._roster.restore(admission, state["kept"], checkpoint["adapters"])
 
     def begin(
@@ -267,6 +272,14 @@ class Decisions:
         room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
         needs = self._roster.needs(self._roster.candidates())
         return admit(needs, room, slots, order, self._packing, estimate, fixed)
+
+    def _sample(self, admission: Admission) -> None:
+        """Let the estimate know the mixture of the admitted: until there is a decision, nobody asks it to."""
+        if self._memory is None:
+            return
+        names = list(admission.slots)
+        for task in [task for task in self._roster.running() if task.name in names]:
+            self._memory.estimate.activations({task.name: task.usual_lengths}, names)
 
     def _budget(self, admission: Admission) -> tuple[float, ...]:
         """What a micro-batch of the admitted may use."""

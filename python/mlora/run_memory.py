@@ -80,6 +80,8 @@ class RunMemory:
             kept = [now - held for now, held in zip(after, states, strict=True)]
             grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
             if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
+                by = min(now - base for now, base in zip(grown, self.base, strict=True))
+                self._more = max(0, self._more - by)  # what was seen of it as a peak
                 self.base = grown
                 self.estimate.stale = True
         most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))

@@ -58,7 +58,7 @@ class TaskMemory:
     """
 
     def __init__(self, stages: Sequence[DryStage], samples: Samples | None = None) -> None:
-        self.estimate = MemoryEstimate(self._mixture, self._dry_run)
+        self.estimate = MemoryEstimate(self._mixture, self._dry_run, len(stages))
         self._stages = stages
         self._samples = samples or self._dry_samples
         self._loras: dict[str, LoraConfig] = {}

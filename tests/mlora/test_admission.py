@@ -122,6 +122,24 @@ def test_the_first_always_runs_and_nobody_stands_back_who_would_fit(
                 assert not within(estimate.activations({**before, name: lengths[name]}, among), found.budget)
 
 
+class Learning(PerRow):
+    """Learns at the first large micro-batch that it is asked about: needs a little more from then on."""
+
+    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
+        if max(map(max, lengths.values())) > 50:
+            self.places = [(0, 102)]
+        return super().activations(lengths, among)
+
+
+def test_who_fits_stays_where_the_estimate_learns_while_it_is_asked() -> None:
+    tasks = [Need(name, 0, n, 1.0, (0,), (10,), (10,)) for n, name in enumerate("abcdefg")]
+    tasks.append(Need("h", 0, 7, 1.0, (0,), (10,), (60,)))
+    for free in range(6200, 8400, 20):
+        estimate = Learning([(0, 100)], dict.fromkeys("abcdefgh", "a"))
+        found = admit(tasks, Room((free,)), 1, ORDERS["fcfs"], PACKINGS["in_order"], estimate)
+        assert len(found.slots) == min(free // 1020, 8), free
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_priorities_and_no_starvation_over_random_arrivals(data: st.DataObject) -> None:

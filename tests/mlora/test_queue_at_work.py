@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import Run
+from limited_runs import Watching, five_tasks, interrupt
 from mlora.config_file import resolve_config
 from mlora.report import Silent
 from mlora.requests import change, submit
@@ -69,6 +70,20 @@ def test_a_run_with_a_limit_publishes_its_memory(tiny_base: Path, tmp_path: Path
     assert run["memory"]["peak_bytes"] >= max(
         record.get("peak_memory_bytes", 0) for record in read_metrics(tmp_path / "run" / "metrics.jsonl")
     )
+
+
+def test_a_limit_that_comes_when_some_have_ended(tiny_base: Path, tmp_path: Path) -> None:
+    """With the memory of real dry runs, which know nothing of tasks that have ended."""
+    data = five_tasks(tiny_base, tmp_path) | {"output_dir": "run"}
+    del data["scheduler"]
+    config = resolve_config(data, folder=tmp_path)
+    first = train(config, reporter=Watching({("low", 5): interrupt}))
+    assert "finished" in {adapter.state for adapter in first.adapters.values()}
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("memory_limit: null", "memory_limit: 8GiB"))
+    assert "8GiB" in path.read_text()
+    assert resume(tmp_path / "run").exit_code == 0
+    assert weights(tmp_path / "run").keys() == {adapter["name"] for adapter in data["adapters"]}
 
 
 def test_views_that_cannot_be_written_do_not_end_a_run(

@@ -151,8 +151,9 @@ def test_between_decisions_nothing_is_sampled() -> None:
         runs.append(names)
         return DryRun([[None]] * 2, [([n], [[1000 * n]] * 2) for n in (10, 20)])
 
-    estimate = MemoryEstimate("+".join, dry_run)
-    assert estimate.as_adopted.activations({"a": [10]}, ["a"]) == [float("inf")]
+    estimate = MemoryEstimate("+".join, dry_run, places=2)
+    assert estimate.as_adopted.activations({"a": [10]}, ["a"]) == [float("inf")] * 2
+    assert estimate.as_adopted.predict({"a": [10]}, ["a"]) == [0, 0]
     assert not runs
     estimate.activations({"a": [10]}, ["a"])
     before = estimate.as_adopted.activations({"a": [20]}, ["a"])

@@ -101,22 +101,27 @@ def _admit(
     if room.free is None:
         places = packing.place(ranked, count, fixed)
         return Admission(places, len(set(places.values())), ())
+    found = NOBODY
 
-    def together(needs: Sequence[Need]) -> Admission | None:
+    def fit(needs: Sequence[Need]) -> bool:
+        nonlocal found
         budget = room.budget(sum_of([need.states for need in needs], len(room.held)), count)
         if min(budget) <= 0:
-            return None
+            return False
         places = packing.place(needs, count, fixed)
         batches: list[dict[str, Sequence[int]]] = [{} for _ in range(count)]
         for need in needs:
             batches[places[need.name]][need.name] = need.usual
-        asked = [batch for batch in batches if batch] + [{need.name: need.largest} for need in needs]
+        # the largest first: they may let the estimate learn more, which the others should follow
+        asked = [{need.name: need.largest} for need in needs] + [batch for batch in batches if batch]
         names = list(places)
-        fit = all(within(estimate.activations(lengths, names), budget) for lengths in asked)
-        return Admission(places, count, budget) if fit else None
+        if not all(within(estimate.activations(lengths, names), budget) for lengths in asked):
+            return False
+        found = Admission(places, count, budget)
+        return True
 
-    admitted = _beside(ranked, lambda needs: together(needs) is not None)
-    return (together(admitted) if admitted else None) or NOBODY
+    _beside(ranked, fit)
+    return found  # as the last that fit; asked again, the estimate may have learned meanwhile
 
 
 def choose(
@@ -151,7 +156,7 @@ def _beside(items: Sequence[T], fit: Callable[[Sequence[T]], bool]) -> list[T]:
 
     Args:
         items: in their order.
-        fit: says whether some of them fit together.
+        fit: says whether some of them fit together; the last of which it does are those that are returned.
     """
     if not items or fit(items):
         return list(items)

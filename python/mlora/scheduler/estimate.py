@@ -59,6 +59,14 @@ class Mixture:
             for bound, phases in zip(self.places, places, strict=True):
                 bound.seed(lengths, phases)
 
+    def predict(self, lengths: Sequence[int]) -> list[int]:
+        """Return the bytes that a micro-batch needs at each place; 0 where nothing is known.
+
+        Args:
+            lengths: of its sequences.
+        """
+        return [bound.predict(lengths) for bound in self.places]
+
     def state(self) -> dict[str, Any]:
         """Return plain values."""
         places = [bound.state() for bound in self.places]
@@ -91,6 +99,7 @@ class MemoryEstimate:
     Args:
         mixture: names the mixture that tasks make, by their names; what more tasks make takes no less.
         dry_run: runs micro-batches of a mixture dry, with sequences as long as the tasks' longest.
+        places: how many there are.
 
     Attributes:
         stale: whether what was learned since the last `adopt` is worth a new decision: a micro-batch needed
@@ -98,7 +107,10 @@ class MemoryEstimate:
     """
 
     def __init__(
-        self, mixture: Callable[[Sequence[str]], str], dry_run: Callable[[Sequence[str]], DryRun]
+        self,
+        mixture: Callable[[Sequence[str]], str],
+        dry_run: Callable[[Sequence[str]], DryRun],
+        places: int = 1,
     ) -> None:
         self.stale = False
         self._mixture, self._dry_run = mixture, dry_run
@@ -106,7 +118,7 @@ class MemoryEstimate:
         self._adopted: dict[str, Mixture] = {}
         self._changed: set[str] = set()  # since the last entry
         self._observed: set[str] = set()  # since it was adopted
-        self._places = 1
+        self._places = places
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
 
@@ -134,8 +146,7 @@ class MemoryEstimate:
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
         """As `activations`, without a margin; 0 where nothing is known."""
-        together = _together(lengths)
-        return [bound.predict(together) for bound in self._adopted_of(self._key(among), among).places]
+        return self._adopted_of(self._key(among), among).predict(_together(lengths))
 
     def _key(self, among: Sequence[str]) -> str:
         names = tuple(among)
@@ -152,7 +163,6 @@ class MemoryEstimate:
             return known
         found = self._dry_run(among)
         new = Mixture([Bound(PeakModel(knees)) for knees in found.knees])
-        self._places = len(new.places)
         if known is None and not found.samples:
             return new
         reached = max([longest, *(max(lengths) for lengths, _ in found.samples)])
@@ -263,6 +273,13 @@ class Adopted:
         key = self._estimate._key(among), _together(lengths)
         mixture = self._estimate._adopted.get(key[0])
         return self._estimate._unknown() if mixture is None else self._estimate._over(key, mixture)
+
+    def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
+        """As `activations`, without a margin; 0 where nothing is known."""
+        mixture = self._estimate._adopted.get(self._estimate._key(among))
+        if mixture is None:
+            return [0] * self._estimate._places
+        return mixture.predict(_together(lengths))
 
 
 def _together(lengths: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
