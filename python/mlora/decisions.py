@@ -56,6 +56,7 @@ class Decisions:
         self._journal: Journal | None = None
         self._board: Board | None = None
         self._asked = False
+        self._beyond: set[str] = set()
 
     def start(self, entry: Mapping[str, Any] | None = None) -> None:
         """Admit the first tasks.
@@ -271,7 +272,21 @@ class Decisions:
         slots = slot_count(self._config)
         room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
         needs = self._roster.needs(self._roster.candidates())
-        return admit(needs, room, slots, order, self._packing, estimate, fixed)
+        found = admit(needs, room, slots, order, self._packing, estimate, fixed)
+        self._warn_beyond(found)
+        return found
+
+    def _warn_beyond(self, admission: Admission) -> None:
+        """Tell of a task that has begun and goes on alone though it does not fit: the limit is lower now, or
+        the process takes more."""
+        for task in self._roster.running() if len(admission.slots) == 1 else ():
+            if task.name not in admission.slots or self._memory is None or self._memory.fits(task):
+                continue
+            if task.name not in self._beyond:
+                self._beyond.add(task.name)
+                self._reporter.warn(
+                    f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(task)}"
+                )
 
     def _sample(self, admission: Admission) -> None:
         """Let the estimate know the mixture of the admitted: until there is a decision, nobody asks it to."""

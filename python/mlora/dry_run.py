@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
+_NAME = "dry"  # of an adapter that nobody sees
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,10 @@ class DryStage:
     def _specs(self, lora: LoraConfig) -> dict[str, LayerSpec]:
         """An adapter's layers on this stage."""
         cut = self._cut(self._model)
-        found = target_layers(self._model, "dry", copy.deepcopy(lora))
+        try:
+            found = target_layers(self._model, _NAME, copy.deepcopy(lora))
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
         return {name: spec for name, spec in found.items() if cut is None or cut.holds(f"{name}.weight")}
 
     def _kinds(self, model: PreTrainedModel) -> list[Hashable]:

@@ -46,11 +46,13 @@ class MemoryPlan:
         base: bytes of each stage's process without any task.
         tasks: in the order of the config.
         limit: bytes, or none.
+        places: how many run at once at most, as those of a sweep; none = as many as fit.
     """
 
     base: tuple[int, ...]
     tasks: tuple[TaskPlan, ...]
     limit: int | None
+    places: int | None = None
 
     @property
     def never(self) -> list[TaskPlan]:
@@ -72,7 +74,7 @@ class MemoryPlan:
         """Lines for the user, but for tasks that never fit."""
         if self.limit is None:
             return ["no scheduler.memory_limit: all adapters run together"]
-        running = [task.name for task in self.tasks if task.verdict == "runs"]
+        running = [task.name for task in self.tasks if task.verdict == "runs"][: self.places]
         waiting = [task.name for task in self.tasks if task.verdict == "waits"]
         found = [f"memory_limit {in_units(self.limit)}: {len(running)} run together first"]
         return [*found, *([f"{len(waiting)} wait: {', '.join(waiting)}"] if waiting else [])]

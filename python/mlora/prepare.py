@@ -126,6 +126,8 @@ def prepare(
                 unless_prepared.pop_all()
                 iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
                 return Prepared(config, base, engine, roster, decisions, iteration, seconds)
+            if memory:
+                reporter.note(f"scheduler.memory_limit: looking at what {len(tasks)} adapters need")
             decisions.start(entry)
         if not roster.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")

@@ -33,6 +33,9 @@ class Reporter(Protocol):
     def changed(self, task: Task) -> None:
         """A task ended, or was paused or let go on."""
 
+    def waits(self, names: Sequence[str]) -> None:
+        """Who waits for memory is another one now; ``names`` are all who do."""
+
     def note(self, line: str) -> None:
         """Something worth a line."""
 
@@ -62,6 +65,9 @@ class Silent:
         """Say nothing."""
 
     def changed(self, task: Task) -> None:
+        """Say nothing."""
+
+    def waits(self, names: Sequence[str]) -> None:
         """Say nothing."""
 
     def note(self, line: str) -> None:
@@ -128,6 +134,7 @@ class PlainLines:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._pace = Pace()
+        self._waiting: Sequence[str] = ()
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Say how many tasks train, and for how long."""
@@ -169,6 +176,14 @@ class PlainLines:
             more = f" ({progress.message})" if progress.message else ""
             self.note(f"{task.name}: {progress.state} at step {progress.step}{more}")
 
+    def waits(self, names: Sequence[str]) -> None:
+        """Print who does so now, and who no longer."""
+        new = [name for name in names if name not in self._waiting]
+        gone = [name for name in self._waiting if name not in names]
+        self._waiting = names
+        told = [f"{', '.join(new)} now"] * bool(new) + [f"{', '.join(gone)} no longer"] * bool(gone)
+        self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
+
     def note(self, line: str) -> None:
         """Print a line."""
         print(line, file=self._out, flush=True)
@@ -198,6 +213,7 @@ class LiveTable:
 
         self._console = console or Console(highlight=False)
         self._tasks: Sequence[Task] = ()
+        self._waiting: Sequence[str] = ()
         self._pace = Pace()
         self._drawn = 0.0
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -229,6 +245,11 @@ class LiveTable:
             self.fault(f"{task.name}: stopped at step {task.progress.step}: {task.progress.message}")
         self._draw()
 
+    def waits(self, names: Sequence[str]) -> None:
+        """Redraw."""
+        self._waiting = names
+        self._draw()
+
     def note(self, line: str) -> None:
         """Print a line above the table."""
         self._console.print(line, markup=False, soft_wrap=True)
@@ -257,12 +278,13 @@ class LiveTable:
             table.add_column(title, justify="right")
         for task in self._tasks:
             progress = task.progress
-            running = progress.state == "running"
+            waits = progress.state == "running" and task.name in self._waiting
+            running = progress.state == "running" and not waits
             speed = self._pace.tokens_per_second(task.name) if running else None
             evaluations = progress.evaluations
             table.add_row(
                 task.name,
-                progress.state,
+                "waiting" if waits else progress.state,
                 f"{progress.step}/{task.total_steps}",
                 "" if progress.loss is None else f"{progress.loss:.4f}",
                 f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",

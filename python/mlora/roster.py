@@ -23,8 +23,6 @@ from mlora.tasks import State, Task, TaskBuilder
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
 
-_NAMED = 6  # tasks in a line on who waits
-
 Unfit = Mapping[str, str] | None
 """Why tasks do not fit, by name, as was decided before; none where that is to be found out."""
 
@@ -256,18 +254,11 @@ class Roster:
         self.admission = admission
         on_engine = set(self._engine.adapters)
         new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
-        self._tell_who_waits()
-        return [task for task in new if self._put_on(task)]
-
-    def _tell_who_waits(self) -> None:
         waiting = [task.name for task in self.waiting()]
-        if waiting == self._waited:
-            return
-        self._waited = waiting
-        some = ", ".join(waiting[:_NAMED]) + (
-            f" and {len(waiting) - _NAMED} more" if waiting[_NAMED:] else ""
-        )
-        self._reporter.note(f"waiting for memory: {some}" if some else "nobody waits for memory any more")
+        if waiting != self._waited:
+            self._waited = waiting
+            self._reporter.waits(waiting)
+        return [task for task in new if self._put_on(task)]
 
     def restore(self, admission: Admission, kept: Mapping[str, str], adapters: Mapping[str, Any]) -> None:
         """Put back on the engine who was on it.
@@ -281,7 +272,6 @@ class Roster:
             RunError: a state cannot be restored.
         """
         self.admission = admission
-        self._waited = [task.name for task in self.waiting()]
         for task in self.alive():
             task.kept = kept.get(task.name)
             if task.name in admission.slots:

@@ -22,7 +22,7 @@ from mlora.task_memory import TaskMemory
 from mlora.tasks import Task
 
 MIB = 2**20
-RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training has begun
+RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
 _LEAST_RESERVED = 32 * MIB  # once it has, and the base is known
 _WARM = 8  # micro-batches
 _TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
@@ -54,7 +54,7 @@ class RunMemory:
         self.limit = config.scheduler.limit_bytes
         self._held = tuple(-(-held // config.pipeline.micro_batches) for held in held_by(config))
         self._peak, self._pieces = peak, pieces
-        self._more = self._passed = 0
+        self._more = self._passed = self._grown = 0
 
     def room(self, reserved: int | None = None) -> Room:
         """Return what tasks may use.
@@ -81,6 +81,7 @@ class RunMemory:
             grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
             if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
                 by = min(now - base for now, base in zip(grown, self.base, strict=True))
+                self._grown += by
                 self._more = max(0, self._more - by)  # what was seen of it as a peak
                 self.base = grown
                 self.estimate.stale = True
@@ -89,7 +90,9 @@ class RunMemory:
             self._more = max(self._more, int(peak - most))
         self._peak = max(peak, self._peak)
         self._passed += 1
-        reserved = max(self._more, RESERVED if self._passed < _WARM else _LEAST_RESERVED) + self._pieces
+        warm = self._passed >= _WARM
+        still = 0 if warm else RESERVED - self._grown  # what has come of it is part of the base
+        reserved = max(self._more, still, _LEAST_RESERVED) + self._pieces
         if reserved != self.reserved:
             self.reserved = reserved
             self.estimate.stale = True
@@ -109,6 +112,7 @@ class RunMemory:
             "base": list(self.base),
             "more": self._more,
             "passed": self._passed,
+            "grown": self._grown,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -125,7 +129,7 @@ class RunMemory:
             self.estimate.load_changes(state["changes"])
         self.estimate.stale = False
         self.reserved, self.base = state["reserved"], list(state["base"])
-        self._more, self._passed = state["more"], state["passed"]
+        self._more, self._passed, self._grown = state["more"], state["passed"], state["grown"]
 
     def check(self, task: Task) -> None:
         """Refuse a task whose largest micro-batch does not fit even alone, whatever becomes of the reserve.
@@ -175,10 +179,10 @@ class RunMemory:
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
         would = max(base + self.reserved + need for base, need in zip(self.base, needs, strict=True))
         fits = self._most_that_fit(task, len(lengths), room.budget(states, 1))
-        what = f"per_device_train_batch_size {fits} would fit, or" if fits else "not even one sequence fits;"
+        what = f"per_device_train_batch_size {fits} or" if fits else "not even one sequence fits;"
         return (
             f"needs {in_units(max(needs))} for its largest micro-batch of {len(lengths)} sequences with "
-            f"{sum(lengths)} tokens; {taken}; {what} a limit of {math.ceil(would / MIB)} MiB"
+            f"{sum(lengths)} tokens; {taken}; {what} a limit of {math.ceil(would / MIB)} MiB would do"
         )
 
     def _most_that_fit(self, task: Task, count: int, budget: Sequence[float]) -> int:

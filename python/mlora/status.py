@@ -78,6 +78,7 @@ class RunStatus:
             peak = f"measured peak {size['peak_bytes']}" if self.memory["peak_bytes"] else "not yet measured"
             yield (
                 f"memory: limit {size['limit_bytes']}, base {size['base_bytes']}, "
+                f"reserve {size['reserved_bytes']}, "
                 f"predicted {size['predicted_bytes']}, {peak}"
             )
         for name, entry in self.adapters.items():

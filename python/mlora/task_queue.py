@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from mlora.errors import RunError
 
 Kind = Literal["submit", "cancel", "pause", "unpause"]
-VERSION = 3
+VERSION = 4
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process keeps it; try again when that has ended",

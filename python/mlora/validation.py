@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mlora.config import RunConfig
@@ -34,6 +36,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     folder.check_writable()
     if folder.holds_something():
         reporter.warn(f"output_dir: {folder.path} is not empty; a new run will ask for --overwrite")
+    places = config.at_once if config.sweep else None
     if config.sweep is not None:
         sweep_of(config)
         config = RunConfig.model_validate(config.with_samples())
@@ -41,7 +44,8 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     unlimited = config.scheduler.model_copy(update={"memory_limit": None})
     prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter)
     prepared.engine.close()
-    return prepared, _plan(config, prepared, before)
+    plan = _plan(config, prepared, before)
+    return prepared, replace(plan, places=places) if plan else None
 
 
 def _plan(config: RunConfig, prepared: Prepared, before: int) -> MemoryPlan | None:

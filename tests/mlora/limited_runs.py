@@ -109,6 +109,10 @@ class Watching(Silent):
         self.actions = actions or {}
         self.steps: list[tuple[str, int]] = []
         self.lines: list[str] = []
+        self.waiting: list[list[str]] = []
+
+    def waits(self, names: Sequence[str]) -> None:
+        self.waiting.append(list(names))
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
         self.steps.append((task.name, record["step"]))

@@ -308,7 +308,7 @@ def test_status_shows_who_waits_and_memory(run: Run, done: Path, task_file: Path
     assert [row[:2] for row in rows] == [["first", "running"], ["second", "waiting"], ["third", "queued"]]
     assert "pause" in rows[0]
     assert rows[0][-4:] == ["3.0", "MiB", "0.5", "MiB"]
-    assert shown[5] == "memory: limit 1 MiB, base 2 MiB, predicted 4 MiB, measured peak 5 MiB"
+    assert shown[5] == "memory: limit 1 MiB, base 2 MiB, reserve 3 MiB, predicted 4 MiB, measured peak 5 MiB"
     assert (found["status"], found["at_work"], found["news"]) == ("running", True, True)
     assert found["memory"] == memory
     tasks = {task["name"]: task for task in found["tasks"]}

@@ -34,6 +34,18 @@ def test_growth_that_was_seen_as_a_peak_counts_once(tiny_base: Path, tmp_path: P
     assert memory.reserved == 50 * MIB
 
 
+def test_what_has_become_base_is_no_longer_kept_in_reserve(tiny_base: Path, tmp_path: Path) -> None:
+    memory = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False))
+    kept = []
+    for base in (500, 505, 540, 590, 590):  # less than 8 MiB are not worth a decision
+        memory.took([], [100 * MIB], peak=600 * MIB, after=[base * MIB])
+        kept.append((memory.base[0] // MIB, memory.reserved // MIB))
+    assert kept == [(500, 96), (500, 96), (540, 56), (590, 32), (590, 32)]
+    again = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False, load_state=lambda state: 0))
+    again.load_state({"estimate": {}, **memory._figures()})
+    assert again._figures() == memory._figures()
+
+
 def test_what_is_published_samples_nothing(tiny_base: Path, tmp_path: Path) -> None:
     runs: list[Any] = []
 

@@ -72,7 +72,7 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
     Raises:
         RunError: a file of the run is missing or cannot be read.
     """
-    summary = folder.read_summary() or {"adapters": {}}
+    summary = folder.read_summary() or {"status": "running", "adapters": {}}
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in read_metrics(folder.metrics):
         if "eval_loss" in record:
@@ -81,6 +81,8 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
     for name, params in _params(folder, sweep).items():
         entry = summary["adapters"].get(name)
         if entry is not None:
+            stands = entry["state"] == "running" and summary["status"] != "running"
+            entry = {**entry, "state": "unfinished"} if stands else entry
             trials.append(_trial(name, params, entry, curves.get(name, []), sweep.metric))
     sign = 1 if sweep.metric == "eval_loss" else -1
     finished = [trial for trial in trials if trial.state == "finished" and trial.value is not None]
