@@ -6,11 +6,13 @@ import struct
 from pathlib import Path
 
 import pytest
+from mlora.base_info import BaseInfo
 from mlora.config_file import resolve_config
 from mlora.plot import plot_losses, smooth
 from mlora.report import LiveTable, Pace, PlainLines, clock
 from mlora.result_table import aligned, result_table
 from mlora.run import train
+from mlora.tasks import TaskBuilder
 from rich.console import Console
 from tiny_run import run_data
 
@@ -37,6 +39,28 @@ def test_plain_lines_come_every_logging_steps(tiny_base: Path, tmp_path: Path) -
     assert shown == ["2/9", "4/9", "6/9", "8/9"]
     assert [line.split()[2] for line in lines if "eval_loss" in line] == ["0/6", "3/6", "6/6"]
     assert err.getvalue() == ""
+
+
+def test_who_waits_is_shown(tiny_base: Path, tmp_path: Path) -> None:
+    out, drawn = io.StringIO(), io.StringIO()
+    lines = PlainLines(out)
+    for names in (["b", "c"], ["a", "c"], []):
+        lines.waits(names)
+    assert out.getvalue().splitlines() == [
+        "waiting for memory: b, c now; 2 in all",
+        "waiting for memory: a now, b no longer; 2 in all",
+        "waiting for memory: a, c no longer; 0 in all",
+    ]
+    table = LiveTable(Console(file=drawn, force_terminal=True, width=100, highlight=False))
+    config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
+    builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
+    table.start([builder.build(adapter) for adapter in config.adapters])
+    table.waits(["second"])
+    table.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
+    last = text[text.rindex("tokens/s") :]
+    assert re.search(r"first +│ running +│", last)
+    assert re.search(r"second +│ waiting +│", last)
 
 
 def test_pace_is_tokens_over_seconds() -> None:

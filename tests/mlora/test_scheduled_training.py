@@ -223,6 +223,20 @@ def test_the_run_stays_resumable_after_its_limit_has_changed(data: dict[str, Any
     assert_as_alone(run, data, tmp_path, [data["adapters"][0], config])
 
 
+def test_who_has_begun_goes_on_below_a_lower_limit(data: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = train(resolve_config(data, folder=tmp_path), reporter=Watching({("first", 1): interrupt}))
+    begun = {name for name, adapter in first.adapters.items() if adapter.step}
+    assert len(begun) == 2
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(f"memory_limit: {limit_for(2)}", "memory_limit: 1000"))
+    again = resume(run, reporter=(watching := Watching()))
+    assert {name for name, adapter in again.adapters.items() if adapter.state == "finished"} >= begun
+    warned = [line for line in watching.lines if "goes on beyond scheduler.memory_limit: needs" in line]
+    assert {line.split(":")[0] for line in warned} >= begun
+    assert len(warned) == len(set(warned))
+
+
 def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
     data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +298,10 @@ def test_a_limit_below_the_base_model_refuses_all(data: dict[str, Any], tmp_path
     watching = Watching()
     with pytest.raises(RunError, match=r"^every adapter was refused; nothing to train$"):
         train(resolve_config(data, folder=tmp_path), reporter=watching)
-    assert len(watching.lines) == 5
-    assert all("not even one sequence fits; a limit of" in line for line in watching.lines)
+    first, *refused = watching.lines
+    assert first == "scheduler.memory_limit: looking at what 5 adapters need"
+    assert len(refused) == 5
+    assert all("not even one sequence fits; a limit of" in line for line in refused)
 
 
 def test_who_was_taken_is_taken_again_whatever_the_base_takes_now(
