@@ -27,8 +27,8 @@ import torch
 from counting import live_peak
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.malloc import keep_freed_memory
-from mlora.optim_config import OptimConfig
+from mlora.process.malloc import keep_freed_memory
+from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging

@@ -14,7 +14,7 @@ from mlora.pipeline.simulate import simulate
 from mlora.pipeline.timeline import OPTIMIZER, Event, Timeline, as_events
 from mlora.pipeline.trace import Entry, Span
 from mlora.pipeline.workload import Link, StageTime, Stream, Workload
-from mlora.trace_file import TraceFiles
+from mlora.timelines.trace_file import TraceFiles
 from pipeline_turn import Case, Item
 from timing import spread
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.crew import Crew, PartOptions, crew_of_processes
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.optim_config import OptimConfig
 from mlora.pipeline import FirstStage, World
+from mlora.step.crew import Crew, PartOptions, crew_of_processes
+from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM

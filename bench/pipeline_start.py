@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlora.launch import launch
+from mlora.process.launch import launch
 
 INTERFACE = "mlora0"
 _WORKER = str(Path(__file__).with_name("pipeline_worker.py"))
@@ -72,7 +72,16 @@ def run_network_job(job: dict[str, Any], rate: str) -> Results:
         run = uuid.uuid4().hex
         processes = []
         for rank, prefix in enumerate(stack.enter_context(joined_namespaces(rate))):
-            command = [*prefix, sys.executable, "-m", "mlora.worker", str(os.getpid()), _WORKER, path, folder]
+            command = [
+                *prefix,
+                sys.executable,
+                "-m",
+                "mlora.process.worker",
+                str(os.getpid()),
+                _WORKER,
+                path,
+                folder,
+            ]
             process = subprocess.Popen(command, env=os.environ | _environment(rank, run))
             stack.callback(_end, process)
             processes.append(process)

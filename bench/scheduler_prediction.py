@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.base_info import BaseInfo
 from mlora.config import RunConfig
-from mlora.crew import PartOptions
 from mlora.data import Sample
 from mlora.engine import Engine
+from mlora.fields.base_info import BaseInfo
+from mlora.memory.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
-from mlora.task_memory import TaskMemory, dry_stages
+from mlora.step.crew import PartOptions
 from mlora.tasks import Task, TaskBuilder
 from scheduler_setup import Shape, Work, make_config, random_lengths
 

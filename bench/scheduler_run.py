@@ -7,17 +7,17 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from mlora.base_info import BaseInfo
 from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
-from mlora.decisions import Decisions
+from mlora.fields.base_info import BaseInfo
 from mlora.loop import TrainingLoop
+from mlora.memory.run_memory import RESERVED, RunMemory
 from mlora.prepare import Prepared, make_engine, run_memory
+from mlora.queue.task_queue import TaskQueue
 from mlora.report import Silent
-from mlora.roster import Roster
+from mlora.roster.decisions import Decisions
+from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
-from mlora.run_memory import RESERVED, RunMemory
-from mlora.task_queue import TaskQueue
 from mlora.tasks import Task, TaskBuilder
 from scheduler_timers import EACH, Stopwatch
 

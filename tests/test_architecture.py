@@ -10,52 +10,34 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlora").rglob("*.py")])
 
 # A module may import its own layer and those before it. The longest matching prefix decides.
-ENGINE = [
-    "account",
-    "crew",
-    "engine",
-    "traffic",
-    "part",
-    "memory",
-    "live_memory",
-    "dry_run",
-    "dry_run",
-    "learning_rate",
-    "optim_config",
-    "model",
-    "block_list",
-    "cut",
-    "pretrained",
-    "stage_weights",
-    "tensor_file",
-    "profile_stage",
-    "probe",
-    "packing",
-    "attention",
-    "loss",
-    "optimizer",
-    "scaler",
-    "hub",
-]
 LAYERS = [
     ["mlora_ext"],
     ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],
-    [f"mlora.{name}" for name in ENGINE],
-    ["mlora"],  # the run: everything that is not named elsewhere
-    ["mlora.cli_common"],
-    ["mlora.cli_queue", "mlora.cli_simulate"],
+    ["mlora.base", "mlora.model"],
+    ["mlora.step"],
+    ["mlora.engine"],
+    ["mlora"],  # what a run is made of: config, data, tasks, folder, report, everything not named elsewhere
+    ["mlora.process"],
+    ["mlora.memory"],
+    ["mlora.queue"],
+    ["mlora.sweep"],
+    ["mlora.roster"],
+    ["mlora.prepare"],
+    ["mlora.loop", "mlora.validation"],
+    ["mlora.run"],
+    ["mlora.commands"],
     ["mlora.cli", "mlora.__main__"],
 ]
 # `Sample` is the currency between a run's data and the engine.
 ALLOWED_BACK = {
-    ("mlora.packing", "mlora.data.Sample"),
+    ("mlora.step.packing", "mlora.data.Sample"),
     ("mlora.engine", "mlora.data.Sample"),
-    ("mlora.traffic", "mlora.data.Sample"),
+    ("mlora.step.traffic", "mlora.data.Sample"),
 }
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the
 # second sets what a library can be told by its environment only.
-READS_ENVIRONMENT = {"mlora.launch", "mlora.onednn_caches"}
+READS_ENVIRONMENT = {"mlora.process.launch", "mlora.process.onednn_caches"}
 
 
 def module_name(path: Path) -> str:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from mlora import cli_queue
-from mlora.cli_common import RunDir, begin, command, print_rows, reporter, run_here, start_stages
-from mlora.cli_simulate import simulate
+from mlora.commands import queue as cli_queue
+from mlora.commands.common import RunDir, begin, command, print_rows, reporter, run_here, start_stages
+from mlora.commands.simulate import simulate
 from mlora.errors import RunError
-from mlora.imports import end_imports_at_once
+from mlora.process.imports import end_imports_at_once
 
 app = typer.Typer(
     help="Train many LoRA adapters together over one frozen base model.",
@@ -201,8 +201,8 @@ def generate(
     """Complete each prompt with each adapter, all in one batch."""
     with command():
         begin()
+        from mlora.commands.serve import answer, print_answers, read_prompts
         from mlora.generate import Sampling
-        from mlora.serve import answer, print_answers, read_prompts
 
         texts = read_prompts(prompt or [], prompts)
         try:
@@ -233,6 +233,6 @@ app.command()(simulate)
 def bench(context: typer.Context) -> None:
     """Run the benchmarks of the source checkout; `mlora bench --help` tells more."""
     with command():
-        from mlora.benchmarks import run_suite
+        from mlora.commands.benchmarks import run_suite
 
         raise typer.Exit(run_suite(context.args))

@@ -20,11 +20,11 @@ from pydantic import (
     model_validator,
 )
 
-from mlora.hub import is_hub_id
-from mlora.lora_fields import check_lora
-from mlora.paths import resolve_path
-from mlora.strict import KeyPathError, Strict
-from mlora.sweep.settings import SweepConfig
+from mlora.base.hub import is_hub_id
+from mlora.fields.lora_fields import check_lora
+from mlora.fields.paths import resolve_path
+from mlora.fields.strict import KeyPathError, Strict
+from mlora.fields.sweep_config import SweepConfig
 
 MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")

@@ -19,9 +19,9 @@ from mlora.config import (
     TrainingFields,
 )
 from mlora.errors import RunError, first_line
-from mlora.lora_fields import nearest
-from mlora.strict import KeyPathError
-from mlora.sweep.settings import SweepConfig
+from mlora.fields.lora_fields import nearest
+from mlora.fields.strict import KeyPathError
+from mlora.fields.sweep_config import SweepConfig
 
 MODELS: dict[str, type[BaseModel]] = {
     "defaults": TrainingFields,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlora.dataset.formats import parser_of
+from mlora.dataset.record import FormatError, Prompt, Record, Sample, check_ids, text_of_key
 from mlora.errors import RunError, first_line
-from mlora.formats import parser_of
-from mlora.record import FormatError, Prompt, Record, Sample, check_ids, text_of_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.errors import RunError, first_line
-from mlora.lora_fields import build_lora
+from mlora.fields.lora_fields import build_lora
 
 if TYPE_CHECKING:
-    from mlora.base_info import BaseInfo
     from mlora.config import AdapterConfig
+    from mlora.fields.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 

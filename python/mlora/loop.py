@@ -13,25 +13,25 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from mlora.account import BatchResult
 from mlora.checkpoint_writer import CheckpointWriter
-from mlora.device import is_out_of_memory
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
+from mlora.fields.sweep_config import is_trial
 from mlora.groups import Group, Rounds
-from mlora.micro_batches import MicroBatches
 from mlora.pipeline import PipelineError
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, fingerprints
+from mlora.process.device import is_out_of_memory
+from mlora.process.stages import less_memory
 from mlora.report import Reporter
 from mlora.result import AdapterResult, RunResult, Status, adapter_result
+from mlora.roster.micro_batches import MicroBatches
+from mlora.roster.set_aside import StateFiles
 from mlora.run_folder import Metrics, RunFolder, read_metrics
-from mlora.set_aside import StateFiles
-from mlora.stages import less_memory
+from mlora.step.account import BatchResult
+from mlora.step.traffic import Ticket
 from mlora.sweep.outcome import write_outcome
-from mlora.sweep.settings import is_trial
 from mlora.tasks import Task
-from mlora.traffic import Ticket
 
 
 @contextmanager

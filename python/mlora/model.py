@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
-from mlora.cut import Cut, Span, cut_model
-from mlora.loss import Head, LogitRule
-from mlora.pretrained import load_whole, stop_noise
-from mlora.probe import check_packing
-from mlora.stage_weights import load_stage, stage_to
+from mlora.base.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
+from mlora.base.cut import Cut, Span, cut_model
+from mlora.base.loss import Head, LogitRule
+from mlora.base.pretrained import load_whole, stop_noise
+from mlora.base.probe import check_packing
+from mlora.base.stage_weights import load_stage, stage_to
 from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 

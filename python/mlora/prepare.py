@@ -11,26 +11,26 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from mlora.base_info import BaseInfo
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
-from mlora.crew import Crew, PartOptions
-from mlora.decisions import Decisions
-from mlora.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
-from mlora.early import check_blocks
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
+from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way, slot_count
-from mlora.measured_samples import PIECES, MeasuredSamples
-from mlora.memory import peak_memory
-from mlora.needs import need_of
+from mlora.memory.measured_samples import PIECES, MeasuredSamples
+from mlora.memory.needs import need_of
+from mlora.memory.run_memory import RunMemory
+from mlora.memory.task_memory import TaskMemory, dry_stages
+from mlora.process.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
+from mlora.process.early import check_blocks
+from mlora.process.stages import Member, crew_of, own_stage, usual_lengths_of
+from mlora.queue.submission import submitted
 from mlora.report import Reporter
-from mlora.roster import Roster
+from mlora.roster.decisions import Decisions
+from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
-from mlora.run_memory import RunMemory
 from mlora.scheduler import TokenBalanced
-from mlora.stages import Member, crew_of, own_stage, usual_lengths_of
-from mlora.submission import submitted
-from mlora.task_memory import TaskMemory, dry_stages
+from mlora.step.crew import Crew, PartOptions
+from mlora.step.process_memory import peak_memory
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config import RunConfig
 from mlora.config_file import load_config
 from mlora.errors import RunError
-from mlora.journal import journaled
 from mlora.loop import TrainingLoop, catch_signals
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, prepare
+from mlora.process.stages import Member, check_replicas
+from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.report import Reporter, Silent
 from mlora.result import AdapterResult, RunResult
+from mlora.roster.journal import journaled
 from mlora.run_folder import Metrics, RunFolder, read_metrics
-from mlora.stages import Member, check_replicas
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.wish import trials_begun
-from mlora.task_queue import TaskQueue, has_news
-from mlora.trace_file import SPANS, TraceFiles
+from mlora.timelines.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
 FREE = {

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.base_info import BaseInfo
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import Dataset, load_dataset
+from mlora.dataset.sampler import BatchPlan, derive_seed
 from mlora.errors import RunError, first_line
+from mlora.fields.base_info import BaseInfo
+from mlora.fields.lora_fields import build_lora
 from mlora.init_from import check_init_from
-from mlora.lora_fields import build_lora
-from mlora.optim_config import OptimConfig
-from mlora.sampler import BatchPlan, derive_seed
+from mlora.step.optim_config import OptimConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 
 from mlora.config import RunConfig
-from mlora.crew import PartOptions
 from mlora.errors import RunError, first_line
-from mlora.memory import used_memory
-from mlora.memory_plan import MemoryPlan, memory_plan
+from mlora.memory.memory_plan import MemoryPlan, memory_plan
+from mlora.memory.task_memory import TaskMemory, dry_stages
 from mlora.prepare import Prepared, prepare, sweep_of
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
-from mlora.task_memory import TaskMemory, dry_stages
+from mlora.step.crew import PartOptions
+from mlora.step.process_memory import used_memory
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.crew import Crew, PartOptions, make_part, spans_of
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.optim_config import OptimConfig
-from mlora.part import StagePart
 from mlora.pipeline import Pipeline, PipelineError
+from mlora.step.crew import Crew, PartOptions, make_part, spans_of
+from mlora.step.optim_config import OptimConfig
+from mlora.step.part import StagePart
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 

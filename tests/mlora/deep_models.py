@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from mlora.cut import Span
+from mlora.base.cut import Span
 from mlora.model import BaseModel, load_base
 from tiny_models import FAMILIES, VOCABULARY, make
 from transformers import (

@@ -338,7 +338,7 @@ def test_config_is_frozen(tmp_path: Path, base: dict) -> None:
 
 
 def test_every_field_of_peft_is_known() -> None:
-    from mlora.lora_fields import CHOICES, NOTES
+    from mlora.fields.lora_fields import CHOICES, NOTES
     from peft import LoraConfig
 
     fields = {field.name for field in dataclasses.fields(LoraConfig) if field.init}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import fill_disk
 from mlora.checkpoint import list_checkpoints
 from mlora.cli import app
 from tiny_run import lines, run_data, weights, write_run
@@ -22,15 +23,6 @@ from watched_disk import watch_disk, writing_threads
 Fill = Callable[[str, int], None]
 
 
-class _Full(io.FileIO):
-    """A file of which the disk takes a few bytes."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() < 10:
-            return super().write(bytes(data)[:10])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.fixture
 def fill(monkeypatch: pytest.MonkeyPatch) -> Fill:
     """The disk is full when a file is written for the n-th time."""
@@ -38,12 +30,11 @@ def fill(monkeypatch: pytest.MonkeyPatch) -> Fill:
     def fill(name: str, time: int = 1) -> None:
         times = []
 
-        def opened(path: Path, mode: str) -> Any:
+        def is_full(path: Path) -> bool:
             times.append(path.name == f".{name}.tmp")
-            full = times[-1] and sum(times) == time
-            return io.BufferedWriter(_Full(path, "w")) if full else builtins.open(path, mode)
+            return times[-1] and sum(times) == time
 
-        monkeypatch.setattr("mlora.checkpoint.open", opened, raising=False)
+        fill_disk(monkeypatch, is_full)
 
     return fill
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.base_info import BaseInfo
 from mlora.engine import Engine
-from mlora.optim_config import OptimConfig
+from mlora.fields.base_info import BaseInfo
+from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import VOCABULARY, samples
 from transformers import (

@@ -6,11 +6,11 @@ import struct
 from pathlib import Path
 
 import pytest
-from mlora.base_info import BaseInfo
+from mlora.commands.result_table import aligned, result_table
 from mlora.config_file import resolve_config
+from mlora.fields.base_info import BaseInfo
 from mlora.plot import plot_losses, smooth
 from mlora.report import LiveTable, Pace, PlainLines, clock
-from mlora.result_table import aligned, result_table
 from mlora.run import train
 from mlora.tasks import TaskBuilder
 from rich.console import Console

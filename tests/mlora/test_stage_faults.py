@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from mlora.checkpoint import list_checkpoints
-from mlora.status import read_status
+from mlora.commands.status import read_status
 from stage_runs import (
     ENVIRONMENT,
     assert_alike,
@@ -28,13 +28,13 @@ from stage_runs import (
 )
 from tiny_run import write_run
 
-from tests.mlora.test_launch import is_alive, until
+from tests.mlora.stages import is_alive, until
 
 NOTICED = 10.0  # seconds
 STAGES = 3
 AT = """
-import mlora.part, pathlib, torch
-plain, calls = mlora.part.StagePart.begin, 0
+import mlora.step.part, pathlib, torch
+plain, calls = mlora.step.part.StagePart.begin, 0
 def begin(*arguments):
     global calls
     calls += 1
@@ -43,7 +43,7 @@ def begin(*arguments):
         time.sleep(1.5)  # the others have seen which adapters are under way
         pathlib.Path({mark!r}).touch()
         {fault}
-mlora.part.StagePart.begin = begin
+mlora.step.part.StagePart.begin = begin
 """
 FAULTS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",

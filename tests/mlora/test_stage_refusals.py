@@ -60,9 +60,9 @@ def test_other_configs(
 
 def test_other_version(base: Path, tmp_path: Path) -> None:
     before = """
-import mlora.stages
-plain = mlora.stages.version
-mlora.stages.version = lambda name: "2.11.0" if name == "torch" else plain(name)
+import mlora.process.stages
+plain = mlora.process.stages.version
+mlora.process.stages.version = lambda name: "2.11.0" if name == "torch" else plain(name)
 """
     line = refused(tmp_path, base, [{}, {}], before)
     assert re.match(f"error: {OTHER} has torch 2.11.0, {ONE} has ", line), line

@@ -13,10 +13,10 @@ from typing import Any
 
 from mlora.checkpoint import sync_folder, write_file
 from mlora.errors import RunError
+from mlora.fields.sweep_config import SweepConfig
 from mlora.run_folder import RunFolder
 from mlora.sweep.plot import plot_trials
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
-from mlora.sweep.settings import SweepConfig
 
 
 def write_outcome(folder: RunFolder, sweep: SweepConfig) -> None:

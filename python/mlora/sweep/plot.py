@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlora.fields.search_space import Choice, Leaf
+from mlora.fields.sweep_config import SweepConfig
 from mlora.plot import add_legend, save_figure
 from mlora.sweep.ranking import RankedTrial
-from mlora.sweep.settings import SweepConfig
-from mlora.sweep.space import Choice, Leaf
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mlora.fields.sweep_config import SweepConfig
 from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown
-from mlora.sweep.settings import SweepConfig
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlora.fields.sweep_config import SweepConfig
+from mlora.queue.task_queue import TaskQueue
 from mlora.run_folder import RunFolder, read_metrics
-from mlora.sweep.settings import SweepConfig
 from mlora.sweep.wish import trials_begun
-from mlora.task_queue import TaskQueue
 
 
 @dataclass(frozen=True)

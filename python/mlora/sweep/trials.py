@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mlora.config import RunConfig
+from mlora.fields.search_space import with_params
 from mlora.sweep.ranking import shown
-from mlora.sweep.space import with_params
 from mlora.sweep.study import Study, check_arguments
 from mlora.sweep.wish import Wish
 from mlora.tasks import Task

@@ -1,0 +1,131 @@
+"""Reading a model from a folder or from the hub: all of it, or its skeleton without weights."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mlora.base.hub import check_base
+
+
+def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a causal language model.
+
+    Args:
+        source: a folder or a hub id.
+        dtype: of its weights.
+
+    Returns:
+        The model, on the CPU.
+
+    Raises:
+        ValueError: if it cannot be loaded, or weights are missing; in one line.
+    """
+    check_base(source)
+    with told_in_one_line(source):
+        AutoConfig.from_pretrained(source)
+        found: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    model, loaded = found
+    refuse_missing(source, sorted(loaded["missing_keys"]))
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a causal language model from its config alone.
+
+    Args:
+        source: a folder or a hub id.
+        dtype: of its weights.
+
+    Returns:
+        The model in evaluation mode; parameters are on the meta device, buffers are real.
+
+    Raises:
+        ValueError: if its config cannot be read; in one line.
+    """
+    check_base(source)
+    with told_in_one_line(source):
+        config = AutoConfig.from_pretrained(source)
+        return _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Build a model of the same class, config and dtypes again, as `skeleton`; neither cut nor converted.
+
+    Args:
+        model: may be cut, and have adapters.
+    """
+    made = _empty(lambda: type(model)(copy.deepcopy(model.config)))
+    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    for name, parameter in made.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    return made
+
+
+def _empty(make: Callable[[], Any]) -> PreTrainedModel:
+    with init_empty_weights(include_buffers=False):
+        with _EmptyOnMeta():
+            model = make()
+        if any(buffer.is_meta for buffer in model.buffers()):  # made empty, and filled then
+            model = make()
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+def refuse_missing(source: str, missing: list[str]) -> None:
+    """Refuse a checkpoint without some weights: Transformers draws random values for them.
+
+    Raises:
+        ValueError: if any are missing.
+    """
+    if missing:
+        raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Inside, `torch.empty` takes no memory.
+
+    `init_empty_weights` drops what was taken, but glibc finds no use for it again: the process would hold
+    room for a whole model, and what comes later would spread in it.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def told_in_one_line(source: str) -> Iterator[None]:
+    """Inside, what Transformers and safetensors raise while they load becomes a ValueError of one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"base_model: cannot load {source}: {reason}") from error
+
+
+def stop_noise(model: PreTrainedModel) -> None:
+    """Set layerdrop and a router's jitter to 0: like a dropout, one draw for a batch ties its adapters."""
+    stopped = 0
+    for owner in (model.config.get_text_config(), *model.modules()):
+        fields = [key for key in vars(owner) if key == "layerdrop" or "jitter" in key]
+        for key in fields:
+            if isinstance(getattr(owner, key), float) and getattr(owner, key):
+                setattr(owner, key, 0.0)
+                stopped += 1
+    if stopped:
+        warnings.warn("layerdrop or router jitter of the base model was set to 0", stacklevel=4)

@@ -1,0 +1,205 @@
+"""Loading one stage of a checkpoint: tensors are read by name, and never those of other stages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, cached_file
+
+from mlora.base.cut import Cut, Span, cut_model
+from mlora.base.pretrained import refuse_missing, skeleton, told_in_one_line
+from mlora.base.tensor_file import TensorFile
+
+_SAMPLE = 1 << 16  # bytes
+
+
+def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype) -> Cut:
+    """Build a model's skeleton and read the weights of one stage into it.
+
+    Args:
+        source: a folder or a hub id; of the hub only the files are fetched that hold weights of this stage.
+        span: the stage.
+        device: where its weights shall lie.
+        dtype: of its weights, but for those that Transformers keeps in fp32.
+
+    Returns:
+        The model cut to the stage, in evaluation mode; its weights have the bits that `from_pretrained` gives
+        them.
+
+    Raises:
+        ValueError: if it cannot be loaded, is quantized, has no safetensors, or weights are missing.
+    """
+    model = skeleton(source, dtype)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(f"base_model: {source} is quantized, and quantized models cannot be cut into stages")
+    cut = cut_model(model, span)
+    with told_in_one_line(source), ExitStack() as stack:
+        files = _files(source, getattr(model.config, "transformers_weights", None))
+        missing = _fill(cut, _open(source, _wanted(cut, files), files, stack), device, dtype)
+    refuse_missing(source, missing)
+    return cut
+
+
+def stage_to(model: PreTrainedModel, device: torch.device) -> None:
+    """Move what is here of a cut model; what is on the meta device stays there."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def digest(source: str) -> str:
+    """Return a short text in which two models' weights differ, of the sizes and a few bytes of their files.
+
+    Args:
+        source: a folder, or a hub id, whose text is that of its revision.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return Path(_cached(source, "config.json") or "").parent.name
+    found, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    if not files:
+        return f"missing: there is no *.safetensors in {folder}"
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for place in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(place)
+                found.update(file.read(_SAMPLE))
+    return found.hexdigest()[:16]
+
+
+class _Lazy:
+    """A tensor in a file, read when it is indexed, as safetensors' slices are."""
+
+    def __init__(self, file: TensorFile, key: str) -> None:
+        self._file, self._key = file, key
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self._file.read(self._key)
+
+
+def _files(source: str, named: str | None) -> dict[str, str]:
+    """The file of each tensor of a checkpoint, by the tensor's key."""
+    wholes = [SAFE_WEIGHTS_NAME] if named is None else [named] if named.endswith(".safetensors") else []
+    for name in wholes:
+        path = _cached(source, name)
+        if path is not None:
+            with TensorFile(path) as file:
+                return dict.fromkeys(file.keys(), name)
+    index = _cached(source, SAFE_WEIGHTS_INDEX_NAME if named is None else named)
+    if index is None:
+        found = f", only {WEIGHTS_NAME}" if (Path(source) / WEIGHTS_NAME).is_file() else ""
+        raise ValueError(
+            f"it holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{found}; stages read weights "
+            "by name from safetensors files"
+        )
+    weight_map: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+    return weight_map
+
+
+def _cached(source: str, name: str) -> str | None:
+    """A file of the folder or the hub's cache, fetched if need be; None if there is none of that name."""
+    path: str | None = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
+    )
+    return path
+
+
+def _open(
+    source: str, wanted: Mapping[str, str], files: Mapping[str, str], stack: ExitStack
+) -> dict[str, Any]:
+    """Lazy tensors by key or name; `wanted` says which key each is read from."""
+    handles: dict[str, TensorFile] = {}
+    for key in wanted.values():
+        name = files[key]
+        if name not in handles:
+            path = _cached(source, name)
+            if path is None:
+                raise ValueError(f"it lacks the file {name}")
+            handles[name] = stack.enter_context(TensorFile(path))
+    return {name: _Lazy(handles[files[key]], key) for name, key in wanted.items()}
+
+
+def _wanted(cut: Cut, files: Mapping[str, str]) -> dict[str, str]:
+    """The checkpoint's keys that this stage needs, each by the key or name under which it is loaded.
+
+    A tied weight is stored once, under any of its names.
+    """
+    names = cut.model.state_dict()
+    targets = _targets(cut.model, files, names)
+    wanted = {key: key for key, name in targets.items() if name in names and cut.holds(name)}
+    keys = {name: key for key, name in targets.items()}
+    for name, other in _ties(cut.model):
+        if cut.holds(name) and name not in keys and other in keys:
+            wanted.setdefault(name, keys[other])
+    return wanted
+
+
+def _ties(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Pairs of names of one tied weight, both ways round."""
+    groups: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    for group in groups.values():
+        yield from ((name, other) for name in group for other in group if name != other)
+
+
+def _targets(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Tensor]) -> dict[str, str]:
+    """The name in the model of each of a checkpoint's keys; the first of several that a conversion makes."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, targets = model.base_model_prefix, {}
+    for key in keys:
+        targets[key], _ = rename_source_key(key, renamings, converters, prefix, names)
+        if targets[key] not in names and key in names:
+            targets[key], _ = rename_source_key(key, [], [], prefix, names)
+    return targets
+
+
+def _missing(cut: Cut, names: set[str]) -> list[str]:
+    """Which of the names that were not read this stage needs."""
+    ignored = [re.compile(pattern) for pattern in cut.model._keys_to_ignore_on_load_missing or ()]
+    return sorted(
+        name for name in names if cut.holds(name) and not any(pattern.search(name) for pattern in ignored)
+    )
+
+
+def _fill(cut: Cut, tensors: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Read the tensors into the model, with Transformers' own conversion of old and fused weights.
+
+    Returns:
+        The names of the stage's weights that the checkpoint lacks.
+    """
+    model = cut.model
+    options = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=cast("Any", get_model_conversion_mapping(model)),
+    )
+    info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), options)
+    if info.mismatched_keys:
+        name, got, expected = min(info.mismatched_keys)
+        raise ValueError(f"{name}: expected shape {list(expected)}, got {list(got)}")
+    faults = [*info.error_msgs, *info.conversion_errors.values()]
+    if faults:
+        raise ValueError(faults[0])
+    stage_to(model, device)
+    return _missing(cut, info.missing_keys)

@@ -1,0 +1,1 @@
+"""The commands of `mlora`, but for those that train."""

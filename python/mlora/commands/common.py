@@ -1,0 +1,196 @@
+"""What commands have in common: errors as lines, tables, and a run in this process or in one per stage."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlora.errors import RunError
+from mlora.process.imports import no_collection
+from mlora.process.output import guarded_output
+
+if TYPE_CHECKING:
+    from mlora.config import RunConfig
+    from mlora.process.stages import Member
+    from mlora.report import Reporter
+    from mlora.result import RunResult
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
+
+
+@contextmanager
+def command(*, goes_on: bool = False) -> Iterator[None]:
+    """What every command does around its work: errors become lines, and so does output that goes away.
+
+    Args:
+        goes_on: the work goes on when standard output cannot be written.
+
+    Raises:
+        typer.Exit: after an error, or with 130 after an interrupt.
+    """
+    with errors_as_lines(), guarded_output(goes_on=goes_on), errors_as_lines():
+        yield
+
+
+@contextmanager
+def errors_as_lines() -> Iterator[None]:
+    """Turn an error that a user can mend into lines on standard error and exit code 1.
+
+    Raises:
+        typer.Exit: after such an error, or with 130 after an interrupt.
+    """
+    try:
+        yield
+    except RunError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def begin() -> None:
+    """Load the operators, and keep the bars and notices of Transformers and the hub out of the output."""
+    with no_collection():
+        from huggingface_hub.utils import logging as hub_logging
+        from transformers.utils import logging
+
+        import mlora.engine  # noqa: F401 - with all that a model needs
+        from mlora.process.device import load_operators
+
+    hub_logging.set_verbosity_error()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    load_operators()
+
+
+def reporter() -> Reporter:
+    """Return a live table on a terminal, plain lines elsewhere."""
+    from mlora.report import LiveTable, PlainLines
+
+    return LiveTable() if sys.stdout.isatty() else PlainLines()
+
+
+def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | None = None) -> None:
+    """Where a run has several stages and this is the user's process, run it in one process per stage.
+
+    Args:
+        config: the run's.
+        arguments: the command line that each of them is given.
+        overwrite: of a new run, whether an earlier one may be replaced; none where it goes on.
+
+    Raises:
+        RunError: it can be refused without starting them.
+        typer.Exit: with the run's exit code, when they have ended.
+    """
+    if config.pipeline.processes == 1:
+        return
+    from mlora.process.early import check_early
+    from mlora.process.launch import is_launched, launch
+    from mlora.run_folder import RunFolder
+
+    if is_launched():
+        return
+    if overwrite is not None:
+        check_early(config, overwrite=overwrite)
+    began = time.time()
+    code = launch(config.pipeline.processes, ["-m", "mlora", *arguments])
+    if code and RunFolder(config.output_dir).was_cut_off(since=began):
+        print(f"continue with: mlora resume {config.output_dir}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, trace: bool = False) -> None:
+    """Run the stage that this process is there for.
+
+    Args:
+        config: the run's.
+        lead: runs stage 0, or a run of one stage.
+        trace: whether the other stages note what they do when.
+
+    Raises:
+        typer.Exit: with the run's exit code, unless this is a later stage.
+    """
+    from mlora.process.stages import membership, run_stage
+
+    with membership(config) as member:
+        if member and member.world.rank:
+            run_stage(config, member, trace=trace)
+            return
+        result = lead(member)
+    finish(result)
+
+
+def finish(result: RunResult) -> None:
+    """Print the table at the end of a run, and leave with its exit code.
+
+    Args:
+        result: what came of it.
+
+    Raises:
+        typer.Exit: with the exit code, always.
+    """
+    from mlora.commands.result_table import result_table
+    from mlora.commands.status import how_to_go_on
+    from mlora.queue.task_queue import has_news
+    from mlora.run_folder import RunFolder
+
+    folder = RunFolder(result.output_dir)
+    sweep = folder.read_config().sweep
+    if sweep:
+        from mlora.sweep.ranking import rank_trials, ranked_table
+
+        trials = rank_trials(folder, sweep)
+        print_rows(ranked_table(trials, sweep))
+        others = result.without({trial.name for trial in trials})
+        if others.adapters:
+            print_rows(result_table(others.summary()))
+        if folder.best.is_dir():
+            print(f"best: {folder.best}")
+    else:
+        print_rows(result_table(result.summary()))
+    if result.status == "interrupted":
+        print(f"interrupted; continue with: mlora resume {result.output_dir}")
+    else:
+        print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
+        if has_news(folder.queue):
+            print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
+        elif result.status == "paused":
+            paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
+            print(f"all that is left is paused; continue with {how_to_go_on(result.output_dir, paused)}")
+    raise typer.Exit(result.exit_code)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        print(line)
+
+
+def print_rows(rows: list[list[str]]) -> None:
+    """Print rows as a table on a terminal, as aligned lines elsewhere.
+
+    Args:
+        rows: the first one holds the titles.
+    """
+    from mlora.commands.result_table import aligned
+
+    if not sys.stdout.isatty():
+        print(aligned(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column, title in enumerate(rows[0]):
+        table.add_column(title, justify="left" if column < 2 else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

@@ -1,0 +1,217 @@
+"""``mlora generate``: prompts in, completions of several adapters out."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlora.config_file import read_yaml
+from mlora.data import read_prompt_lines
+from mlora.dataset.chat import ChatTemplate
+from mlora.dataset.record import FormatError
+from mlora.errors import RunError, first_line
+from mlora.fields.base_info import BaseInfo
+from mlora.generate import Request, Sampling, complete, end_token, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mlora.engine import Engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion.
+
+    Args:
+        adapter: its adapter, or ``__base__``.
+        prompt: the prompt's text.
+        completion: the text that was added.
+    """
+
+    adapter: str
+    prompt: str
+    completion: str
+
+
+def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
+    """Collect prompts.
+
+    Args:
+        texts: given one by one.
+        file: jsonl with ``prompt``, or text of one prompt a line.
+
+    Returns:
+        All of them, in order.
+
+    Raises:
+        RunError: there are none, one is no text, or the file cannot be read.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RunError(f"--prompt {text!r}: is not UTF-8 at character {error.start}") from error
+    prompts = list(texts) + (read_prompt_lines(file) if file else [])
+    if not prompts:
+        raise RunError("no prompt: give --prompt TEXT or --prompts FILE")
+    return prompts
+
+
+def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
+    """Find the base model and the adapter folders of a run or of one PEFT folder.
+
+    Args:
+        source: a run's ``output_dir`` or a PEFT folder.
+
+    Returns:
+        The base model as it is written there, and the folders by adapter name.
+
+    Raises:
+        RunError: it is neither.
+    """
+    if (source / "config.yaml").is_file():
+        folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
+        found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
+        return str(read_yaml(source / "config.yaml").get("base_model", "")), found
+    if (source / "adapter_config.json").is_file():
+        try:
+            saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
+            if not isinstance(saved, dict):
+                raise ValueError("is not a JSON object")
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
+            ) from error
+        return str(saved.get("base_model_name_or_path") or ""), {_plain_name(source): source}
+    raise RunError(f"{source}: is neither a run's output_dir nor a PEFT adapter folder")
+
+
+def _plain_name(folder: Path) -> str:
+    """The folder's name as an adapter's: without dots, which separate modules in a state dict's keys."""
+    return re.sub(r"[^A-Za-z0-9_+-]", "-", folder.resolve().name) or "adapter"
+
+
+def answer(
+    source: Path,
+    prompts: Sequence[str],
+    *,
+    adapters: Sequence[str] | None,
+    base_model: str | None,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    chat: bool = False,
+    bf16: bool = False,
+    device: str | None = None,
+) -> list[Answer]:
+    """Complete each prompt with each adapter.
+
+    Args:
+        source: a run's ``output_dir`` or a PEFT folder.
+        prompts: their texts.
+        adapters: which of its adapters, ``__base__`` being none; by default all.
+        base_model: instead of the one that ``source`` names.
+        max_new_tokens: the most tokens to add; no more than the base model has positions for.
+        sampling: how tokens are drawn.
+        seed: of the draws.
+        chat: each prompt is a user's message, put into the base model's chat template.
+        bf16: load the base model in bf16 instead of fp32.
+        device: instead of CUDA where there is one, else the CPU.
+
+    Returns:
+        Prompt by prompt, adapter by adapter.
+
+    Raises:
+        RunError: an adapter, the base model or a folder is not there or does not fit, or there is no chat
+            template.
+    """
+    import torch
+
+    named, folders = find_adapters(source)
+    chosen = list(adapters or folders)
+    for name in chosen:
+        if name not in folders and name != "__base__":
+            raise RunError(
+                f"{source}: has no trained adapter {name!r}; it has {', '.join(folders) or 'none'}"
+            )
+    if not chosen:
+        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` tells how far it is")
+    if not (base_model or named):
+        raise RunError(f"{source}: names no base model; give it with --base-model")
+    base = BaseInfo(base_model or named)
+    tokenizer = base.tokenizer()
+    tokens = _tokens(tokenizer, prompts, chat)
+    engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
+    pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
+    budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
+    requests = [Request(name, tokens[index], budgets[index]) for name, index in pairs]
+    torch.manual_seed(seed)
+    try:
+        outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    texts = [text_of(tokenizer, output) for output in outputs]
+    return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[tuple[int, ...]]:
+    if not chat:
+        return [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    try:
+        template = ChatTemplate(tokenizer)
+        return [template.question(prompt) for prompt in prompts]
+    except FormatError as error:
+        raise RunError(f"--chat: {error}") from None
+
+
+def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
+    if positions is None:
+        return wanted
+    if len(prompt) >= positions:
+        raise RunError(
+            f"a prompt of {len(prompt)} tokens leaves no room for an answer: the base model takes at most "
+            f"{positions}"
+        )
+    return min(wanted, positions - len(prompt))
+
+
+def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | None) -> Engine:
+    import torch
+    from safetensors import SafetensorError
+
+    from mlora.engine import Engine
+    from mlora.process.device import choose_device
+    from mlora.step.optim_config import OptimConfig
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    where = choose_device(device, dtype)
+    try:
+        engine = Engine(base.name, device=where, dtype=dtype)
+        for name, folder in folders.items():
+            engine.load(name, folder, OptimConfig(lr_scheduler_type="constant"))
+    except (ValueError, OSError, SafetensorError) as error:
+        raise RunError(first_line(error)) from error
+    return engine
+
+
+def print_answers(answers: Sequence[Answer], *, as_json: bool, between: str = "") -> None:
+    """Print completions.
+
+    Args:
+        answers: what to print.
+        as_json: one JSON object a line, instead of text.
+        between: what stands between a prompt and its completion in text.
+    """
+    escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
+    for item in answers:
+        print(
+            json.dumps(asdict(item), ensure_ascii=escaped)
+            if as_json
+            else f"[{item.adapter}] {item.prompt}{between}{item.completion}"
+        )

@@ -1,0 +1,202 @@
+"""How far a run has come, read from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlora.checkpoint import list_checkpoints
+from mlora.commands.result_table import result_table
+from mlora.config_file import read_yaml
+from mlora.errors import RunError
+from mlora.queue.known_tasks import KnownTask, known_tasks
+from mlora.queue.task_queue import TaskQueue
+from mlora.run_folder import RunFolder, is_running, read_metrics
+from mlora.sweep.progress import SweepProgress, sweep_progress
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How far a run has come.
+
+    Args:
+        folder: the run's.
+        status: ``running`` while a process is at work; ``finished``, ``failed``, ``paused``; else
+            ``interrupted``.
+        adapters: as in ``summary.json``, with states of today; ``unfinished`` where nobody is at work.
+        tasks: the same tasks, and what was asked of them.
+        memory: in bytes, as the run has published it; none where it has no limit.
+        sweep: how far it has come; none where the run holds none.
+    """
+
+    folder: RunFolder
+    status: str
+    adapters: dict[str, dict[str, Any]]
+    tasks: dict[str, KnownTask]
+    memory: dict[str, int] | None
+    sweep: SweepProgress | None = None
+
+    @property
+    def news(self) -> bool:
+        """Whether something was asked that the run has not taken."""
+        return any(task.asked or task.state == "queued" for task in self.tasks.values())
+
+    @property
+    def line(self) -> str:
+        """One line on the run, and on how to continue it."""
+        path = self.folder.path
+        if self.status == "running":
+            return f"running: {path}"
+        if self.status in ("finished", "failed", "paused"):
+            if self.news:
+                return f"{self.status}: {path}; `mlora resume {path}` takes what was asked since"
+            more = f"; continue with {how_to_go_on(path, self.paused)}" if self.status == "paused" else ""
+            return f"{self.status}: {path}{more}"
+        where = (
+            "its last checkpoint"
+            if list_checkpoints(self.folder.checkpoints)
+            else "the start, for it has no checkpoint"
+        )
+        return f"not running; `mlora resume {path}` continues from {where}"
+
+    @property
+    def paused(self) -> list[str]:
+        """Names of the tasks that are paused."""
+        return [name for name, task in self.tasks.items() if task.state == "paused"]
+
+    def notes(self) -> Iterator[str]:
+        """Lines below the table: the sweep, memory, and why tasks were refused or stopped."""
+        if self.sweep:
+            yield self.sweep.line
+        if self.memory:
+            size = {key: f"{value / MIB:.0f} MiB" for key, value in self.memory.items()}
+            peak = f"measured peak {size['peak_bytes']}" if self.memory["peak_bytes"] else "not yet measured"
+            yield (
+                f"memory: limit {size['limit_bytes']}, base {size['base_bytes']}, "
+                f"reserve {size['reserved_bytes']}, "
+                f"predicted {size['predicted_bytes']}, {peak}"
+            )
+        for name, entry in self.adapters.items():
+            if entry["state"] in ("refused", "stopped") and entry.get("message"):
+                yield f"{name}: {entry['state']}: {entry['message']}"
+
+    def table(self) -> list[list[str]]:
+        """Rows, titles first."""
+        tasks = list(self.tasks.values())
+        ranked = any(task.priority for task in tasks)
+        more = {
+            "asked for": [", ".join(task.asked) for task in tasks],
+            "priority": [str(task.priority) if ranked else "" for task in tasks],
+            "states": [_size(task, "states_bytes") for task in tasks],
+            "micro-batch": [_size(task, "batch_bytes") for task in tasks],
+        }
+        return result_table({"status": self.status, "adapters": self.adapters}, more)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same for scripts, as plain values."""
+        tasks = []
+        for name, task in self.tasks.items():
+            predicted = {key: task.view.get(key) for key in ("states_bytes", "batch_bytes")}
+            own = {"name": name, **self.adapters[name], "priority": task.priority, "asked": task.asked}
+            tasks.append({**own, "predicted": predicted if self.memory and any(predicted.values()) else None})
+        return {
+            "run_dir": str(self.folder.path),
+            "status": self.status,
+            "at_work": self.status == "running",
+            "news": self.news,
+            "memory": self.memory,
+            "sweep": self.sweep.as_json() if self.sweep else None,
+            "tasks": tasks,
+        }
+
+
+def how_to_go_on(path: Path, paused: list[str]) -> str:
+    """Say how a run goes on whose tasks are all paused.
+
+    Args:
+        path: its folder.
+        paused: their names.
+    """
+    return f"`mlora unpause {path} {' '.join(paused)}`, then `mlora resume {path}`"
+
+
+def read_status(run_dir: Path | str) -> RunStatus:
+    """Read a run's state.
+
+    Args:
+        run_dir: the run's ``output_dir``.
+
+    Returns:
+        What is known of it.
+
+    Raises:
+        RunError: the folder holds no run, or a file in it cannot be read.
+    """
+    folder = RunFolder(Path(run_dir).resolve())
+    if not folder.config.is_file():
+        raise RunError(f"{folder.path}: holds no config.yaml, so there is no run")
+    values = read_yaml(folder.config)
+    own = _own(folder, values)
+    at_work = is_running(folder.metrics)  # before the summary, which may say meanwhile that it has ended
+    summary = folder.read_summary() or {"status": "running", "adapters": {}}
+    with ExitStack() as stack:
+        queue = stack.enter_context(TaskQueue(folder.queue)) if folder.queue.is_file() else None
+        tasks = known_tasks(own, summary, queue)
+        memory = queue.views()[1].get("memory") if queue else None
+    adapters = {name: summary["adapters"].get(name) or _unknown(task) for name, task in tasks.items()}
+    for record in read_metrics(folder.metrics):
+        name = record["adapter"]
+        if name not in tasks:
+            tasks[name] = KnownTask(name, 0)
+            adapters[name] = _unknown(tasks[name])
+        _apply(adapters[name], record)
+    status = summary["status"]
+    if status == "running" or at_work:
+        status = "running" if at_work else "interrupted"
+    for name, task in tasks.items():
+        stands = task.state in ("running", "waiting") and status != "running"
+        adapters[name]["state"] = "unfinished" if stands else task.state
+    sweep = folder.read_config().sweep if values.get("sweep") else None
+    progress = sweep_progress(folder, sweep) if sweep else None
+    return RunStatus(folder, status, adapters, tasks, memory, progress)
+
+
+def _own(folder: RunFolder, config: dict[str, Any]) -> list[tuple[str, int]]:
+    adapters = config.get("adapters")
+    if not isinstance(adapters, list) or not all(isinstance(a, dict) and "name" in a for a in adapters):
+        raise RunError(f"{folder.config}: has no list of adapters with names")
+    return [(adapter["name"], adapter.get("priority") or 0) for adapter in adapters]
+
+
+def _size(task: KnownTask, key: str) -> str:
+    size = task.view.get(key)
+    return f"{size / MIB:.1f} MiB" if size and task.state in ("running", "waiting", "paused") else ""
+
+
+def _unknown(task: KnownTask) -> dict[str, Any]:
+    empty = {"before": None, "after": None}
+    return {
+        "state": task.state,
+        "message": "",
+        "step": 0,
+        "max_steps": task.max_steps,
+        "loss": None,
+        "tokens": 0,
+        "seconds": 0.0,
+        "eval_loss": dict(empty),
+        "eval_exact_match": dict(empty),
+    }
+
+
+def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:
+    entry["step"] = max(entry["step"], record["step"])
+    if "loss" in record:
+        entry["loss"] = record["loss"]
+    for key in ("eval_loss", "eval_exact_match"):
+        if key in record:
+            entry[key]["before" if record["step"] == 0 else "after"] = record[key]

@@ -1,0 +1,1 @@
+"""Lines of a dataset to tokens and labels, and their order."""

@@ -1,0 +1,224 @@
+"""Messages turned into tokens by the base model's chat template, as TRL's ``SFTTrainer`` does."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from mlora.dataset.record import (
+    NOT_TRAINED,
+    FormatError,
+    Prompt,
+    Record,
+    Sample,
+    common_start,
+    objects_of_key,
+    text_of_key,
+)
+from mlora.errors import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+NOT_THE_TEMPLATES = (
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+DOUBT = (
+    "have a prompt that the chat template ends differently when the completion follows; "
+    "what differs is trained with the completion"
+)
+
+
+def messages_of_key(fields: dict[str, Any], key: str) -> list[Message]:
+    """Return a field that holds messages.
+
+    Args:
+        fields: a line.
+        key: the field: a list of ``{"role": ..., "content": ...}``; an assistant's message with
+            ``tool_calls`` needs no content. Other keys of a message are the template's.
+
+    Raises:
+        FormatError: it is missing, empty or something else, or a role is unknown.
+    """
+    messages = objects_of_key(fields, key)
+    for index, message in enumerate(messages):
+        where = f"{key}[{index}]"
+        _check_choice(text_of_key(message, "role", f"{where}.role"), ROLES, f"{where}.role")
+        if message.get("content") is not None or not message.get("tool_calls"):
+            text_of_key(message, "content", f"{where}.content")
+    return messages
+
+
+def sharegpt_messages(fields: dict[str, Any]) -> list[Message]:
+    """Return the messages of a line of ShareGPT's format.
+
+    Args:
+        fields: ``conversations``, a list of ``{"from": ..., "value": ...}``, and optionally ``system``, the
+            text of a system message before them.
+
+    Raises:
+        FormatError: a key is missing, empty or something else, or who speaks is unknown.
+    """
+    messages = []
+    if fields.get("system") is not None:
+        messages.append({"role": "system", "content": text_of_key(fields, "system")})
+    for index, turn in enumerate(objects_of_key(fields, "conversations")):
+        where = f"conversations[{index}]"
+        speaker = text_of_key(turn, "from", f"{where}.from")
+        _check_choice(speaker, SHAREGPT_ROLES, f"{where}.from")
+        content = text_of_key(turn, "value", f"{where}.value")
+        messages.append({"role": SHAREGPT_ROLES[speaker], "content": content})
+    return messages
+
+
+def _check_choice(value: str, known: Any, name: str) -> None:
+    if value not in known:
+        raise FormatError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        tokenizer: the base model's.
+        assistant_only_loss: train what the template marks as the assistant's, and nothing else.
+
+    Raises:
+        FormatError: the tokenizer has no chat template, or ``assistant_only_loss`` finds no marks in it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = False) -> None:
+        if not tokenizer.chat_template:
+            raise FormatError(
+                "messages need a chat template, and the base model's tokenizer has none; use a base model "
+                "that has one, save one as chat_template.jinja beside the base model's tokenizer, or write "
+                "the prompts out as text in the format prompt_completion"
+            )
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise FormatError(f"the base model's chat template: {first_line(error)}") from None
+        if assistant_only_loss and not GENERATION.search(template):
+            raise FormatError(
+                "assistant_only_loss needs a chat template that marks what the assistant says with "
+                "{% generation %} and {% endgeneration %}, and the base model's does not; mark it there, or "
+                "remove assistant_only_loss"
+            )
+        self._tokenizer = tokenizer
+        self._assistant_only = assistant_only_loss
+
+    def conversation(self, messages: list[Message], fields: dict[str, Any]) -> Record:
+        """Train a conversation.
+
+        Args:
+            messages: at least one.
+            fields: the line they stand in; its ``tools`` and ``chat_template_kwargs`` go to the template.
+
+        Returns:
+            All tokens trained, or the assistant's only.
+
+        Raises:
+            FormatError: the template refuses the messages.
+        """
+        ids, labels = self._render(messages, fields)
+        return Record(Sample(ids, labels))
+
+    def completion(self, prompt: list[Message], completion: list[Message], fields: dict[str, Any]) -> Record:
+        """Train messages that follow others.
+
+        Args:
+            prompt: rendered with what opens the assistant's answer (``add_generation_prompt``).
+            completion: what is trained, from the first token on that the prompt alone does not begin with.
+            fields: as for :meth:`conversation`.
+
+        Returns:
+            The sample and, where the completion holds the end token, the prompt.
+
+        Raises:
+            FormatError: the template refuses the messages.
+        """
+        start = self._tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
+        ids, labels = self._render(prompt + completion, fields)
+        place = common_start(tuple(start), ids)
+        sample = Sample(ids, (NOT_TRAINED,) * place + labels[place:])
+        if place < len(start):
+            return Record(sample, doubt=DOUBT)
+        return Record(sample, self._prompt(ids, place))
+
+    def question(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a user's message and of what opens the answer.
+
+        Args:
+            text: the message's.
+
+        Raises:
+            FormatError: the template refuses it.
+        """
+        message = {"role": "user", "content": text}
+        return tuple(self._tokens([message], {}, add_generation_prompt=True)["input_ids"])
+
+    def _prompt(self, ids: tuple[int, ...], place: int) -> Prompt | None:
+        """Return the prompt that ends at a place, or none where no end token follows."""
+        end = self._tokenizer.eos_token_id
+        if end not in ids[place:]:
+            return None
+        stop = ids.index(end, place)
+        wanted = self._tokenizer.decode(list(ids[place:stop]), clean_up_tokenization_spaces=False)
+        assert isinstance(wanted, str)
+        return Prompt(ids[:place], wanted, stop + 1 - place)
+
+    def _render(
+        self, messages: list[Message], fields: dict[str, Any]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = self._tokens(messages, fields, return_assistant_tokens_mask=self._assistant_only)
+        ids = tuple(found["input_ids"])
+        if not self._assistant_only:
+            return ids, ids
+        marked = zip(ids, found["assistant_masks"], strict=True)
+        return ids, tuple(token if mark else NOT_TRAINED for token, mark in marked)
+
+    def _tokens(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> Any:
+        from jinja2 import TemplateError
+
+        options = fields.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise FormatError(f"'chat_template_kwargs' must be an object, got {type(options).__name__}")
+        for key in NOT_THE_TEMPLATES:
+            if key in options:
+                raise FormatError(f"'chat_template_kwargs': {key!r} is no variable of a template; remove it")
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=_tools(fields), tokenize=True, return_dict=True, **how, **options
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise FormatError(f"the chat template refuses the messages: {first_line(error)}") from None
+
+
+def _tools(fields: dict[str, Any]) -> list[Any] | None:
+    """Return the tools of a line: a list of objects, or that list written as JSON."""
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"'tools' is not JSON: {first_line(error)}") from None
+    return objects_of_key({"tools": tools}, "tools") if tools else None

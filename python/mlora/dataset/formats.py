@@ -1,0 +1,132 @@
+"""The formats of a dataset: how one line becomes tokens, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from mlora.dataset.chat import ChatTemplate, messages_of_key, sharegpt_messages
+from mlora.dataset.record import (
+    NOT_TRAINED,
+    FormatError,
+    Prompt,
+    Record,
+    Sample,
+    common_start,
+    ids_of_key,
+    text_of_key,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Parser = Callable[[dict[str, Any]], Record]
+DOUBT = (
+    "have a prompt whose last token changes when the completion follows; "
+    "move the space between them to the completion's start"
+)
+# the prompts of Stanford Alpaca, which models tuned on such data were given
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
+    "### Input:\n{input}\n\n### Response:"
+)
+
+
+def parser_of(
+    format: str, tokenizer: PreTrainedTokenizerBase | None, *, assistant_only_loss: bool = False
+) -> Parser:
+    """Return the function that reads the lines of a format.
+
+    Args:
+        format: ``tokens``, ``text``, ``prompt_completion``, ``alpaca``, ``sharegpt`` or ``messages``.
+        tokenizer: the base model's; ``tokens`` needs none.
+        assistant_only_loss: of messages, train what the assistant says only.
+
+    Returns:
+        A function from a line's fields to a :class:`Record`, which raises :class:`FormatError`.
+
+    Raises:
+        FormatError: the format needs something that the tokenizer does not have.
+    """
+    if format == "tokens":
+        return _tokens
+    if tokenizer is None:
+        raise FormatError("the base model has no tokenizer; use a dataset of format tokens")
+    if format in ("messages", "sharegpt"):
+        return _conversations(format, ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss))
+    if not isinstance(tokenizer.eos_token, str):
+        raise FormatError("the base model's tokenizer has no end token (eos_token)")
+    if format == "prompt_completion":
+        return _prompt_completion(tokenizer, assistant_only_loss)
+    return {"text": _plain_text, "alpaca": _alpaca}[format](tokenizer)
+
+
+def _tokens(fields: dict[str, Any]) -> Record:
+    ids = ids_of_key(fields, "input_ids")
+    labels = ids_of_key(fields, "labels") if "labels" in fields else ids
+    if len(labels) != len(ids):
+        raise FormatError(f"'labels' has {len(labels)} entries, but 'input_ids' has {len(ids)}")
+    return Record(Sample(ids, labels))
+
+
+def _plain_text(tokenizer: PreTrainedTokenizerBase) -> Parser:
+    end = str(tokenizer.eos_token)
+
+    def parse(fields: dict[str, Any]) -> Record:
+        text = text_of_key(fields, "text")
+        ids = tuple(tokenizer(text if text.endswith(end) else text + end)["input_ids"])
+        return Record(Sample(ids, ids))
+
+    return parse
+
+
+def _prompt_completion(tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool) -> Parser:
+    chat = cache(lambda: ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss))
+
+    def parse(fields: dict[str, Any]) -> Record:
+        if isinstance(fields.get("prompt"), list):
+            prompt, completion = messages_of_key(fields, "prompt"), messages_of_key(fields, "completion")
+            return chat().completion(prompt, completion, fields)
+        record = _completed(tokenizer, text_of_key(fields, "prompt"), text_of_key(fields, "completion"))
+        if assistant_only_loss:
+            raise FormatError("assistant_only_loss needs messages, but 'prompt' is text")
+        return record
+
+    return parse
+
+
+def _alpaca(tokenizer: PreTrainedTokenizerBase) -> Parser:
+    def parse(fields: dict[str, Any]) -> Record:
+        instruction, output = text_of_key(fields, "instruction"), text_of_key(fields, "output")
+        context = "" if fields.get("input") is None else text_of_key(fields, "input")
+        template = ALPACA_WITH_INPUT if context else ALPACA
+        return _completed(tokenizer, template.format(instruction=instruction, input=context), output)
+
+    return parse
+
+
+def _completed(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Record:
+    """Train a completion and the end token: every token from where the prompt's own tokens end."""
+    end = str(tokenizer.eos_token)
+    completion = completion.removesuffix(end)
+    start = tuple(tokenizer(prompt)["input_ids"])
+    ids = tuple(tokenizer(prompt + completion + end)["input_ids"])
+    place = common_start(start, ids)
+    sample = Sample(ids, (NOT_TRAINED,) * place + ids[place:])
+    wanted = Prompt(start, completion, len(ids) - place)
+    return Record(sample, wanted, doubt=DOUBT if place < len(start) else "")
+
+
+def _conversations(format: str, chat: ChatTemplate) -> Parser:
+    def parse(fields: dict[str, Any]) -> Record:
+        of_sharegpt = format == "sharegpt"
+        messages = sharegpt_messages(fields) if of_sharegpt else messages_of_key(fields, "messages")
+        return chat.conversation(messages, fields)
+
+    return parse

@@ -1,0 +1,1 @@
+"""What a run's config may ask for, field by field."""

@@ -1,0 +1,115 @@
+"""What a base model is, without its weights: config, vocabulary, tokenizer, modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mlora.base.hub import check_base
+from mlora.errors import RunError, first_line
+from mlora.fields.lora_fields import build_lora
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+class BaseInfo:
+    """What is known of a base model without loading its weights.
+
+    Args:
+        name: a folder or a hub id.
+        folder: the folder that was looked for where ``name`` is a hub id.
+
+    Attributes:
+        name: as given.
+        config: its Transformers config.
+
+    Raises:
+        RunError: nothing is there, or Transformers cannot read it.
+    """
+
+    def __init__(self, name: str, folder: str | None = None) -> None:
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
+        self.name = name
+        try:
+            check_base(name, folder)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        try:
+            self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
+            reason = " ".join(str(error).split()) if whole else first_line(error)
+            raise RunError(f"base_model: cannot load {name}: {reason}") from error
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def blocks(self) -> int:
+        """The number of decoder blocks."""
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that it was made for, where its config says so.
+
+        With LongRoPE it is the length before the extension: beyond it, Transformers turns every row of a
+        batch by other angles, so that one long sample would change what other adapters see.
+        """
+        config = self.config.get_text_config()
+        limits = [getattr(config, "max_position_embeddings", None)]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope.get("original_max_position_embeddings"))
+            limits.append(getattr(config, "original_max_position_embeddings", None))
+        known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+        return min(known, default=None)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return its tokenizer, loaded at the first call.
+
+        Raises:
+            RunError: it has none, or Transformers cannot read it.
+        """
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+            except (OSError, ValueError, KeyError) as error:
+                raise RunError(
+                    f"base_model: cannot load the tokenizer of {self.name}: {first_line(error)}; "
+                    "only datasets of format tokens need none"
+                ) from error
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def targets(self, lora: dict[str, Any]) -> set[str]:
+        """Return the modules that a ``lora`` block reaches, by the names of PEFT's files.
+
+        Args:
+            lora: fields of PEFT's ``LoraConfig``.
+
+        Returns:
+            For example ``{"base_model.model.model.layers.0.self_attn.q_proj"}``.
+
+        Raises:
+            RunError: PEFT refuses the block, or it reaches nothing.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from mlora_ext.nn.targets import target_layers
+
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(self.config)
+        try:
+            layers = target_layers(skeleton, "lora", build_lora(lora))
+        except ValueError as error:
+            raise RunError(f"lora: {first_line(error)}") from error
+        return {f"base_model.model.{layer}" for layer in layers}

@@ -1,0 +1,231 @@
+"""The search space of a sweep: what may stand under ``search``, which mirrors the fields of an adapter.
+
+A leaf is ``{choice: [...]}``, or ``{low: , high: }`` with ``log`` or ``step``; whole bounds draw whole
+numbers. The parameters of a trial are named by their paths, such as ``lora.r``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from mlora.fields.strict import KeyPathError
+
+Number = int | float
+Param = int | float | str
+"""What Optuna knows of a value: a number, or the text of a choice."""
+
+LEAF_KEYS = {"choice", "low", "high", "log", "step"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values of any kind.
+
+    Args:
+        keys: that lead to the field, from an adapter.
+        values: by their text.
+    """
+
+    keys: tuple[str, ...]
+    values: Mapping[str, Any]
+
+    def value(self, param: Param) -> Any:
+        """Return the value that a parameter stands for."""
+        return self.values[str(param)]
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return len(self.values)
+
+    def member(self, index: int) -> Param:
+        """Return the parameter of a place in the grid."""
+        return list(self.values)[index]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number between two bounds, both of them included.
+
+    Args:
+        keys: that lead to the field, from an adapter.
+        low: a whole number where whole numbers are drawn.
+        high: likewise; with a step, the last number that is drawn.
+        log: drawn evenly over the logarithm.
+        step: from `low`; none = any number.
+    """
+
+    keys: tuple[str, ...]
+    low: Number
+    high: Number
+    log: bool = False
+    step: Number | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether whole numbers are drawn."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def value(self, param: Param) -> Number:
+        """Return the value that a parameter stands for."""
+        return int(param) if self.whole else float(param)
+
+    @property
+    def count(self) -> int | None:
+        """How many numbers there are; none where they cannot be counted."""
+        step = self._step
+        return None if step is None else round((self.high - self.low) / step) + 1
+
+    def member(self, index: int) -> Param:
+        """Return the number of a place in the grid."""
+        assert self._step is not None
+        return min(self.low + index * self._step, self.high)
+
+    @property
+    def _step(self) -> Number | None:
+        return self.step or (1 if self.whole and not self.log else None)
+
+
+Leaf = Choice | Range
+Space = dict[str, Leaf]
+"""The leaves of a search space by their paths, in their order."""
+
+
+def read_space(search: Mapping[str, Any]) -> Space:
+    """Return the leaves of what stands under ``search``.
+
+    Args:
+        search: nested as the fields of an adapter are.
+
+    Raises:
+        KeyPathError: it is empty, or something in it is neither a leaf nor a mapping of leaves.
+    """
+    space = dict(_leaves((), search))
+    if not space:
+        raise KeyPathError("", "must not be empty")
+    return space
+
+
+def _leaves(keys: tuple[str, ...], node: Any) -> Iterator[tuple[str, Leaf]]:
+    path = ".".join(keys)
+    if not isinstance(node, Mapping) or (keys and not node):
+        raise KeyPathError(
+            path,
+            f"must be {{choice: [...]}} or {{low: , high: }}, got {node!r}; what is fixed stands in adapter",
+        )
+    if LEAF_KEYS.isdisjoint(node) or not keys:
+        for key, inner in node.items():
+            yield from _leaves((*keys, str(key)), inner)
+        return
+    unknown = [str(key) for key in node if key not in LEAF_KEYS]
+    if unknown:
+        raise KeyPathError(f"{path}.{unknown[0]}", "unknown key; known keys: choice, or low, high, log, step")
+    yield path, _choice(keys, node) if "choice" in node else _range(keys, node)
+
+
+def _choice(keys: tuple[str, ...], node: Mapping[str, Any]) -> Choice:
+    path = ".".join(keys)
+    if len(node) > 1:
+        raise KeyPathError(path, "choice stands alone, without low, high, log and step")
+    values = node["choice"]
+    if not isinstance(values, list) or not values:
+        raise KeyPathError(f"{path}.choice", f"must be a list of values, got {values!r}")
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    if twice is not None:
+        raise KeyPathError(f"{path}.choice", f"{twice} stands twice")
+    return Choice(keys, dict(zip(texts, values, strict=True)))
+
+
+def _range(keys: tuple[str, ...], node: Mapping[str, Any]) -> Range:
+    path = ".".join(keys)
+    for key in ("low", "high"):
+        if key not in node:
+            raise KeyPathError(f"{path}.{key}", "is missing")
+    for key in ("low", "high", "step"):
+        value = node.get(key)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise KeyPathError(f"{path}.{key}", f"must be a number, got {value!r}")
+    low, high, step, log = node["low"], node["high"], node.get("step"), node.get("log", False)
+    if type(log) is not bool:
+        raise KeyPathError(f"{path}.log", f"must be true or false, got {log!r}")
+    if low > high:
+        raise KeyPathError(f"{path}.high", f"must be at least low, {low}, got {high}")
+    if log and low <= 0:
+        raise KeyPathError(f"{path}.low", f"must be above 0 with log, got {low}")
+    if log and step is not None:
+        raise KeyPathError(f"{path}.step", "does not go with log")
+    if step is not None and step <= 0:
+        raise KeyPathError(f"{path}.step", f"must be above 0, got {step}")
+    if Range(keys, low, high).whole and type(step) is float:
+        raise KeyPathError(f"{path}.step", f"must be a whole number, as low and high are, got {step}")
+    if step is not None:
+        first, each = Decimal(str(low)), Decimal(str(step))
+        last = first + (Decimal(str(high)) - first) // each * each
+        high = int(last) if Range(keys, low, high).whole else float(last)
+    return Range(keys, low, high, log, step)
+
+
+def grid_size(space: Space) -> int | None:
+    """Return how many combinations a space has; none where they cannot be counted.
+
+    Args:
+        space: of the sweep.
+    """
+    counts = [leaf.count for leaf in space.values()]
+    return None if None in counts else math.prod(count for count in counts if count is not None)
+
+
+def grid_point(space: Space, number: int) -> dict[str, Param]:
+    """Return a combination of a space that can be counted; the last parameter changes first.
+
+    Args:
+        space: of the sweep.
+        number: below `grid_size`.
+    """
+    point: dict[str, Param] = {}
+    for path, leaf in reversed(space.items()):
+        assert leaf.count is not None
+        number, index = divmod(number, leaf.count)
+        point[path] = leaf.member(index)
+    return {path: point[path] for path in space}
+
+
+def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Param]) -> dict[str, Any]:
+    """Return the fields of an adapter with those of a trial.
+
+    Args:
+        fields: of the sweep's ``adapter``.
+        space: of the sweep.
+        params: of the trial.
+    """
+    filled = copy.deepcopy(dict(fields))
+    for path, param in params.items():
+        *parents, last = space[path].keys
+        node = filled
+        for key in parents:
+            if not isinstance(node.get(key), dict):
+                node[key] = {}
+            node = node[key]
+        node[last] = space[path].value(param)
+    return filled
+
+
+def corners(space: Space) -> Iterator[dict[str, Param]]:
+    """Yield combinations in which each value of each parameter stands at least once: bounds, and choices.
+
+    Args:
+        space: of the sweep.
+    """
+    ends = {
+        path: list(leaf.values) if isinstance(leaf, Choice) else [leaf.low, leaf.high]
+        for path, leaf in space.items()
+    }
+    for turn in range(max(map(len, ends.values()))):
+        yield {path: values[min(turn, len(values) - 1)] for path, values in ends.items()}

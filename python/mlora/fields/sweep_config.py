@@ -1,0 +1,170 @@
+"""What may stand under ``sweep`` in a run's config, in place of ``adapters``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from mlora.fields.paths import resolve_path
+from mlora.fields.search_space import Choice, Space, corners, grid_size, read_space, with_params
+from mlora.fields.strict import KeyPathError, Strict
+
+MOST_TRIALS = 10_000
+
+
+def is_trial(name: str) -> bool:
+    """Say whether an adapter's name is one that a sweep gives its trials."""
+    return re.fullmatch(r"trial-\d+", name) is not None
+
+
+class SweepConfig(Strict):
+    """A search for the best values of an adapter's fields: each trial is an adapter of the run.
+
+    ``adapter`` holds what all trials have in common: what stands below ``adapters`` for one task, without a
+    name; they have the run's ``seed`` where it says none. ``search`` is nested as these fields are and says
+    what differs, see :mod:`mlora.fields.search_space`. ``places`` trials train at once; as soon as one has
+    ended or was pruned, the next takes its place.
+
+    ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``: all combinations in turn.
+    ``pruner``, one of Optuna's, ends trials whose ``eval_loss`` falls behind, judged after each evaluation.
+    Both take the arguments of Optuna's classes. Trials are ranked by ``metric``, as it is after their last
+    step.
+    """
+
+    trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
+    places: int = Field(default=4, ge=1, le=MOST_TRIALS)
+    metric: Literal["eval_loss", "eval_exact_match"] = "eval_loss"
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = "none"
+    pruner_kwargs: dict[str, Any] = Field(default_factory=dict)
+    adapter: dict[str, Any]
+    search: dict[str, Any]
+
+    @property
+    def space(self) -> Space:
+        """The leaves of ``search`` by their paths."""
+        return read_space(self.search)
+
+    @property
+    def count(self) -> int:
+        """How many trials there will be."""
+        found = self.trials or grid_size(self.space)
+        assert found is not None
+        return found
+
+    @property
+    def folders(self) -> list[str]:
+        """Adapters that trials begin with."""
+        leaf = self.space.get("init_from")
+        chosen = leaf.values.values() if isinstance(leaf, Choice) else []
+        return [str(path) for path in (self.adapter.get("init_from"), *chosen) if path]
+
+    def trial_name(self, number: int) -> str:
+        """Return the name of a trial's adapter; names sort as numbers do.
+
+        Args:
+            number: counts from 0.
+        """
+        return f"trial-{number:0{len(str(self.count - 1))}d}"
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return adapters that hold each bound and each choice of the search space at least once."""
+        points = enumerate(corners(self.space))
+        return [
+            {**with_params(self.adapter, self.space, point), "name": f"sample-{number}"}
+            for number, point in points
+        ]
+
+    def pruner_arguments(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Optuna's pruner.
+
+        What Optuna would take from the first trials that end, and forget when a run goes on, is taken from
+        the steps of the evaluations: trials are first judged after one, and have at most ``max_steps``.
+
+        Args:
+            defaults: fields of adapters where ``adapter`` says nothing.
+
+        Raises:
+            KeyPathError: they depend on the trial; then they have to be given.
+        """
+        kwargs = dict(self.pruner_kwargs)
+        given = {**defaults, **self.adapter, **self.search}
+        every, most = given.get("eval_steps"), given.get("max_steps")
+        if type(every) is float and every < 1 and type(most) is int and most > 0:
+            every = math.ceil(every * most)
+        known = {"min_resource": every, "max_resource": most}
+        wanted = {"successive_halving": ["min_resource"], "hyperband": ["min_resource", "max_resource"]}
+        for key in wanted.get(self.pruner, ()):
+            value: Any = known[key]
+            if kwargs.get(key, "auto") == "auto":
+                if type(value) not in (int, float) or value < 1:
+                    raise KeyPathError(f"pruner_kwargs.{key}", "is missing; trials differ in their steps")
+                kwargs[key] = int(value)
+        return kwargs
+
+    def check_evaluations(self, defaults: dict[str, Any]) -> None:
+        """Check that trials are evaluated as the sweep needs it.
+
+        Args:
+            defaults: fields of adapters where ``adapter`` says nothing.
+
+        Raises:
+            KeyPathError: they are not.
+        """
+        given = {**defaults, **self.adapter, **self.search}
+        if given.get("eval_dataset") is None:
+            raise KeyPathError("adapter.eval_dataset", "is missing; trials are ranked by it")
+        if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:
+            raise KeyPathError("adapter.eval_exact_match", "must be true; trials are ranked by it")
+        if self.pruner != "none" and given.get("eval_steps") is None:
+            raise KeyPathError("adapter.eval_steps", "is missing; the pruner judges at each evaluation")
+        self.pruner_arguments(defaults)
+
+    @field_validator("adapter")
+    @classmethod
+    def _adapter(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "name" in value:
+            raise KeyPathError("name", "trials are named by their numbers; remove it")
+        if isinstance(value.get("init_from"), str):
+            return {**value, "init_from": resolve_path(value["init_from"], info)}
+        return value
+
+    @field_validator("search")
+    @classmethod
+    def _search(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        space = read_space(value)
+        if "name" in space:
+            raise KeyPathError("name", "trials are named by their numbers; remove it")
+        leaf = value.get("init_from")
+        if isinstance(leaf, dict) and isinstance(leaf.get("choice"), list):
+            paths = [resolve_path(path, info) if isinstance(path, str) else path for path in leaf["choice"]]
+            return {**value, "init_from": {"choice": paths}}
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SweepConfig:
+        size = grid_size(self.space)
+        if self.sampler == "grid" and size is None:
+            raise KeyPathError("sampler", "grid needs choices, whole numbers without log, or a step")
+        if self.trials is None and self.sampler != "grid":
+            raise KeyPathError("trials", "is missing")
+        if self.sampler == "grid" and self.trials and size and self.trials > size:
+            raise KeyPathError("trials", f"is {self.trials}, but the grid has {size} combinations")
+        if self.trials is None and size and size > MOST_TRIALS:
+            raise KeyPathError("search", f"the grid has {size} combinations; {MOST_TRIALS} at most")
+        if self.pruner != "none" and self.metric != "eval_loss":
+            raise KeyPathError("pruner", f"judges eval_loss, not the metric {self.metric}; use none")
+        if "seed" in self.sampler_kwargs:
+            raise KeyPathError("sampler_kwargs.seed", "the run's seed is it; remove it")
+        for key, kwargs, known in (
+            ("sampler_kwargs", self.sampler_kwargs, self.sampler != "grid"),
+            ("pruner_kwargs", self.pruner_kwargs, self.pruner != "none"),
+        ):
+            if kwargs and not known:
+                raise KeyPathError(key, f"{key.removesuffix('_kwargs')} has none")
+        return self

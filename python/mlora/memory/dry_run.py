@@ -1,0 +1,315 @@
+"""Memory of a stage before anything runs: the same code on fake tensors, which have shapes but no numbers.
+
+The model is a skeleton on the meta device, of which a run makes some blocks fake; no weight is read or made.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from transformers import PreTrainedModel
+
+import mlora_ext
+from mlora.base.cut import Cut, Span, cut_model, find_blocks, outer_modules
+from mlora.base.loss import chunk_rows
+from mlora.base.pretrained import skeleton, skeleton_of
+from mlora.model import BaseModel, take_apart
+from mlora.pipeline.message import Message, Sort
+from mlora.pipeline.order import ALONE
+from mlora.pipeline.stage import Stage
+from mlora.step.crew import PartOptions, Source
+from mlora.step.optim_config import OptimConfig
+from mlora.step.part import StagePart, put_adapter
+from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
+from mlora_ext.nn.routes import LayerSpec
+from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.targets import target_layers
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
+_NAME = "dry"  # of an adapter that nobody sees
+
+
+@dataclass(frozen=True)
+class States:
+    """Memory of one adapter on one stage, whether or not it has a micro-batch there, in bytes.
+
+    Attributes:
+        weights: in whole pages of the layers' banks.
+        gradients: of its Parameters.
+        moments: of its optimizer.
+        update: what the optimizer takes during an update, and gives back.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    update: int
+
+    @property
+    def total(self) -> int:
+        """What it holds between updates at most."""
+        return self.weights + self.gradients + self.moments
+
+
+class DryStage:
+    """A stage that never runs.
+
+    Args:
+        source: a folder, a hub id or a model, of which nothing but shapes is used.
+        options: how the stage would hold its piece.
+        span: its blocks; None = the whole model.
+
+    Raises:
+        ValueError: if the model cannot be loaded or cut.
+
+    Attributes:
+        base_bytes: of the stage's frozen weights and buffers, without what `pack_base` adds.
+        knees: of a `PeakModel` for its micro-batches.
+    """
+
+    def __init__(self, source: Source, options: PartOptions, span: Span | None = None) -> None:
+        self._options = options
+        self._span = span if span is not None and span.stages > 1 else None
+        if isinstance(source, PreTrainedModel):
+            self._model = skeleton_of(source)
+        else:
+            self._model = skeleton(os.fspath(source), options.dtype)
+        self._blocks, self._outer = self._find_blocks()
+        cut = self._cut(self._model)
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        self.base_bytes = sum(t.nbytes for name, t in tensors if cut is None or cut.holds(name))
+        mlora_ext.convert_model(self._model, {}, every_linear=True)
+        rows = chunk_rows(options.device, int(self._model.config.get_text_config().vocab_size))
+        self.knees = (None, rows, None)
+
+    def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
+        """What an adapter takes beside its micro-batches.
+
+        Args:
+            lora: PEFT's config.
+            optim: its optimizer.
+
+        Raises:
+            ValueError: if the config is not supported or matches nothing.
+        """
+        specs = self._specs(lora)
+        layers = {name: self._model.get_submodule(name).weight for name in specs}
+        widths = {name: sum(weight.shape) for name, weight in layers.items()}  # type: ignore[arg-type, union-attr]
+        size = sum(4 * spec.rank * widths[name] for name, spec in specs.items())
+        pages = sum(4 * max(spec.rank, PAGE_ROWS) * widths[name] for name, spec in specs.items())
+        moments = 0 if optim.optim == "sgd" else 2 * size
+        # PyTorch's AdamW makes the roots of all second moments at once; its fused kernel makes nothing.
+        return States(pages, size, moments, size if optim.optim == "adamw_torch" else 0)
+
+    def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
+        """Equal for sets of adapters under which equal rows take equal memory.
+
+        Rows of all adapters are saved in each layer that any of them targets, and their products with the
+        widest A; backward holds a layer's gradients for a moment.
+
+        Args:
+            loras: of the adapters, in any order.
+
+        Raises:
+            ValueError: as `states`.
+        """
+        ranks: dict[str, list[int]] = {}
+        for lora in loras:
+            for name, spec in self._specs(lora).items():
+                ranks.setdefault(name, []).append(spec.rank)
+        return tuple((name, max(each), sum(each)) for name, each in sorted(ranks.items()))
+
+    def activations(
+        self,
+        loras: Mapping[str, LoraConfig],
+        shapes: Sequence[Mapping[str, Sequence[int]]],
+        *,
+        whole: bool = False,
+    ) -> list[tuple[int, ...]]:
+        """What micro-batches take, as a measured one does: forward, loss and backward, see `Measured`.
+
+        Of blocks that repeat, one and two periods are run, and the rest follows: each more takes the same.
+
+        Args:
+            loras: PEFT's configs by adapter name.
+            shapes: of each micro-batch the lengths of its sequences by adapter name.
+            whole: run every block.
+
+        Returns:
+            The phases' bytes for each micro-batch.
+
+        Raises:
+            ValueError: as `states`, if PyTorch cannot fake something that the model does, such as the
+                product with a mixture's experts in fp32, or if the device is not a CPU: the GPU's kernels
+                take no fake tensors.
+        """
+        if self._options.device.type != "cpu":
+            raise ValueError(f"device: dry runs serve the CPU, got {self._options.device}; measure instead")
+        model = copy.deepcopy(self._model)
+        for name, lora in loras.items():
+            put_adapter(model, name, copy.deepcopy(lora), None, 0)
+        kinds = self._kinds(model)
+        period = 0 if whole else _period(kinds)
+        if not period:
+            return self._run(model, loras, shapes, [len(kinds)])[0]
+        rest, left = len(kinds) % period, len(kinds) // period - 2
+        runs = self._run(model, loras, shapes, [2 * period + rest, period + rest])
+        return [
+            tuple(two + left * (two - one) for two, one in zip(*each, strict=True))
+            for each in zip(*runs, strict=True)
+        ]
+
+    def _find_blocks(self) -> tuple[str, Mapping[str, frozenset[str]]]:
+        """As `Cut` needs them; a whole model need not be one that can be cut."""
+        if self._span is not None:
+            cut = cut_model(self._model, self._span)
+            return cut.blocks, cut.outer
+        try:
+            blocks, _ = find_blocks(self._model)
+            return blocks, outer_modules(self._model, blocks)
+        except ValueError:
+            return "", {}
+
+    def _cut(self, model: PreTrainedModel, blocks: int | None = None) -> Cut | None:
+        """What runs the stage's last blocks, by default all of them; None for a model that cannot be cut."""
+        if not self._blocks:
+            return None
+        span = self._span or Span(0, 1, 0, len(model.get_submodule(self._blocks)))  # type: ignore[arg-type]
+        if blocks is not None:
+            span = replace(span, first=span.last - blocks)
+        return Cut(model, span, self._blocks, self._outer)
+
+    def _specs(self, lora: LoraConfig) -> dict[str, LayerSpec]:
+        """An adapter's layers on this stage."""
+        cut = self._cut(self._model)
+        try:
+            found = target_layers(self._model, _NAME, copy.deepcopy(lora))
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
+        return {name: spec for name, spec in found.items() if cut is None or cut.holds(f"{name}.weight")}
+
+    def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
+        """What blocks of equal memory have in common, for each block of the stage."""
+        cut = self._cut(model)
+        if cut is None:
+            return []
+        types = getattr(model.config.get_text_config(), "layer_types", None)
+        blocks = list(model.get_submodule(self._blocks).children())
+        return [
+            (type(blocks[i]), types and types[i], tuple(_shapes(blocks[i])))
+            for i in range(cut.span.first, cut.span.last)
+        ]
+
+    def _run(
+        self,
+        model: PreTrainedModel,
+        loras: Mapping[str, LoraConfig],
+        shapes: Sequence[Mapping[str, Sequence[int]]],
+        counts: Sequence[int],
+    ) -> list[list[tuple[int, ...]]]:
+        """Run so many of the stage's last blocks; the first count is the largest."""
+        index, stages = (0, 1) if self._span is None else (self._span.stage, self._span.stages)
+        found = []
+        mode = FakeTensorMode()
+        base = self._fill(model, self._cut(model, counts[0]), mode)
+        with mode:
+            part = StagePart(base, self._options.device)
+            for name in loras:
+                part.own(name, _OPTIM)
+            stage = Stage(part.module, index, stages, part.losses, part)
+            for count in counts:
+                base.cut = self._cut(model, count)
+                try:
+                    passes = [_pass(stage, self._message(shape), self._hidden(shape)) for shape in shapes]
+                except RuntimeError as error:
+                    name, reason = type(model).__name__, str(error).partition("\n")[0]
+                    raise ValueError(f"base_model: {name} cannot be run dry: {reason}") from error
+                found.append(passes)
+        return found
+
+    def _fill(self, model: PreTrainedModel, cut: Cut | None, mode: FakeTensorMode) -> BaseModel:
+        """Make the tensors fake that a cut holds."""
+
+        def fake(tensor: Tensor) -> Tensor:
+            with mode:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._options.device)
+
+        for prefix, module in list(model.named_modules()):
+            if not isinstance(module, AdapterSlot) and (cut is None or _held(cut, prefix)):
+                module._apply(fake, recurse=False)
+        base = take_apart(model, cut)
+        if self._options.gradient_checkpointing:
+            base.checkpoint_activations()
+        router_of(model).accumulates = True
+        return base
+
+    def _hidden(self, shape: Mapping[str, Sequence[int]]) -> Tensor:
+        """`[T, D]`."""
+        rows, width = sum(map(sum, shape.values())), self._model.config.get_text_config().hidden_size
+        return torch.empty(rows, width, dtype=self._options.dtype, device=self._options.device)
+
+    def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
+        """A micro-batch whose rows are all trained, but for the last ones of its sequences."""
+        total = sum(map(sum, shape.values()))
+        rows = {
+            "names": tuple(shape),
+            "lengths": tuple(map(sum, shape.values())),
+            "row0": (0,) * len(shape),
+            "sequences": tuple(length for lengths in shape.values() for length in lengths),
+        }
+        common = {"rows": rows, "steps": [0] * len(shape), "updates": {}, "ends": [], "measure": 0}
+        counts = [sum(lengths) - len(lengths) for lengths in shape.values()]
+        trained = torch.zeros(sum(counts), dtype=torch.int32)
+        targets = {"rows": trained, "targets": trained, "counts": counts, "scales": [1.0] * len(shape)}
+        content = {"number": 0, "train": True, "place": ALONE, "common": common, "targets": targets}
+        if self._span is not None and not self._span.is_first:
+            return Message(Sort.FORWARD, {**content, "activations": [self._hidden(shape)]})
+        ids = torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
+        return Message(Sort.FORWARD, {**content, "inputs": {"input_ids": ids}})
+
+
+def _held(cut: Cut, module: str) -> bool:
+    """Whether a stage has a module's own tensors; adapters are where their layers are."""
+    if module.startswith(f"{cut.blocks}."):
+        return cut.holds(f"{module}.weight")
+    return all(cut.holds(f"{name}.weight") for name in cut.outer if f"{module}.".startswith(f"{name}."))
+
+
+def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
+    """The phases of a micro-batch that goes forward and backward, where `gradient` comes back."""
+    if stage.is_last:
+        done = stage.unit(message)
+    else:
+        stage.forward(message)
+        back = {"number": 0, "place": ALONE, "gradients": [gradient], "notes": [], "report": None}
+        done = stage.backward(Message(Sort.BACKWARD, back))
+    found: tuple[int, ...] = done.content["notes"][0]["memory"]
+    return found
+
+
+def _shapes(block: nn.Module) -> Iterator[Hashable]:
+    """Shapes of a block's weights, and its layers' adapters."""
+    for name, parameter in block.named_parameters():
+        yield name, parameter.shape
+    for name, module in block.named_modules():
+        if isinstance(module, MultiLoRALinear):
+            yield name, tuple(module.specs.items())
+
+
+def _period(kinds: Sequence[Hashable]) -> int:
+    """The smallest number of blocks that repeats, or 0 if one and two of it are no less than all."""
+    for period in range(1, len(kinds) // 3 + 1):
+        if kinds[period:] == kinds[:-period] and 3 * period + 2 * (len(kinds) % period) < len(kinds):
+            return period
+    return 0

@@ -1,0 +1,89 @@
+"""Where a model is cut into stages: by what the processes measure together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mlora.config import PipelineConfig, RunConfig
+from mlora.groups import most_under_way
+from mlora.pipeline import World
+from mlora.pipeline.order import in_flight_of
+from mlora.pipeline.partition import Table, fastest, partition, table_of
+from mlora.process.device import kind_of
+from mlora.process.profile_stage import profile_base
+from mlora.step.crew import PartOptions
+from mlora.step.process_memory import free_memory
+
+
+def measured_cut(config: RunConfig, world: World, options: PartOptions, lengths: Sequence[int]) -> list[int]:
+    """Return how many blocks each stage gets; all processes call it, and all get the same.
+
+    Args:
+        config: the run's.
+        world: its processes.
+        options: how this one holds its stage.
+        lengths: rows of the sequences of a usual micro-batch.
+
+    Raises:
+        ValueError: no cut fits the memory that is free.
+    """
+    table = profile_base(
+        config.base_model,
+        tuple(lengths),
+        options.device,
+        options.dtype,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+    mine = {
+        "kind": kind_of(options.device),
+        "table": asdict(table),
+        "memory": [world.process.host, str(options.device), free_memory(options.device)],
+    }
+    found = world.gather("measured", mine)
+    try:
+        cut = partition(_tables(found, config.pipeline), _limits(found, config.pipeline), held_by(config))
+    except ValueError as error:
+        raise ValueError(f"{error}; name pipeline.partition to try one all the same") from error
+    return [last - first for first, last in cut.blocks]
+
+
+def _tables(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[Table]:
+    """One for each stage: of the same stages of all replicas, the slowest."""
+    measured = [(entry["kind"], table_of(entry["table"])) for entry in found]
+    # what devices of one kind differ by is noise
+    least = {kind: fastest([table for other, table in measured if other == kind]) for kind, _ in measured}
+    tables = [least[kind] for kind, _ in measured]
+    return [max(tables[stage :: pipeline.stages], key=_seconds) for stage in range(pipeline.stages)]
+
+
+def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[int | None]:
+    """Free bytes for each stage: processes that share a device share its memory, and the least of the same
+    stages of all replicas counts."""
+    places = [tuple(entry["memory"][:2]) for entry in found]
+    sharing = Counter(places)
+    free = [entry["memory"][2] for entry in found]
+    shares = [None if f is None else f // sharing[place] for f, place in zip(free, places, strict=True)]
+    stages = [shares[stage :: pipeline.stages] for stage in range(pipeline.stages)]
+    return [min((share for share in stage if share is not None), default=None) for stage in stages]
+
+
+def held_by(config: RunConfig) -> list[int]:
+    """Micro-batches whose activations each stage holds at once, by the run's schedule.
+
+    Args:
+        config: the run's.
+    """
+    pipeline, stages = config.pipeline, config.pipeline.stages
+    most = most_under_way(config)
+    if pipeline.schedule == "lorapp":
+        return [in_flight_of(stage, stages, most) for stage in range(stages)]
+    if pipeline.schedule == "1f1b":
+        return [min(stages - stage, most) for stage in range(stages)]
+    return [most] * stages
+
+
+def _seconds(table: Table) -> float:
+    return sum(block.seconds for block in table.blocks)

@@ -1,0 +1,244 @@
+"""What a model's parts cost on this device: a block of each kind, the embedding, and the head with the loss.
+
+One part at a time is here, with random weights; the rest of the model is a skeleton.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import mlora_ext
+from mlora.base.attention import PackedSequences
+from mlora.base.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
+from mlora.base.loss import chunked_losses, plain_losses
+from mlora.base.pretrained import skeleton
+from mlora.model import BaseModel, take_apart
+from mlora.pipeline.partition import Cost, Table
+from mlora_ext import SegmentLayout
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_NAME = "profiled"
+
+
+def profile_base(
+    source: str | Path,
+    lengths: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    lora: LoraConfig | None = None,
+    gradient_checkpointing: bool = False,
+    repeats: int = 3,
+) -> Table:
+    """Measure a model's parts without loading it.
+
+    Blocks are of one kind if their class, their `layer_types` entry and the shapes of their weights agree.
+
+    Args:
+        source: a folder or a hub id, of which the config is read.
+        lengths: rows of the sequences of the micro-batch.
+        device: where to measure.
+        dtype: of the base's weights.
+        lora: an adapter that owns all rows; default: none.
+        gradient_checkpointing: as in training.
+        repeats: measurements of each part, of which the fastest counts.
+
+    Returns:
+        What each part costs for one micro-batch.
+
+    Raises:
+        ValueError: if the model's config cannot be read, or its blocks cannot be told apart from the rest.
+    """
+    profile = _Profile(take_apart(skeleton(str(source), dtype)), lengths, device, dtype, lora, repeats)
+    if gradient_checkpointing:
+        profile.base.checkpoint_activations()
+    kinds: dict[Hashable, Cost] = {}
+    blocks = []
+    for index, kind in enumerate(profile.kinds()):
+        if kind not in kinds:
+            kinds[kind] = profile.block(index)
+        blocks.append(kinds[kind])
+    return Table(profile.embedding(), tuple(blocks), profile.head())
+
+
+class _Profile:
+    """A skeleton of which one part at a time is real."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        lengths: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: LoraConfig | None,
+        repeats: int,
+    ) -> None:
+        self.base, self._device, self._dtype, self._repeats = base, device, dtype, repeats
+        self._blocks, self._count = find_blocks(base.model)
+        self._outer = outer_modules(base.model, self._blocks)
+        mlora_ext.convert_model(base.model, {}, every_linear=True)
+        if lora is not None:
+            mlora_ext.add_adapter(base.model, _NAME, copy.deepcopy(lora))
+        base.model.train()
+        base.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        self._rows = sum(lengths)
+        self._layout = SegmentLayout.from_lengths([self._rows], [-1 if lora is None else 0])
+        self._names = [] if lora is None else [_NAME]
+        self._sequences = PackedSequences.of(lengths, device)
+        self._positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(device)
+
+    def kinds(self) -> list[Hashable]:
+        """What blocks of equal cost have in common, for each block."""
+        types = getattr(self.base.model.config.get_text_config(), "layer_types", None)
+        return [
+            (
+                type(block),
+                types and types[index],
+                tuple((name, parameter.shape) for name, parameter in block.named_parameters()),
+            )
+            for index, block in enumerate(self.base.model.get_submodule(self._blocks).children())
+        ]
+
+    def block(self, index: int) -> Cost:
+        """One block, called as the model's loop calls it."""
+        block = self.base.model.get_submodule(f"{self._blocks}.{index}")
+        calls: list[tuple[Any, Any]] = []
+        handle = block.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
+        weights = self._materialise([block])
+        with torch.no_grad(), self.base.packed(), self._routed():
+            self._run(Span(1, 3, index, index + 1), self._states())
+        handle.remove()
+        (args, kwargs), states = calls[0], self._states()
+
+        def forward() -> Tensor:
+            given = states.unsqueeze(0).requires_grad_()
+            if args:
+                output = block(given, *args[1:], **kwargs)
+            else:
+                output = block(**{**kwargs, "hidden_states": given})
+            return output if isinstance(output, Tensor) else output[0]
+
+        seconds, activations = self._measure(forward, lambda output: output.backward(torch.ones_like(output)))
+        self._drop([block])
+        return Cost(seconds, weights, activations)
+
+    def embedding(self) -> Cost:
+        """What comes before the blocks; nothing of it is trained."""
+        modules = self._modules(BEFORE)
+        weights = self._materialise(modules)
+        ids = torch.zeros(1, self._rows, dtype=torch.int64, device=self._device)
+        seconds, _ = self._measure(lambda: self._run(Span(0, 2, 0, 0), ids), lambda output: None)
+        self._drop(modules)
+        return Cost(seconds, weights)
+
+    def head(self) -> Cost:
+        """What comes behind the blocks, and the loss over all rows."""
+        modules = self._modules(BEHIND)
+        weights = self._materialise(modules)
+        base, count = self.base, self._count
+        targets = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
+        span = Span(1, 2, count, count + 1)
+
+        def loss() -> Tensor:
+            hidden = self._run(span, self._states()).detach().requires_grad_()
+            head = base.frozen_head()
+            if head is None:
+                total, _ = plain_losses(base.logits(hidden), targets, [self._rows], [1.0])
+            else:
+                every = torch.arange(self._rows, device=self._device)
+                total, _ = chunked_losses(hidden, head, every, targets, [self._rows], [1.0])
+            return total
+
+        seconds, activations = self._measure(loss, lambda total: total.backward())
+        if base.frozen_head() is not None:
+            # The chunked loss makes the gradient of its input in forward.
+            activations += self._states().nbytes
+        self._drop(modules)
+        return Cost(seconds, weights, activations)
+
+    def _states(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(self._rows, self.base.hidden_size, generator=generator)
+        return states.to(self._device, self._dtype)
+
+    def _run(self, span: Span, given: Tensor) -> Tensor:
+        """Blocks of a span, or what is around them, on ids or on hidden states."""
+        self.base.cut = Cut(self.base.model, span, self._blocks, self._outer)
+        pair = (given, None) if span.is_first else (None, given)
+        return self.base.hidden(pair[0], self._positions, self._sequences, pair[1])
+
+    def _measure(
+        self, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]
+    ) -> tuple[float, int]:
+        """Seconds of both, and bytes that forward keeps for backward."""
+        seconds = []
+        kept = _Kept(self.base.model)
+        with self.base.packed():
+            for repeat in range(self._repeats + 1):
+                with self._routed():
+                    self._wait()
+                    begin = time.perf_counter()
+                    if repeat == 0:
+                        with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+                            output = forward()
+                    else:
+                        output = forward()
+                backward(output)
+                self._wait()
+                seconds.append(time.perf_counter() - begin)
+        return min(seconds[1:]), kept.bytes
+
+    def _routed(self) -> AbstractContextManager[None]:
+        steps = [0] * len(self._names)
+        return mlora_ext.route(self.base.model, self._layout, self._names, steps=steps)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _modules(self, place: str) -> list[nn.Module]:
+        return [self.base.model.get_submodule(n) for n, places in self._outer.items() if place in places]
+
+    def _materialise(self, modules: list[nn.Module]) -> int:
+        """Give modules random weights; returns their bytes without those of adapters."""
+        for module in modules:
+            module._apply(self._random)
+        frozen = [p for m in modules for p in m.parameters() if not p.requires_grad]
+        return sum(p.numel() * p.element_size() for p in frozen)
+
+    def _random(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(self._device)
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return real.normal_(std=0.02) if real.is_floating_point() else real
+
+    def _drop(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            module._apply(lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+class _Kept:
+    """Counts the memory of tensors that are saved for backward, but for the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
+        self.bytes = 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in self._seen:
+            self._seen.add(place)
+            self.bytes += tensor.untyped_storage().nbytes()
+        return tensor

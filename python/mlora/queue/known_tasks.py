@@ -1,0 +1,87 @@
+"""The tasks of a run as its files tell of them: those of its config, and those that were submitted to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlora.queue.task_queue import Kind, Request, TaskQueue
+
+ENDED = ("finished", "stopped", "cancelled", "pruned", "refused")
+_BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
+
+
+@dataclass
+class KnownTask:
+    """A task of a run.
+
+    Args:
+        name: its name.
+        priority: in the run's YAML, or in its own.
+        state: ``running`` (the run may be dead), ``waiting`` for memory, ``queued`` where the run has not
+            taken its submission, ``paused``, ``finished``, ``stopped``, ``cancelled``, ``pruned`` or
+            ``refused``.
+        max_steps: as far as its submission says.
+        asked: what was asked of it that the run has not taken, beside its submission.
+        view: what the run has published of it.
+    """
+
+    name: str
+    priority: int
+    state: str = "running"
+    max_steps: int | None = None
+    asked: list[Kind] = field(default_factory=list)
+    view: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def will_be(self) -> str:
+        """Its state once the run has taken everything that was asked."""
+        state = "running" if self.state in ("waiting", "queued") else self.state
+        for kind in self.asked:
+            if state not in ENDED:
+                state = _BECOMES[kind]
+        return state
+
+
+def known_tasks(
+    own: Iterable[tuple[str, int]], summary: Mapping[str, Any] | None, queue: TaskQueue | None
+) -> dict[str, KnownTask]:
+    """Return the tasks of a run.
+
+    Args:
+        own: names and priorities of those of its config.
+        summary: its ``summary.json``, where there is one.
+        queue: its queue, where there is one.
+
+    Returns:
+        All of them by name, those of the config first, then those that were submitted as they came.
+
+    Raises:
+        RunError: the queue cannot be read.
+    """
+    tasks = {name: KnownTask(name, priority) for name, priority in own}
+    taken, requests = (queue.taken(), queue.requests()) if queue else (0, [])
+    views = queue.views()[0] if queue else {}
+    for request in requests:
+        if request.kind == "submit":
+            _submitted(tasks, request, taken=request.number <= taken)
+        elif request.number > taken and request.task in tasks:
+            tasks[request.task].asked.append(request.kind)
+    for name, entry in (summary["adapters"] if summary else {}).items():
+        task = tasks.setdefault(name, KnownTask(name, 0))
+        if task.state != "queued":
+            task.state = entry["state"]
+    for name, view in views.items():
+        if name in tasks:
+            tasks[name].view = view
+            if tasks[name].state == "running" and view.get("state") == "waiting":
+                tasks[name].state = "waiting"
+    return tasks
+
+
+def _submitted(tasks: dict[str, KnownTask], request: Request, *, taken: bool) -> None:
+    adapter = request.content.get("adapter", {})
+    most = adapter.get("max_steps", 0)
+    state, steps = "running" if taken else "queued", most if most > 0 else None
+    tasks.setdefault(request.task, KnownTask(request.task, adapter.get("priority", 0), state, steps))

@@ -1,0 +1,142 @@
+"""What users ask of a run: tasks that are submitted, cancelled, paused and let go on. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mlora.config import RunConfig
+from mlora.errors import RunError
+from mlora.fields.lora_fields import nearest
+from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
+from mlora.queue.submission import check_name, read_submission
+from mlora.queue.task_queue import TaskQueue
+from mlora.run_folder import RunFolder, is_running
+
+Change = Literal["cancel", "pause", "unpause"]
+PATIENCE = 5.0  # seconds: a run that begins takes its folder, removes an earlier run, and writes its config
+_WANTED = {"cancel": "cancelled", "pause": "paused", "unpause": "running"}
+_WORDS = {"cancel": "be cancelled", "pause": "be paused", "unpause": "go on"}
+
+
+def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
+    """Submit tasks to a run: all of them, or none where one is wrong.
+
+    Args:
+        run_dir: the run's ``output_dir``.
+        files: a YAML each, see :func:`mlora.queue.submission.read_submission`.
+
+    Returns:
+        Lines that say what will happen.
+
+    Raises:
+        RunError: there is no run, a file is wrong, a name is taken, or the queue cannot be written.
+
+    Example:
+        >>> submit("runs/mine", [Path("task.yaml")])
+        ['sums-r4: submitted', 'the run is at work and takes this at its next iteration']
+    """
+    folder, config = _run(run_dir)
+    with TaskQueue(folder.queue) as queue:
+        before = _tasks(folder, config, queue)
+        contents: dict[str, dict[str, Any]] = {}
+        owners: dict[str, Path] = {}
+        for path in files:
+            content = read_submission(path, config, before)
+            name = content["adapter"]["name"]
+            other = owners.get(name.casefold())
+            if other is not None:
+                what = "is given twice" if other == path else f"name: {other} has this one, too"
+                raise RunError(f"{path}: {what}; each task needs a name of its own")
+            contents[name], owners[name.casefold()] = content, path
+        with queue.alone():
+            now = _tasks(folder, config, queue)  # another process may have submitted some meanwhile
+            for path, (name, content) in zip(files, contents.items(), strict=True):
+                check_name(name, now, str(path))
+                queue.ask("submit", name, content)
+    return [*(f"{name}: submitted" for name in contents), outlook(folder)]
+
+
+def change(run_dir: Path | str, kind: Change, names: Sequence[str]) -> list[str]:
+    """Ask a run to cancel, pause or let go on tasks: all of them, or none where one is wrong.
+
+    What is so already, or will be by what was asked before, is told of and not asked for again.
+
+    Args:
+        run_dir: the run's ``output_dir``.
+        kind: what is asked for.
+        names: of the tasks.
+
+    Returns:
+        Lines that say what will happen.
+
+    Raises:
+        RunError: there is no run or no such task, a task has ended, or the queue cannot be written.
+
+    Example:
+        >>> change("runs/mine", "pause", ["sums-r8"])
+        ['sums-r8: will be paused', 'the run is at work and takes this at its next iteration']
+    """
+    folder, config = _run(run_dir)
+    with TaskQueue(folder.queue) as queue, queue.alone():
+        tasks = _tasks(folder, config, queue)
+        chosen = [_chosen(tasks, name, kind) for name in dict.fromkeys(names)]
+        asked = [task for task in chosen if task.will_be != _WANTED[kind]]
+        for task in asked:
+            queue.ask(kind, task.name)
+    return [*(_line(task, kind) for task in chosen), *([outlook(folder)] if asked else [])]
+
+
+def _run(run_dir: Path | str) -> tuple[RunFolder, RunConfig]:
+    folder = RunFolder(Path(run_dir).resolve())
+    end = time.monotonic() + PATIENCE
+    while not folder.config.is_file():
+        if not is_running(folder.metrics) or time.monotonic() > end:
+            raise RunError(
+                f"{folder.path}: holds no config.yaml, so there is no run; give the output_dir of one, or "
+                "begin it with `mlora train`, which can be asked once it has loaded its base model"
+            )
+        time.sleep(0.02)
+    return folder, folder.read_config()
+
+
+def _tasks(folder: RunFolder, config: RunConfig, queue: TaskQueue) -> dict[str, KnownTask]:
+    own = [(adapter.name, adapter.priority) for adapter in config.adapters]
+    return known_tasks(own, folder.read_summary(), queue)
+
+
+def _chosen(tasks: dict[str, KnownTask], name: str, kind: Change) -> KnownTask:
+    if name not in tasks:
+        raise RunError(f"{name}: the run has no such task; {nearest(name, list(tasks), 'its tasks')}")
+    task = tasks[name]
+    if task.will_be in ENDED and task.will_be != _WANTED[kind]:
+        how = f"has ended: {task.state}" if task.state in ENDED else "will be cancelled, as was asked before"
+        more = "; submit it anew under another name" if kind == "unpause" else ""
+        raise RunError(f"{name}: cannot {_WORDS[kind]}: it {how}{more}")
+    return task
+
+
+def _line(task: KnownTask, kind: Change) -> str:
+    if task.will_be != _WANTED[kind]:
+        return f"{task.name}: will {_WORDS[kind]}"
+    if kind == "unpause":
+        return f"{task.name}: is not paused"
+    if task.state == _WANTED[kind]:
+        return f"{task.name}: is {_WANTED[kind]} already"
+    return f"{task.name}: will be {_WANTED[kind]} already, as was asked before"
+
+
+def outlook(folder: RunFolder) -> str:
+    """Say who takes what was asked of a run.
+
+    Args:
+        folder: the run's.
+
+    Raises:
+        RunError: the folder cannot be read.
+    """
+    if is_running(folder.metrics):
+        return "the run is at work and takes this at its next iteration"
+    return f"the run is not at work; `mlora resume {folder.path}` takes this"

@@ -1,0 +1,111 @@
+"""A task that is submitted to a run: an adapter as it would stand in the run's YAML, and its data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mlora.config import AdapterConfig, DatasetConfig, RunConfig
+from mlora.config_file import read_yaml, resolve_config
+from mlora.errors import RunError, first_fault, first_line
+from mlora.fields.sweep_config import is_trial
+
+
+def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> dict[str, Any]:
+    """Read a task's YAML and check it as part of a run.
+
+    It holds what stands below ``adapters`` for one task, and ``datasets`` where it needs some that the run
+    does not have. What it leaves out comes from the run's ``defaults``; paths are relative to the file.
+
+    Args:
+        path: the file.
+        config: the run's.
+        taken: names of all tasks that the run has had.
+
+    Returns:
+        The request's content: plain values of the resolved ``adapter``, and of its ``datasets``.
+
+    Raises:
+        RunError: the file is wrong, its names are taken, or files that it names are not there.
+    """
+    data = read_yaml(path, "name, dataset and lora")
+    if "adapters" in data:
+        raise RunError(
+            f"{path}: adapters: a task's file holds one task: what stands below adapters in a run's YAML"
+        )
+    datasets = data.pop("datasets", [])
+    if not isinstance(datasets, list):
+        raise RunError(f"{path}: datasets: must be a list, got {type(datasets).__name__}")
+    check_name(data.get("name"), taken, str(path))
+    if config.sweep and is_trial(str(data.get("name"))):
+        raise RunError(f"{path}: name: {data['name']} is a name of the sweep's trials; take another one")
+    resolved = _resolved(path, config, data, datasets)
+    new = resolved.adapters[-1]
+    used = {new.dataset, new.eval_dataset}
+    known = [dataset for dataset in resolved.datasets if dataset.name in used]
+    for dataset in known:
+        if not Path(dataset.path).is_file():
+            raise RunError(f"{path}: the dataset {dataset.name!r}: there is no file {dataset.path}")
+    if new.init_from is not None and not (Path(new.init_from) / "adapter_config.json").is_file():
+        raise RunError(f"{path}: init_from: {new.init_from} holds no adapter_config.json")
+    return {"adapter": new.model_dump(), "datasets": [dataset.model_dump() for dataset in known]}
+
+
+def check_name(name: Any, taken: Collection[str], where: str) -> None:
+    """Check that a task's name is free; names that differ by case only would share a folder on some disks.
+
+    Args:
+        name: what the task's YAML says.
+        taken: names of all tasks that the run has had.
+        where: the file, for the error.
+
+    Raises:
+        RunError: it is not.
+    """
+    for other in taken:
+        if isinstance(name, str) and name.casefold() == other.casefold():
+            case = "" if name == other else f", which differs from {name!r} by case only"
+            raise RunError(f"{where}: name: the run has had a task {other!r}{case}; take another name")
+
+
+def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: list[Any]) -> RunConfig:
+    """The run's config with the task as its last adapter."""
+    base = config.model_dump()
+    for own in datasets:
+        if isinstance(own, dict) and own.get("name") in [dataset["name"] for dataset in base["datasets"]]:
+            raise RunError(
+                f"{path}: datasets: the run has a dataset {own['name']!r}; leave it out, or take another name"
+            )
+    base["sweep"] = None  # which allows no adapters beside
+    whole = {**base, "adapters": [*base["adapters"], data], "datasets": [*base["datasets"], *datasets]}
+    try:
+        return resolve_config(whole, folder=path.parent, where=str(path))
+    except RunError as error:
+        text = re.sub(rf"adapters\[{len(base['adapters'])}\](\.|: )", "", str(error))
+        before = len(base["datasets"])
+        own_index = re.compile(r"datasets\[(\d+)\]")
+        text = own_index.sub(lambda match: f"datasets[{int(match[1]) - before}]", text)
+        raise RunError(text) from error
+
+
+def submitted(name: str, content: Mapping[str, Any]) -> tuple[AdapterConfig, list[DatasetConfig]]:
+    """Return what a submission asks for.
+
+    Args:
+        name: of the task.
+        content: of the request.
+
+    Raises:
+        RunError: it is none of this version, or values of a trial that no adapter may have.
+    """
+    try:
+        adapter = AdapterConfig.model_validate(content["adapter"])
+        datasets = [DatasetConfig.model_validate(entry) for entry in content["datasets"]]
+    except (KeyError, ValueError) as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else first_line(error)
+        raise RunError(f"{name}: its submission cannot be read: {reason}") from error
+    return adapter, datasets

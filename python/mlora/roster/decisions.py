@@ -1,0 +1,317 @@
+"""What is decided at a run's iteration boundaries: taken from users and the sweep, journaled, carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from mlora.config import RunConfig
+from mlora.engine import Engine
+from mlora.groups import slot_count
+from mlora.queue.board import Board
+from mlora.queue.task_queue import TaskQueue
+from mlora.report import Reporter
+from mlora.roster.journal import Journal, journal_key
+from mlora.roster.roster import Roster
+from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
+from mlora.scheduler.need import sum_of
+from mlora.sweep.wish import Wish
+from mlora.tasks import Task
+
+if TYPE_CHECKING:
+    from mlora.sweep.trials import Sweep
+
+
+class Decisions:
+    """Decisions about the tasks of a run.
+
+    They are made at iteration boundaries, where nothing is under way. Each is written into the queue's
+    journal before it is carried out, and a run that goes on from a checkpoint makes those again that are
+    journaled after it.
+
+    Args:
+        config: the run's.
+        engine: the run's.
+        roster: the tasks.
+        reporter: told of what happens.
+        sweep: fills its places with tasks; none = there is none.
+
+    Attributes:
+        taken: the number of the last request that was taken.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        roster: Roster,
+        reporter: Reporter,
+        sweep: Sweep | None = None,
+    ) -> None:
+        self.taken = 0
+        self._config, self._engine, self._roster, self._reporter = config, engine, roster, reporter
+        self._memory, self._sweep = roster.memory, sweep
+        self._packing = PACKINGS[config.scheduler.packing]
+        self._journal: Journal | None = None
+        self._board: Board | None = None
+        self._asked = False
+        self._beyond: set[str] = set()
+
+    def start(self, entry: Mapping[str, Any] | None = None) -> None:
+        """Admit the first tasks.
+
+        Args:
+            entry: what was decided before; decided anew where it is none.
+
+        Raises:
+            RunError: memory ran out.
+        """
+        self._roster.look_at(self._roster.alive(), None if entry is None else entry["unfit"])
+        if entry is not None:
+            self._remember(entry)
+        self._roster.carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
+
+    def _remember(self, state: Mapping[str, Any]) -> None:
+        """What was learned of the memory, if the run has had a limit."""
+        if self._memory and state["memory"]:
+            self._memory.load_state(state["memory"])
+
+    def state(self, iteration: int) -> dict[str, Any]:
+        """Return what a checkpoint holds of who is admitted, as plain values.
+
+        Args:
+            iteration: of the checkpoint.
+        """
+        if self._journal is not None:
+            self._journal.saved(iteration)
+        return {
+            **self._decided(self._roster.admission),
+            "memory": self._memory.state() if self._memory else None,
+            "due": self._asked or self._stale(),
+            "slots": slot_count(self._config),
+            "kept": {task.name: task.kept for task in self._roster.alive() if task.kept is not None},
+            "sweep": self._sweep.state() if self._sweep else None,
+        }
+
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            checkpoint: with ``roster``, which `state` gave, and the states of ``adapters``.
+
+        Raises:
+            RunError: a state cannot be restored.
+        """
+        state = checkpoint["roster"]
+        self.taken = state["taken"]
+        if self._memory:
+            for task in self._roster.alive():
+                self._memory.tasks.know(task)
+        self._remember(state)
+        if self._sweep:
+            self._sweep.load_state(state["sweep"], self._roster.tasks)
+        other = state["of"] != journal_key(self._config)
+        self._asked = state["due"] or other
+        admission = _admission_of(state["admission"])
+        here = {task.name for task in self._roster.running()}  # without a limit nothing is decided at an end
+        slots = {name: slot for name, slot in admission.slots.items() if name in here}
+        admission = replace(admission, slots=slots)
+        if state["slots"] != slot_count(self._config):  # the pipeline is another one now
+            admitted = [task for task in self._roster.running() if task.name in admission.slots]
+            slots = self._packing.place(self._roster.needs(admitted), slot_count(self._config), {})
+            admission = replace(admission, slots=slots, count=len(set(slots.values())))
+        if other:  # until there is a decision, which there is at once
+            admission = replace(admission, budget=self._budget(admission))
+            self._sample(admission)
+        self._roster.restore(admission, state["kept"], checkpoint["adapters"])
+
+    def begin(
+        self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Take requests from now on, and journal what is decided.
+
+        Args:
+            queue: the run's.
+            iteration: that the run has made.
+            entries: journaled after the checkpoint that the run goes on from, to be made again; none where
+                it has just been decided who is first.
+
+        Raises:
+            RunError: the queue cannot be written.
+        """
+        if entries is None:
+            queue.write_entry(iteration, self._entry(self._roster.admission) | {"at_once": False})
+        self._journal = Journal(queue, iteration, entries or {})
+        self._asked |= bool(queue.requests(self.taken))
+        limit = self._config.scheduler.limit_bytes
+        self._board = Board(queue, self._engine, self._memory, limit, self._reporter)
+        self.show(now=True)
+
+    def show(self, *, now: bool = False) -> None:
+        """Publish for `mlora status` what has changed, at most every few seconds.
+
+        Args:
+            now: however little time has passed.
+        """
+        if self._board is not None:
+            self._board.show(self._roster.alive(), self._roster.admission, now=now)
+
+    @property
+    def stops(self) -> list[int]:
+        """Iterations at which decisions are to be made again."""
+        return self._journal.stops if self._journal else []
+
+    def asked(self) -> bool:
+        """Say whether there may be something to decide; takes microseconds."""
+        if self._journal is not None:
+            self._asked |= self._journal.queue.changed()
+        self._asked |= self._stale()
+        return self._wanted() and not self.stops
+
+    def _wanted(self) -> bool:
+        return self._asked or (self._sweep is not None and self._sweep.due())
+
+    def _stale(self) -> bool:
+        return self._memory is not None and self._memory.estimate.stale
+
+    def minds_ends(self) -> bool:
+        """Say whether there is something to decide when a task ends: what it had serves others."""
+        more = self._sweep is not None and self._sweep.left > 0
+        return self._memory is not None or more or bool(self._roster.waiting())
+
+    def trial_ended(self) -> bool:
+        """Say whether a trial of a sweep has ended since the last decision."""
+        return self._sweep is not None and self._sweep.ended()
+
+    def unsettled(self) -> bool:
+        """Say whether somebody who was admitted does not train, which others may do instead."""
+        running = {task.name for task in self._roster.running()}
+        return self.minds_ends() and not running.issuperset(self._roster.admission.slots)
+
+    def due(self, iteration: int) -> int | None:
+        """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
+
+        See :class:`mlora.roster.journal.Journal`.
+
+        Args:
+            iteration: that all groups have made.
+        """
+        assert self._journal is not None
+        return self._journal.due(iteration, wanted=self._wanted() or self.unsettled())
+
+    def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
+        """Take requests, and decide who is admitted.
+
+        Args:
+            iteration: that `due` has returned.
+            at_once: whether it is one more than all groups have made.
+
+        Returns:
+            The tasks that are newly on the engine.
+
+        Raises:
+            RunError: a file cannot be written.
+        """
+        assert self._journal is not None
+        self._asked = False
+        again = self._journal.take(iteration)
+        unfit = again["unfit"] if again else None
+        behind = self._sweep.judge() if self._sweep else []
+        requests = self._journal.queue.requests(self.taken)
+        for request in requests:
+            if again is None or request.number <= again["taken"]:
+                self.taken = request.number
+                self._roster.take(request, unfit)
+        if again is None:
+            wishes = self._wishes(behind)
+            if self._memory:
+                self._memory.estimate.adopt()
+            admission = self._admission()
+            entry = {**self._entry(admission), "wishes": [asdict(wish) for wish in wishes]}
+            self._journal.write(iteration, entry, at_once=at_once)
+        else:
+            for wish in again["wishes"]:
+                self._roster.grant(Wish(**wish), unfit)
+            for task in [task for task in self._roster.running() if task.name in again["unfit"]]:
+                self._roster.unfits(task, again["unfit"][task.name])
+            self._remember(again)
+            self._asked = any(request.number > self.taken for request in requests)
+            admission = _admission_of(again["admission"])
+        new = self._roster.carry_out(admission)
+        self.show()
+        return new
+
+    def _wishes(self, behind: list[str]) -> list[Wish]:
+        """Do what the sweep wishes, each before it says the next.
+
+        Args:
+            behind: trials that are to be pruned.
+        """
+        wishes = []
+        for wish in self._sweep.wishes(behind) if self._sweep else ():
+            self._roster.grant(wish, None)
+            wishes.append(wish)
+        return wishes
+
+    def _entry(self, admission: Admission) -> dict[str, Any]:
+        """What the journal holds of a decision."""
+        return {**self._decided(admission), "memory": self._memory.entry() if self._memory else None}
+
+    def _decided(self, admission: Admission) -> dict[str, Any]:
+        return {
+            "of": journal_key(self._config),
+            "taken": self.taken,
+            "admission": asdict(admission),
+            "unfit": self._roster.unfit,
+        }
+
+    def _admission(self) -> Admission:
+        fixed = self._roster.admission.slots if self._engine.replicas > 1 else {}
+        order = ORDERS[self._config.scheduler.policy]
+        slots = slot_count(self._config)
+        room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
+        needs = self._roster.needs(self._roster.candidates())
+        found = admit(needs, room, slots, order, self._packing, estimate, fixed)
+        self._warn_beyond(found)
+        return found
+
+    def _warn_beyond(self, admission: Admission) -> None:
+        """Tell of a task that has begun and goes on alone though it does not fit: the limit is lower now, or
+        the process takes more."""
+        for task in self._roster.running() if len(admission.slots) == 1 else ():
+            if task.name not in admission.slots or self._memory is None or self._memory.fits(task):
+                continue
+            if task.name not in self._beyond:
+                self._beyond.add(task.name)
+                self._reporter.warn(
+                    f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(task)}"
+                )
+
+    def _sample(self, admission: Admission) -> None:
+        """Let the estimate know the mixture of the admitted: until there is a decision, nobody asks it to."""
+        if self._memory is None:
+            return
+        names = list(admission.slots)
+        for task in [task for task in self._roster.running() if task.name in names]:
+            self._memory.estimate.activations({task.name: task.usual_lengths}, names)
+
+    def _budget(self, admission: Admission) -> tuple[float, ...]:
+        """What a micro-batch of the admitted may use."""
+        if self._memory is None:
+            return ()
+        states = [self._memory.tasks.admitted(name) for name in admission.slots]
+        room = self._memory.room()
+        return room.budget(sum_of(states, len(room.held)), admission.count)
+
+
+class _NoLimit:
+    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
+        return (0.0,)
+
+
+NO_LIMIT = _NoLimit()
+
+
+def _admission_of(values: Mapping[str, Any]) -> Admission:
+    return Admission(dict(values["slots"]), values["count"], tuple(values["budget"]))

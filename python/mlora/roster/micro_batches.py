@@ -1,0 +1,82 @@
+"""Which admitted tasks take part in a micro-batch, and what is learned of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mlora.engine import Engine
+from mlora.groups import Group
+from mlora.roster.roster import Roster
+from mlora.scheduler import choose
+from mlora.scheduler.need import within
+from mlora.step.traffic import Measured
+from mlora.tasks import Task
+
+
+class MicroBatches:
+    """The micro-batches of a run's admitted tasks.
+
+    Args:
+        roster: knows who is admitted, and the limit on memory.
+        engine: runs them.
+    """
+
+    def __init__(self, roster: Roster, engine: Engine) -> None:
+        self._roster, self._engine, self._memory = roster, engine, roster.memory
+
+    def choose(self, group: Group) -> list[Task]:
+        """Decide which tasks of a group take part in its next micro-batch.
+
+        Args:
+            group: none of its batches is under way.
+
+        Returns:
+            Those that do; their progress says which micro-batch is theirs.
+        """
+        running = group.running()
+        if self._memory is None:
+            return running
+        admission = self._roster.admission
+        lengths = {task.name: task.next_lengths() for task in running}
+        chosen = choose(lengths, admission.budget, self._memory.estimate.as_adopted, list(admission.slots))
+        return [task for task in running if task.name in chosen]
+
+    def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
+        """Say whether memory holds a micro-batch of admitted tasks.
+
+        Args:
+            lengths: of the sequences of each.
+        """
+        if self._memory is None:
+            return True
+        admission = self._roster.admission
+        bounds = self._memory.estimate.as_adopted.activations(lengths, list(admission.slots))
+        return within(bounds, admission.budget)
+
+    def worth_measuring(self, chosen: Sequence[Task]) -> bool:
+        """Say whether a micro-batch should be measured.
+
+        Args:
+            chosen: the tasks that take part in it.
+        """
+        if self._memory is None:
+            return False
+        lengths = {task.name: task.next_lengths() for task in chosen}
+        return self._memory.estimate.worth_measuring(lengths, list(self._roster.admission.slots))
+
+    def passed(self, measured: Sequence[Measured]) -> None:
+        """Learn from a batch that has passed.
+
+        Args:
+            measured: what its micro-batches needed, where they were measured.
+        """
+        if self._memory is None:
+            return
+        admission = self._roster.admission
+        for one in measured:
+            together = [length for own in one.lengths.values() for length in own]
+            self._memory.estimate.observe(together, list(admission.slots), one.phases)
+        budget = zip(admission.budget, self._memory.room().held, strict=True)
+        foreseen = [bytes * held for bytes, held in budget]
+        after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
+        self._memory.took(self._roster.admitted(), foreseen, self._engine.peak_memory, after)

@@ -1,0 +1,301 @@
+"""Which tasks a run has, and which of them are on its engine: who comes, waits, is set aside and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlora.engine import Engine
+from mlora.errors import RunError
+from mlora.fields.doubts import lora_doubts
+from mlora.memory.needs import need_of
+from mlora.memory.run_memory import RunMemory
+from mlora.process.device import is_out_of_memory
+from mlora.queue.submission import submitted
+from mlora.queue.task_queue import Request
+from mlora.report import Reporter
+from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
+from mlora.run_folder import RunFolder
+from mlora.scheduler import NOBODY, Admission, Need
+from mlora.sweep.wish import Wish
+from mlora.tasks import State, Task, TaskBuilder
+
+if TYPE_CHECKING:
+    from mlora.sweep.trials import Sweep
+
+Unfit = Mapping[str, str] | None
+"""Why tasks do not fit, by name, as was decided before; none where that is to be found out."""
+
+
+class Roster:
+    """The tasks of a run.
+
+    Args:
+        engine: without adapters.
+        builder: reads the data of tasks that come.
+        tasks: those of the config, and those that have come before the checkpoint.
+        refused: why others were not taken, by name.
+        folder: the run's.
+        reporter: told of what happens.
+        memory: knows its limit; none = there is no limit.
+        sweep: whose trials are tasks; none = there is none.
+
+    Attributes:
+        tasks: all but the refused.
+        refused: why, by name.
+        unfit: those of them that do not fit into memory.
+        memory: the run's; none = there is no limit.
+        admission: who is admitted, and to which group.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        builder: TaskBuilder,
+        tasks: Sequence[Task],
+        refused: Mapping[str, str],
+        folder: RunFolder,
+        reporter: Reporter,
+        memory: RunMemory | None = None,
+        sweep: Sweep | None = None,
+    ) -> None:
+        self.tasks, self.refused = list(tasks), dict(refused)
+        self.unfit: dict[str, str] = {}
+        self.memory, self._sweep = memory, sweep
+        self.admission: Admission = NOBODY
+        self._engine, self._builder, self._reporter, self._folder = engine, builder, reporter, folder
+        self._waited: list[str] = []
+
+    def named(self, name: str) -> Task | None:
+        """The task of a name, if there is one."""
+        return next((task for task in self.tasks if task.name == name), None)
+
+    def running(self) -> list[Task]:
+        """The tasks that have not ended and are not paused, whether they are admitted or wait."""
+        return [task for task in self.tasks if task.progress.state == "running"]
+
+    def admitted(self) -> list[Task]:
+        """The tasks that are on the engine."""
+        on_engine = set(self._engine.adapters)
+        return [task for task in self.tasks if task.name in on_engine]
+
+    def waiting(self) -> list[Task]:
+        """The tasks that would train if there were room."""
+        return [task for task in self.running() if task.name not in self.admission.slots]
+
+    def members(self) -> dict[int, list[Task]]:
+        """The admitted tasks of each group that there are, by its place."""
+        found: dict[int, list[Task]] = {}
+        for name, slot in self.admission.slots.items():
+            task = self.named(name)
+            if task is not None and task.progress.state == "running":
+                found.setdefault(slot, []).append(task)
+        return found
+
+    def alive(self) -> list[Task]:
+        """The tasks that have not ended."""
+        return [task for task in self.tasks if task.alive]
+
+    def candidates(self) -> list[Task]:
+        """Return the running tasks that fit alone, or have begun. The others wait until more is known of what
+        the process itself takes; where there is nobody to learn that from, they are refused."""
+        running = self.running()
+        if self.memory is None:
+            return running
+        begun = set(self._engine.adapters)
+        found = [t for t in running if t.kept is not None or t.name in begun or self.memory.fits(t)]
+        for task in [] if found else running:
+            self.unfits(task, self.memory.refusal(task))
+        return found
+
+    def needs(self, tasks: Sequence[Task]) -> list[Need]:
+        """Return what tasks need.
+
+        Args:
+            tasks: some, in the order in which they came.
+        """
+        arrivals = {task.name: number for number, task in enumerate(self.tasks)}
+        if self.memory is None:
+            return [need_of(task, arrivals[task.name]) for task in tasks]
+        known = self.memory.tasks
+        return [
+            need_of(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
+            for task in tasks
+        ]
+
+    # who comes and goes
+
+    def look_at(self, tasks: Sequence[Task], unfit: Unfit) -> None:
+        """Learn what tasks need, and refuse those that never fit.
+
+        Args:
+            tasks: new to this process.
+            unfit: as was decided before.
+        """
+        if self.memory is None:
+            return
+        for task in [task for task in tasks if self._is_known(task)]:
+            if unfit is not None:
+                if task.name in unfit:
+                    self.unfits(task, unfit[task.name])
+                continue
+            try:
+                self.memory.check(task)
+            except ValueError as error:
+                self.unfits(task, str(error))
+
+    def _is_known(self, task: Task) -> bool:
+        """Let memory know a task, and say whether its adapter can be put on the base."""
+        assert self.memory is not None
+        try:
+            self.memory.tasks.know(task)
+        except ValueError as error:
+            self.unfits(task, str(error))
+            return False
+        return True
+
+    def unfits(self, task: Task, message: str) -> None:
+        """Refuse a task for which there is no room.
+
+        Args:
+            task: that is not on the engine.
+            message: why.
+        """
+        self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
+        self._refuse(task.name, self.unfit[task.name])
+
+    def take(self, request: Request, unfit: Unfit) -> None:
+        """Do what a user asked for, as far as it still can be done.
+
+        Args:
+            request: of the queue.
+            unfit: as was decided before.
+        """
+        task = self.named(request.task)
+        if request.kind == "submit":
+            self._add(request.task, request.content, unfit)
+        elif task is None or not task.alive:
+            self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
+        elif request.kind == "cancel":
+            self._end(task, "cancelled", "")
+        elif request.kind == "pause" and task.progress.state == "running":
+            task.progress.state = "paused"
+            self._reporter.changed(task)
+        elif request.kind == "unpause" and task.progress.state == "paused":
+            task.progress.state = "running"
+            self._reporter.changed(task)
+
+    def grant(self, wish: Wish, unfit: Unfit) -> None:
+        """Do what the sweep wishes: prune a trial, or take the next one.
+
+        Args:
+            wish: the sweep's.
+            unfit: as was decided before.
+        """
+        task = self.named(wish.task)
+        if wish.trial is not None:
+            self._add(wish.task, wish.trial, unfit)
+        elif task is not None and task.alive:
+            self._end(task, "pruned", "fell behind the other trials")
+
+    def _add(self, name: str, content: Mapping[str, Any], unfit: Unfit) -> None:
+        """Take a task, or refuse it."""
+        task, told = None, len(self._builder.warnings)
+        if self.named(name) is not None or name in self.refused:
+            self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
+        else:
+            try:
+                task = self._builder.build(*submitted(name, content))
+            except RunError as error:
+                self._refuse(name, str(error))
+        if self._sweep and "trial" in content:
+            self._reporter.note(f"{name}: {self._sweep.begun(content['trial'], task)}")
+        if task is None:
+            return
+        for line in self._builder.warnings[told:]:
+            self._reporter.warn(line)
+        self.tasks.append(task)
+        self.look_at([task], unfit)
+        if task in self.tasks:
+            self._reporter.joined(task, self.tasks)
+
+    def _refuse(self, name: str, message: str) -> None:
+        self.tasks = [task for task in self.tasks if task.name != name]
+        self.refused[name] = message
+        if self._sweep:
+            self._sweep.taken_off(name)
+        self._reporter.fault(f"{name}: refused: {message}")
+
+    def _end(self, task: Task, state: State, message: str) -> None:
+        if task.name in self._engine.adapters:
+            self._engine.remove_adapter(task.name)
+        task.progress.state, task.progress.message, task.kept = state, message, None
+        if self._sweep:
+            self._sweep.taken_off(task.name, pruned=state == "pruned")
+        self._reporter.changed(task)
+
+    # who is on the engine
+
+    def carry_out(self, admission: Admission) -> list[Task]:
+        """Bring the engine's adapters in line with who is admitted.
+
+        Args:
+            admission: what was decided.
+
+        Returns:
+            The tasks that are newly on the engine.
+
+        Raises:
+            RunError: a file cannot be written, or memory ran out.
+        """
+        for task in self.admitted():
+            if task.name not in admission.slots:
+                set_aside(self._engine, task, self._folder.states)
+        self.admission = admission
+        on_engine = set(self._engine.adapters)
+        new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
+        waiting = [task.name for task in self.waiting()]
+        if waiting != self._waited:
+            self._waited = waiting
+            self._reporter.waits(waiting)
+        return [task for task in new if self._put_on(task)]
+
+    def restore(self, admission: Admission, kept: Mapping[str, str], adapters: Mapping[str, Any]) -> None:
+        """Put back on the engine who was on it.
+
+        Args:
+            admission: of a checkpoint.
+            kept: the files that hold states of others, by task.
+            adapters: states, by task.
+
+        Raises:
+            RunError: a state cannot be restored.
+        """
+        self.admission = admission
+        for task in self.alive():
+            task.kept = kept.get(task.name)
+            if task.name in admission.slots:
+                if task.name not in adapters:
+                    raise RunError(
+                        f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
+                    )
+                restore_adapter(self._engine, task, admission.slots[task.name], adapters[task.name])
+
+    def _put_on(self, task: Task) -> bool:
+        begins = task.kept is None
+        try:
+            bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
+        except ValueError as error:
+            if begins:
+                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+            else:
+                self._end(task, "stopped", str(error).removeprefix(f"{task.name}: "))
+            return False
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
+        if begins and task.lora:
+            for line in lora_doubts(self._engine.registry, task.name, task.lora):
+                self._reporter.warn(line)
+        return True

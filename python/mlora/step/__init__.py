@@ -1,0 +1,1 @@
+"""A training step on the engine: rows packed and carried through the stages, optimizers, memory."""

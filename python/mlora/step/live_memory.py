@@ -1,0 +1,245 @@
+"""Memory that a piece of work needs beyond what is there: exact on a CPU, by the allocator's count on a GPU.
+
+Work comes in pieces, forward now and backward later, and other work's memory in between does not count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlora.step.process_memory import PeakMemory
+
+
+class WorkMemory(Protocol):
+    """What both kinds of measurement offer; the work is done inside of `with`, in any number of pieces.
+
+    Attributes:
+        live: bytes that the work holds now.
+        peaks: the most that it held at once in each phase since `restart`, in bytes.
+    """
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def peaks(self) -> list[int]: ...
+
+    def mark(self) -> None:
+        """Begin a new phase."""
+
+    def restart(self, given: Iterable[Tensor] = ()) -> None:
+        """Forget what was, and count from now; `given` are tensors that the work was handed, and holds."""
+
+    def adopt(self, given: Iterable[Tensor]) -> None:
+        """Count tensors that the work was handed."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LiveMemory:
+    """Counts the storages that PyTorch's operators make in this thread inside of `with`, while they live.
+
+    A storage counts from the call that made it until it is freed, wherever that happens. Scratch memory that
+    an operator takes and frees within one call is not seen. Works with fake tensors, too.
+
+    Args:
+        device: storages of other devices do not count.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device).type
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._modes: list[_Watch] = []
+        self._changes: list[int] = []
+        self._marks: list[int] = []
+
+    @property
+    def live(self) -> int:
+        """Bytes that are held now."""
+        return sum(self._changes)
+
+    @property
+    def peaks(self) -> list[int]:
+        """The most bytes that were held at once in each phase since `restart`."""
+        levels = [0, *accumulate(self._changes)]
+        ends = [0, *self._marks, len(levels) - 1]
+        return [max(levels[begin : end + 1]) for begin, end in pairwise(ends)]
+
+    def mark(self) -> None:
+        """Begin a new phase."""
+        self._marks.append(len(self._changes))
+
+    def restart(self, given: Iterable[Tensor] = ()) -> None:
+        """Forget what was, and count from now.
+
+        Args:
+            given: tensors that the work was handed, which count as if it had made them.
+        """
+        self._seen, self._changes, self._marks = {}, [], []
+        self.adopt(given)
+
+    def adopt(self, given: Iterable[Tensor]) -> None:
+        """Count tensors that the work was handed, unless it has made them."""
+        for tensor in given:
+            self._count(tensor)
+
+    def __enter__(self) -> Self:
+        """Begin a piece of work."""
+        self._modes.append(_Watch(self._watch))
+        self._modes[-1].__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it; what it made counts until it is freed."""
+        self._modes.pop().__exit__(kind, error, trace)
+
+    def _watch(self, results: Any, arguments: Any) -> None:
+        """Count what an operator made; what is a view of an argument was there before."""
+        made = [t for t in _tensors(results) if t.untyped_storage()._cdata not in self._seen]
+        if made:
+            there = {t.untyped_storage()._cdata for t in _tensors(arguments)}
+            for tensor in made:
+                if tensor.untyped_storage()._cdata not in there:
+                    self._count(tensor)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen or tensor.device.type != self._device:
+            return
+        size = storage.nbytes()
+        seen, changes = self._seen, self._changes
+
+        def freed(_: object) -> None:
+            # From any thread. A list's append is atomic, and the counts before `restart` are another list.
+            del seen[key]
+            changes.append(-size)
+
+        seen[key] = weakref.ref(storage, freed)
+        changes.append(size)
+
+
+class _Watch(TorchDispatchMode):
+    """Tells of every operator that was called."""
+
+    def __init__(self, tell: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        # What `torch.tensor` has made passes here for the first time, as an argument.
+        self._tell(results, () if function is torch.ops.aten.lift_fresh.default else (args, kwargs))
+        return results
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Those that have a storage: oneDNN's packed weights have none."""
+    if isinstance(tree, Tensor):
+        return [tree] if tree.layout is torch.strided else []
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for leaf in tree:
+        if isinstance(leaf, Tensor):
+            if leaf.layout is torch.strided:
+                found.append(leaf)
+        elif isinstance(leaf, list | tuple | dict):
+            found += _tensors(leaf)
+    return found
+
+
+class AllocatedMemory:
+    """Counts what is asked of PyTorch's allocator of a GPU inside of `with`, whoever asks for it.
+
+    Bytes as they are asked for are a function of the work's shapes. Those of the blocks that are handed out
+    are not: a block is larger by up to 1 MiB, as the allocator's free blocks happen to be.
+
+    Args:
+        peaks: of the GPU, which remembers the peak over its resets.
+    """
+
+    def __init__(self, peaks: PeakMemory) -> None:
+        self._gpu = peaks
+        self._left = self._begin = 0
+        self._most = [0]
+        self._inside = False
+
+    @property
+    def live(self) -> int:
+        """Bytes that the work's pieces have left behind so far."""
+        return self._left + (self._asked("current") - self._begin) * self._inside
+
+    @property
+    def peaks(self) -> list[int]:
+        """As `LiveMemory.peaks`."""
+        now = self._asked("peak") - self._begin if self._inside else 0
+        return [*self._most[:-1], max(self._most[-1], self._left + now)]
+
+    def mark(self) -> None:
+        """Begin a new phase."""
+        self._pause()
+        self._most.append(self._left)
+        self._go_on()
+
+    def restart(self, given: Iterable[Tensor] = ()) -> None:
+        """As `LiveMemory.restart`."""
+        self._left, self._most = 0, [0]
+        self._go_on()
+        self.adopt(given)
+
+    def adopt(self, given: Iterable[Tensor]) -> None:
+        """As `LiveMemory.adopt`; each tensor counts as often as it is given."""
+        self._left += sum(tensor.nbytes for tensor in given if tensor.device.type == "cuda")
+        self._most[-1] = max(self._most[-1], self.live)
+
+    def __enter__(self) -> Self:
+        """Begin a piece of work."""
+        self._inside = True
+        self._go_on()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self._pause()
+        self._inside = False
+
+    def _pause(self) -> None:
+        self._most, self._left = self.peaks, self.live
+
+    def _go_on(self) -> None:
+        self._begin = self._asked("current")
+        self._gpu.restart()
+
+    def _asked(self, which: str) -> int:
+        stats = torch.cuda.memory_stats(self._gpu.device)  # empty where nothing has been asked for
+        return int(stats.get(f"requested_bytes.all.{which}", 0))
+
+
+def work_memory(peaks: PeakMemory) -> WorkMemory:
+    """The measurement for a device: of the process's own work on a CPU, of the allocator on a GPU.
+
+    Args:
+        peaks: of the device.
+    """
+    return AllocatedMemory(peaks) if peaks.device.type == "cuda" else LiveMemory(peaks.device)

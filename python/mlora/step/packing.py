@@ -1,0 +1,202 @@
+"""Samples of several adapters as packed rows, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mlora.base.attention import PackedSequences
+from mlora_ext import SegmentLayout
+
+if TYPE_CHECKING:
+    from mlora.data import Sample
+
+BASE = "__base__"
+NOT_TRAINED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Whose rows the T rows of a micro-batch are: what every stage needs to know.
+
+    Attributes:
+        names: owners of the rows, in order; `__base__` owns rows without an adapter.
+        adapters: `names` without `__base__`, as `layout` counts them.
+        layout: rows of each owner.
+        sequences: rows of each sample.
+        position_ids: `[1, T]` int64, from 0 in each sample.
+    """
+
+    names: tuple[str, ...]
+    adapters: tuple[str, ...]
+    layout: SegmentLayout
+    sequences: PackedSequences
+    position_ids: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        names: Sequence[str],
+        lengths: Sequence[int],
+        row0: Sequence[int],
+        sequences: Sequence[int],
+        device: torch.device | str,
+    ) -> PackedRows:
+        """Describe rows by numbers alone.
+
+        Args:
+            names: owners of the rows, in order.
+            lengths: rows of each owner.
+            row0: rows that each owner has already seen in its current optimizer step.
+            sequences: rows of each sample.
+            device: of the tensors.
+        """
+        adapters = tuple(name for name in names if name != BASE)
+        order = {name: index for index, name in enumerate(adapters)}
+        layout = SegmentLayout.from_lengths(lengths, [order.get(name, -1) for name in names], row0)
+        positions = [torch.arange(length) for length in (0, *sequences)]
+        return cls(
+            tuple(names),
+            adapters,
+            layout,
+            PackedSequences.of(tuple(sequences), device),
+            torch.cat(positions).unsqueeze(0).to(device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """One micro-batch of several adapters, each adapter's T rows together, as the first stage is given it.
+
+    Attributes:
+        names: owners of the rows, in order; `__base__` owns rows without an adapter.
+        lengths: rows of each.
+        row0: rows that each has already seen in its current optimizer step.
+        sequences: rows of each sample.
+        input_ids: `[1, T]` int64.
+        rows: `[M]` int32 on the CPU, the rows with a label, in order.
+        targets: `[M]` int32 on the CPU, their labels: the token to predict from each. None: it is asked for.
+        tokens: number of trained tokens by owner; sums to M.
+    """
+
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    row0: tuple[int, ...]
+    sequences: tuple[int, ...]
+    input_ids: Tensor
+    rows: Tensor
+    targets: Tensor | None
+    tokens: dict[str, int]
+
+    def description(self) -> dict[str, Sequence[Any]]:
+        """Plain arguments of `PackedRows.of`."""
+        return {
+            "names": self.names,
+            "lengths": self.lengths,
+            "row0": self.row0,
+            "sequences": self.sequences,
+        }
+
+
+def pack(
+    batches: Mapping[str | None, Sequence[Sample]],
+    *,
+    row0: Mapping[str, int] | None = None,
+    vocab_size: int | None = None,
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """Pack samples row after row, in the order of the mapping.
+
+    Args:
+        batches: samples by adapter name; None or `__base__` is the base model alone.
+        row0: rows that an adapter has already seen in its current optimizer step; default 0.
+        vocab_size: ids must lie below it; None = unchecked.
+        device: of the ids.
+
+    Returns:
+        The micro-batch.
+
+    Raises:
+        ValueError: naming the adapter and the sample that is empty, whose labels are of another length, or
+            which has an id outside the vocabulary.
+    """
+    names = tuple(name or BASE for name in batches)
+    ids: list[int] = []
+    labels: list[int] = []
+    sequences: list[int] = []
+    lengths: list[int] = []
+    tokens: dict[str, int] = {}
+    for name, samples in zip(names, batches.values(), strict=True):
+        begin = len(ids)
+        for index, sample in enumerate(samples):
+            _check(name, index, sample, vocab_size)
+            ids += sample.input_ids
+            labels += sample.labels[1:]
+            labels.append(NOT_TRAINED)
+            sequences.append(len(sample.input_ids))
+        lengths.append(len(ids) - begin)
+        tokens[name] = lengths[-1] - labels[begin:].count(NOT_TRAINED)
+    seen = tuple(0 if row0 is None else row0.get(name, 0) for name in names)
+    table = torch.tensor(labels, dtype=torch.int32)
+    rows = (table != NOT_TRAINED).nonzero().squeeze(1)
+    return PackedBatch(
+        names,
+        tuple(lengths),
+        seen,
+        tuple(sequences),
+        torch.tensor([ids], dtype=torch.int64).to(device),
+        rows.to(torch.int32),
+        table[rows],
+        tokens,
+    )
+
+
+def pack_prompts(
+    batches: Mapping[str | None, Sequence[Sequence[int]]], *, device: torch.device | str = "cpu"
+) -> PackedBatch:
+    """Pack sequences whose next tokens are asked for.
+
+    Args:
+        batches: token ids by adapter name; None or `__base__` is the base model alone.
+        device: of the ids.
+
+    Returns:
+        The micro-batch; its `rows` are the last ones of the sequences.
+
+    Raises:
+        ValueError: if a sequence is empty.
+    """
+    names = tuple(name or BASE for name in batches)
+    sequences = [len(ids) for rows in batches.values() for ids in rows]
+    if not all(sequences):
+        raise ValueError("sequences: expected at least one token in each, got none")
+    ids = [token for rows in batches.values() for row in rows for token in row]
+    return PackedBatch(
+        names,
+        tuple(sum(map(len, rows)) for rows in batches.values()),
+        (0,) * len(names),
+        tuple(sequences),
+        torch.tensor([ids], dtype=torch.int64).to(device),
+        torch.tensor(sequences, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1,
+        None,
+        dict.fromkeys(names, 0),
+    )
+
+
+def _check(name: str, index: int, sample: Sample, vocab_size: int | None) -> None:
+    where = f"adapter {name!r}, sample {index}"
+    if not sample.input_ids:
+        raise ValueError(f"{where}: expected at least one token, got none")
+    if len(sample.labels) != len(sample.input_ids):
+        raise ValueError(f"{where}: expected {len(sample.input_ids)} labels, got {len(sample.labels)}")
+    if vocab_size is None:
+        return
+    for what, values, smallest in (("id", sample.input_ids, 0), ("label", sample.labels, NOT_TRAINED)):
+        low, high = min(values), max(values)
+        if low < smallest or high >= vocab_size or (what == "label" and NOT_TRAINED < low < 0):
+            wrong = high if high >= vocab_size else low
+            raise ValueError(f"{where}: {what} {wrong} is outside the vocabulary of {vocab_size}")

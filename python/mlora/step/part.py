@@ -1,0 +1,353 @@
+"""One stage's part of an engine: a piece of the base model, and what each adapter has on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import mlora_ext
+from mlora.base.loss import chunked_losses, plain_losses
+from mlora.model import BaseModel
+from mlora.pipeline import Hooks
+from mlora.step.live_memory import WorkMemory, work_memory
+from mlora.step.optim_config import OptimConfig
+from mlora.step.optimizer import AdapterOptimizer, Update
+from mlora.step.packing import PackedRows
+from mlora.step.process_memory import PeakMemory, used_memory
+from mlora_ext import gemm
+from mlora_ext.nn.folder import adapter_state
+from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.weights import write_weights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+class StagePart(Hooks):
+    """What happens on one stage's device: forward, backward, updates, and what the first stage asks for.
+
+    Args:
+        base: the model, or the stage's piece of it.
+        device: where it is.
+    """
+
+    def __init__(self, base: BaseModel, device: torch.device) -> None:
+        self.base, self.device = base, device
+        self.module = PackedStage(self)
+        self._optimizers: dict[str, AdapterOptimizer] = {}
+        self._in_flight: dict[str, int] = {}
+        self._latest: Sequence[str] = ()
+        self._peaks = PeakMemory(device)
+        self._measured: dict[int, WorkMemory] = {}
+        self._current: WorkMemory | None = None
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Names of the adapters that have been forward on this stage and not yet backward; if there are none,
+        those that were the last."""
+        found = [name for name, count in list(self._in_flight.items()) if count]
+        return found or [name for name in self._latest if name in self._in_flight]
+
+    @contextmanager
+    def around(self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]) -> Iterator[None]:
+        """Packed attention, the model's mode, and measuring; see `Hooks.around`."""
+        if self.base.model.training is not train:
+            self.base.model.train(train)
+        with self.base.packed(), ExitStack() as stack:
+            if train and common.get("measure") is not None:
+                stack.enter_context(self._measuring(common["measure"], given))
+            yield
+
+    @contextmanager
+    def _measuring(self, number: int, given: Sequence[Tensor]) -> Iterator[None]:
+        """Measure a micro-batch's forward, or its backward."""
+        if number not in self._measured:
+            self._measured[number] = work_memory(self._peaks)
+        else:
+            self._measured[number].mark()
+        self._current = self._measured[number]
+        self._current.adopt(given)
+        try:
+            with self._current:
+                yield
+        finally:
+            self._current = None
+
+    def _next_phase(self) -> None:
+        if self._current is not None:
+            self._current.mark()
+
+    def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Squares of the gradients that are complete, and memory; see `Hooks.after_backward`."""
+        names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
+        for name in names:
+            self._in_flight[name] -= 1
+            if memory is not None:
+                self._optimizers[name].drop_blank_gradients()
+        squares = {name: self._optimizers[name].squares() for name in common["ends"]}
+        memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
+        note = {"squares": squares, **memory_now}
+        return note if memory is None else {**note, "memory": _phases(memory.peaks)}
+
+    def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+        """One of the verbs below; see `Hooks.control`."""
+        verbs: dict[str, Callable[..., Any]] = {
+            "create": self._create_again,
+            "remove": self.remove,
+            "update": self.update,
+            "squares": self._squares,
+            "state": self.state,
+            "load": self.load,
+            "weights": self._weights,
+            "base_gemm": self._choose_gemm,
+            "memory": self._used_memory,
+        }
+        if verb not in verbs:
+            return super().control(verb, arguments)
+        return verbs[verb](**arguments)
+
+    def create(
+        self, name: str, lora: LoraConfig | None, optim: OptimConfig, init_from: str | None, seed: int
+    ) -> None:
+        """Put a new adapter on the model.
+
+        Args:
+            name: of the adapter.
+            lora: PEFT's config; None = that of `init_from`.
+            optim: its optimizer.
+            init_from: a PEFT folder with initial weights.
+            seed: of initial weights and dropout.
+
+        Raises:
+            ValueError: if the config is not supported, targets match nothing, or the folder does not fit.
+        """
+        put_adapter(self.base.model, name, lora, init_from, seed)
+        self.own(name, optim)
+
+    def own(self, name: str, optim: OptimConfig) -> None:
+        """Take charge of an adapter that is on the model."""
+        self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
+
+    def _create_again(
+        self,
+        name: str,
+        lora: dict[str, Any],
+        optim: dict[str, Any],
+        seed: int,
+        weights: Mapping[str, Sequence[Tensor]] | None,
+    ) -> None:
+        """What the first stage has created, on another one."""
+        from peft import LoraConfig
+
+        self.create(name, LoraConfig(**lora), OptimConfig(**optim), None, seed)
+        if weights is not None:
+            write_weights(self.base.model, name, {key: (a, b) for key, (a, b) in weights.items()})
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        mlora_ext.remove_adapter(self.base.model, name)
+        del self._optimizers[name]
+        self._in_flight.pop(name, None)
+
+    def begin(
+        self,
+        names: Sequence[str],
+        updates: Mapping[str, Mapping[str, Any]],
+        measure: int | None = None,
+        received: Tensor | None = None,
+    ) -> None:
+        """Before a micro-batch goes forward: make the updates that were decided since.
+
+        Args:
+            names: owners of its rows.
+            updates: by adapter.
+            measure: number under which its memory is measured, which begins here: neither updates belong to
+                it nor gradients, which all exist from here on. None: it is not.
+            received: what the stage before gave.
+        """
+        self.update(updates)
+        if measure is not None:
+            for name in names:
+                self._optimizers[name].hold_gradients()
+            self._measured[measure].restart(() if received is None else (received,))
+        if torch.is_grad_enabled():
+            self._latest = names
+            for name in names:
+                self._in_flight[name] = self._in_flight.get(name, 0) + 1
+
+    def update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make each adapter's update."""
+        for name, update in updates.items():
+            self._optimizers[name].apply(Update(**update))
+
+    def _squares(self, name: str) -> Tensor:
+        return self._optimizers[name].squares()
+
+    def state(self, name: str) -> dict[str, Any]:
+        """An adapter's weights, gradients and moments on this stage by their names, as copies."""
+        parameters = self._parameters(name)
+        return {
+            "weights": {key: p.detach().clone() for key, p in parameters.items()},
+            "gradients": {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None},
+            "moments": self._optimizers[name].state_dict(),
+        }
+
+    def load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
+        """Take over an adapter's state.
+
+        Args:
+            name: of the adapter.
+            state: what `state` gave, of this stage and maybe of others.
+            updates: that the optimizer has made.
+            seed: of its dropout.
+
+        Raises:
+            ValueError: if the moments are those of other Parameters.
+        """
+        parameters = self._parameters(name)
+        self._optimizers[name].load_state_dict(updates, state["moments"])
+        self._optimizers[name].drop_gradients()
+        with torch.no_grad():
+            for key, parameter in parameters.items():
+                parameter.copy_(state["weights"][key])
+                if key in state["gradients"]:
+                    parameter.grad = torch.empty_like(parameter).copy_(state["gradients"][key])
+        router_of(self.base.model).adapters[name].seed = seed
+
+    def _weights(self, name: str) -> dict[str, Tensor]:
+        return adapter_state(self.base.model, name)
+
+    def _used_memory(self) -> int:
+        return used_memory(self.device)
+
+    def _choose_gemm(self, dtype: str, library: str) -> None:
+        gemm.choose({dtype: library})
+
+    def _parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Those of an adapter's Parameters that are on this stage."""
+        parameters = mlora_ext.adapter_parameters(self.base.model, name)
+        return {key: p for key, p in parameters.items() if not p.is_meta}
+
+    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The pipeline's loss function.
+
+        Args:
+            output: the last stage's, `[T, D]` or, where an adapter targets the head, the logits `[T, V]`.
+            targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
+                owner. Without `targets`, the most likely next token of each row is asked for.
+
+        Returns:
+            The scaled total to differentiate, and the sums per owner `[N]` fp64; or zero and tokens `[M]`.
+        """
+        self._next_phase()
+        found = self._losses(output, targets)
+        self._next_phase()
+        return found
+
+    def _losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        rows = targets["rows"].to(output.device, torch.int64)
+        head = self.base.frozen_head()
+        if targets["targets"] is None:
+            picked = output.index_select(0, rows)
+            logits = picked if head is None else self.base.logits(picked)
+            return logits.new_zeros(()), logits.argmax(-1)
+        tokens = targets["targets"].to(output.device, torch.int64)
+        if head is not None:
+            return chunked_losses(output, head, rows, tokens, targets["counts"], targets["scales"])
+        return plain_losses(output.index_select(0, rows), tokens, targets["counts"], targets["scales"])
+
+
+class PackedStage(nn.Module):
+    """A stage's module: packed rows of several adapters in; hidden states out, or the head's input.
+
+    A head that an adapter targets belongs to the last stage, and whole logits come out.
+
+    Args:
+        part: whose model runs.
+    """
+
+    def __init__(self, part: StagePart) -> None:
+        super().__init__()
+        self.body = part.base.body
+        self._part = part
+
+    def forward(
+        self,
+        received: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        rows: Mapping[str, Sequence[Any]],
+        steps: Sequence[int],
+        updates: Mapping[str, Mapping[str, Any]],
+        ends: Sequence[str],
+        measure: int | None = None,
+    ) -> Tensor:
+        """Make the updates that were decided since, and run a micro-batch.
+
+        Args:
+            received: `[T, D]` of the stage before; none at the first.
+            input_ids: `[1, T]` at the first.
+            rows: arguments of `PackedRows.of`.
+            steps: dropout step of each adapter of the batch.
+            updates: by adapter.
+            ends: adapters whose accumulation is complete after this micro-batch.
+            measure: see `StagePart.begin`.
+
+        Returns:
+            `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
+        """
+        part, base = self._part, self._part.base
+        part.begin(rows["names"], updates, measure, received)
+        packed = PackedRows.of(**rows, device=part.device)
+        with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
+            hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+            if not base.is_last or base.frozen_head() is not None:
+                return hidden
+            return base.logits(hidden)
+
+
+def _phases(peaks: Sequence[int]) -> tuple[int, ...]:
+    """Peaks of forward, loss and backward; a stage that is not the last has no loss."""
+    return (peaks[0], 0, *peaks[1:]) if len(peaks) == 2 else tuple(peaks)
+
+
+def put_adapter(
+    model: nn.Module, name: str, lora: LoraConfig | None, init_from: str | None, seed: int
+) -> None:
+    """Put an adapter on a converted model, or leave it as it was.
+
+    Args:
+        model: or a stage's piece of it.
+        name: of the adapter.
+        lora: PEFT's config; None = that of `init_from`.
+        init_from: a PEFT folder with initial weights.
+        seed: of initial weights and dropout.
+
+    Raises:
+        ValueError: as `StagePart.create`.
+    """
+    if lora is not None:
+        mlora_ext.add_adapter(model, name, lora, seed=seed)
+    if init_from is not None:
+        try:
+            mlora_ext.load_adapter(model, name, init_from, seed=seed)
+        except ValueError:
+            if lora is not None:
+                mlora_ext.remove_adapter(model, name)
+            raise
+
+
+def plain_lora(config: LoraConfig) -> dict[str, Any]:
+    """A LoraConfig as plain values from which `LoraConfig(**values)` makes it again."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    default = type(config)()
+    return {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in values.items()
+        if value != getattr(default, key, None)
+    }

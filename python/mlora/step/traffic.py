@@ -1,0 +1,312 @@
+"""Batches on their way through the pipeline: packed, cut into micro-batches, and what comes back of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mlora.pipeline import Driver, Place
+from mlora.step.account import Accounts, BatchResult
+from mlora.step.packing import BASE, PackedBatch, pack, pack_prompts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one micro-batch needed beyond the weights, gradients and moments.
+
+    Attributes:
+        lengths: of its sequences, by adapter name.
+        phases: of each stage, the most bytes that it held at once during its forward, its loss (0 where it
+            has none) and its backward, the neighbouring stages' activations and gradients included.
+    """
+
+    lengths: Mapping[str, tuple[int, ...]]
+    phases: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The most bytes that it held at once on each stage."""
+        return tuple(max(peaks) for peaks in self.phases)
+
+
+_Parts = Sequence[tuple[PackedBatch, int | None]]
+"""Micro-batches, each with its number in the pipeline, or none if it has nothing to compute."""
+
+if TYPE_CHECKING:
+    from mlora.data import Sample
+
+
+class Ticket:
+    """A batch that is under way.
+
+    Args:
+        parts: its micro-batches, each with its number in the pipeline, or none if it has nothing to train.
+        ends: adapters whose accumulation it completes.
+
+    Attributes:
+        measured: after `finish`, its micro-batches' memory, if that was asked for.
+    """
+
+    def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
+        self.parts, self.ends = parts, ends
+        self.measured: list[Measured] = []
+
+    @property
+    def last(self) -> int:
+        """The number of its last micro-batch, 0 if it has none."""
+        return max((number for _, number in self.parts if number is not None), default=0)
+
+
+class Traffic:
+    """What enters an engine's pipeline, and leaves it. See the methods of `Engine` of the same names.
+
+    Args:
+        pipeline: where they go.
+        accounts: of the adapters.
+        device: of the first stage.
+        vocab_size: of the base model.
+        micro_batches: into how many each batch is cut.
+
+    Attributes:
+        peak_memory: the most memory that a stage was known to have used when its last results came, in bytes.
+        used_memory: what each stage had in use after the micro-batch that came back last, in bytes; empty
+            before, and when adapters have come or gone since.
+    """
+
+    def __init__(
+        self, pipeline: Driver, accounts: Accounts, device: torch.device, vocab_size: int, micro_batches: int
+    ) -> None:
+        self.peak_memory = 0
+        self.used_memory: Sequence[int] = ()
+        self._pipeline, self._accounts = pipeline, accounts
+        self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
+        self._measures = 0
+
+    def start(
+        self,
+        batches: Mapping[str, Sequence[Sample]],
+        ends: Sequence[str],
+        measure: bool = False,
+        whole: bool = False,
+    ) -> Ticket:
+        """Let a batch enter."""
+        for name in ends:
+            if name not in batches:
+                raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
+        for name in batches:
+            if self._accounts.of(name).ending:
+                raise ValueError(
+                    f"adapter {name!r}: a batch that ends its accumulation is under way; call finish and "
+                    "optim_step first"
+                )
+        replicas = {self._accounts[name].replica for name in batches}
+        if len(replicas) > 1:
+            raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
+        rows = {name: self._accounts[name].rows for name in batches}
+        packed = []
+        for pieces in _cut(batches, 1 if whole else self._micro_batches):
+            packed.append(self._pack(pieces, rows))
+            for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
+                rows[name] += length
+        trained = [batch for batch in packed if batch.rows.numel()]
+        parts, stream = [], "+".join(batches)
+        for batch in packed:
+            last = bool(trained) and batch is trained[-1]
+            place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
+            more = self._measure() if measure else {}
+            number = self._enter(batch, ends if last else (), place, stream, train=True, more=more)
+            parts.append((batch, number))
+        for batch in packed:
+            for name, length in zip(batch.names, batch.lengths, strict=True):
+                self._accounts[name].entered(length, batch.tokens[name])
+        for name in ends:
+            self._accounts[name].ending = bool(trained)
+        return Ticket(parts, ends if trained else ())
+
+    def _measure(self) -> dict[str, int]:
+        self._measures += 1
+        return {"measure": self._measures}
+
+    def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
+        """Work until one of some batches has come back."""
+        by_last = {ticket.last: ticket for ticket in tickets}
+        return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
+
+    def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
+        """Work until a batch has come back."""
+        results: dict[str, BatchResult] = {}
+        for place, (batch, number) in enumerate(ticket.parts):
+            with ExitStack() as stack:
+                stack.callback(self._take_back, ticket.parts[place:])
+                notes, losses = self._leave(batch, number)
+                stack.pop_all()
+            if notes and all("memory" in note for note in notes):
+                phases = tuple(tuple(note["memory"]) for note in notes)
+                ticket.measured.append(Measured(_sequences(batch), phases))
+            for name, loss in losses.items():
+                self._accounts[name].came_back()
+                before = results.get(name)
+                total, tokens = loss, batch.tokens[name]
+                if before is not None:
+                    total, tokens = before.loss_sum + loss, before.tokens + tokens
+                results[name] = BatchResult(total, tokens, math.isfinite(total))
+            for name in ticket.ends:
+                self._accounts[name].ending = False
+                if notes and all(name in note["squares"] for note in notes):
+                    self._accounts[name].squares = sum(float(note["squares"][name]) for note in notes)
+        return results
+
+    def _take_back(self, parts: _Parts) -> None:
+        for name in (name for batch, _ in parts for name in batch.names):
+            self._accounts[name].failed()
+
+    def evaluate(
+        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], at_once: int
+    ) -> Iterator[dict[str, BatchResult]]:
+        """Losses without gradients, of some batches under way at once."""
+        under_way: deque[_Parts] = deque()
+        try:
+            for batch in batches:
+                packed = [self._pack(part, None) for part in self._by_replica(batch)]
+                under_way.append([(part, self._enter(part, (), Place(), train=False)) for part in packed])
+                self._count_evaluation(under_way[-1], 1)
+                if len(under_way) == at_once:
+                    yield self._evaluated(under_way)
+            while under_way:
+                yield self._evaluated(under_way)
+        finally:
+            while under_way:  # a batch was malformed, or nobody wants the rest
+                self._evaluated(under_way)
+
+    def _evaluated(self, under_way: deque[_Parts]) -> dict[str, BatchResult]:
+        """The results of the oldest; after an error none of the others comes back."""
+        found: dict[str, BatchResult] = {}
+        with ExitStack() as stack:
+            stack.callback(self._forget, under_way)
+            for batch, number in under_way[0]:
+                for name, loss in self._leave(batch, number)[1].items():
+                    found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
+            stack.pop_all()
+        self._count_evaluation(under_way.popleft(), -1)
+        return found
+
+    def _forget(self, under_way: deque[_Parts]) -> None:
+        while under_way:
+            self._count_evaluation(under_way.popleft(), -1)
+
+    def _count_evaluation(self, parts: _Parts, more: int) -> None:
+        for name in (name for batch, _ in parts for name in batch.names if name != BASE):
+            self._accounts[name].under_way += more
+
+    def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
+        """The most likely next token of sequences."""
+        found: dict[str, list[int]] = {}
+        for part in self._by_replica(batches):
+            packed = pack_prompts(part, device=self._device)
+            number = self._enter(packed, (), Place(), train=False)
+            assert number is not None
+            tokens = iter(self._pipeline.finish(number).report.tolist())
+            found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
+        return found
+
+    def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+        """Batches by adapter name, apart for each replica; the base model's go to the first."""
+        found: dict[int, dict[Any, Any]] = {}
+        for name, rows in batches.items():
+            replica = 0 if name in (None, BASE) else self._accounts.of(name).replica
+            found.setdefault(replica, {})[name] = rows
+        return list(found.values())
+
+    def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
+        return pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
+
+    def _enter(
+        self,
+        batch: PackedBatch,
+        ends: Sequence[str],
+        place: Place,
+        stream: str = "",
+        *,
+        train: bool,
+        more: Mapping[str, Any] | None = None,
+    ) -> int | None:
+        """Let a micro-batch enter the pipeline; None where it has nothing to compute.
+
+        For traces, all micro-batches that a batch was cut into are of one stream.
+        """
+        if not batch.rows.numel():
+            return None
+        adapters = [name for name in batch.names if name != BASE]
+        common = {
+            "rows": batch.description(),
+            "steps": [self._accounts[name].steps for name in adapters],
+            "updates": self._accounts.updates(adapters),
+            "ends": list(ends),
+            **(more or {}),
+        }
+        targets = {
+            "rows": batch.rows,
+            "targets": batch.targets,
+            "counts": [batch.tokens[name] for name in batch.names],
+            "scales": [1.0 if n == BASE else self._accounts[n].scaler.scale for n in batch.names],
+        }
+        inputs = {"input_ids": batch.input_ids}
+        return self._pipeline.start(
+            inputs,
+            targets,
+            common=common,
+            train=train,
+            place=place,
+            stream=stream,
+            rows=sum(batch.lengths),
+            replica=self._accounts[adapters[0]].replica if adapters else 0,
+        )
+
+    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
+        """The stages' notes on a micro-batch, and the sums of its losses by name."""
+        if number is None:
+            return (), dict.fromkeys(batch.names, 0.0)
+        result = self._pipeline.finish(number)
+        self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
+        if result.notes and "used_memory" in result.notes[0]:
+            self.used_memory = [note["used_memory"] for note in result.notes]
+        return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
+
+
+def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
+    """Lengths of the sequences of each owner."""
+    found, rest = {}, list(batch.sequences)
+    for name, rows in zip(batch.names, batch.lengths, strict=True):
+        found[name] = tuple(_take(rest, rows))
+    return found
+
+
+def _take(rest: list[int], rows: int) -> Iterator[int]:
+    while rows:
+        rows -= rest[0]
+        yield rest.pop(0)
+
+
+def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
+    """The samples of all adapters in runs of about as many tokens; pieces without samples are left out.
+
+    A sample belongs to the piece in which its middle lies.
+    """
+    total = sum(len(sample.input_ids) for samples in batches.values() for sample in samples)
+    if pieces == 1 or not total:
+        return [dict(batches)]
+    cut: dict[int, dict[str, list[Sample]]] = {}
+    before = 0  # tokens
+    for name, samples in batches.items():
+        for sample in samples:
+            length = len(sample.input_ids)
+            piece = pieces * (2 * before + length) // (2 * total)
+            cut.setdefault(piece, {}).setdefault(name, []).append(sample)
+            before += length
+    return [dict(piece) for piece in cut.values()]

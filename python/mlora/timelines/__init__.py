@@ -1,0 +1,1 @@
+"""Timelines of pipelines: forecast, recorded, drawn."""

@@ -1,0 +1,291 @@
+"""What `mlora simulate` does: options to a workload, a simulated timeline to what it prints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlora.errors import RunError
+from mlora.pipeline.closed_form import is_reached, least_bubble
+from mlora.pipeline.measures import Measures, measure
+from mlora.pipeline.schedules import FLUSHED
+from mlora.pipeline.simulate import simulate
+from mlora.pipeline.timeline import Timeline, as_events
+from mlora.pipeline.workload import Link, StageTime, Stream, Workload
+from mlora.timelines.stage_times import read_times
+
+BARS, MOST_BARS = 60, 60_000
+"""What a picture shows: of stage 0 at least, and of all stages at most."""
+
+GROUPS_OF_A_STAGE = 2
+"""Into so many groups for each stage a run spreads its adapters at most, see `mlora.groups.group_count`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command; see its help. Times are milliseconds, None = not given."""
+
+    schedule: str
+    stages: int | None
+    adapters: int
+    micro_batches: int
+    steps: int
+    forward: str | None
+    backward: str | None
+    latency: float | None
+    bandwidth: float | None
+    message_bytes: float | None
+    hidden: int | None
+    rows: int | None
+    itemsize: int | None
+    in_flight: int | None
+    times: Path | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A simulated run.
+
+    Attributes:
+        workload: what was simulated.
+        timeline: what came of it.
+        measures: its numbers.
+        closed_form: a lower bound of an endless run's bubble ratio.
+        exact: whether such a run is known to come to it.
+    """
+
+    workload: Workload
+    timeline: Timeline
+    measures: Measures
+    closed_form: float
+    exact: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints: seconds, bytes and rows."""
+        workload, links = self.workload, {}
+        for name in ("forward", "backward"):
+            each = [asdict(link) for link in workload.links(getattr(workload, name))]
+            links[name] = [
+                link | {"bandwidth": link["bandwidth"] if math.isfinite(link["bandwidth"]) else None}
+                for link in each
+            ]
+        return {
+            "schedule": workload.schedule,
+            "stages": [asdict(stage) for stage in workload.stages],
+            "links": links,
+            "streams": [asdict(stream) for stream in workload.streams],
+            "in_flight_limit": workload.in_flight,
+            "closed_form": self.closed_form,
+            "closed_form_is_exact": self.exact,
+            **asdict(self.measures),
+        }
+
+    def lines(self) -> list[str]:
+        """What the command prints over its table."""
+        workload, measures = self.workload, self.measures
+        first, stages, streams = workload.streams[0], len(workload.stages), len(workload.streams)
+        steps = _counted(first.steps, "step")
+        lines = [
+            f"{workload.schedule}: {_counted(stages, 'stage')}, {_counted(streams, 'stream')} of "
+            f"{_counted(first.micro_batches, 'micro-batch', 'es')} a step, {steps}"
+        ]
+        groups = GROUPS_OF_A_STAGE * stages
+        if streams > groups and stages > 1:
+            lines.append(
+                f"mlora train runs {streams} adapters as {groups} streams, groups that share batches; to "
+                f"forecast that, give --adapters {groups} and the times of a group's batch"
+            )
+        closed = f"{'closed form' if self.exact else 'lower bound'} {self.closed_form:.1%}"
+        if measures.bubble_ratio is None or measures.throughput is None:
+            lines.append(f"bubble ratio: no steady window in {steps}, {closed}")
+            rate = measures.makespan_throughput
+        else:
+            if round(measures.bubble_ratio, 3) < round(self.closed_form, 3):
+                closed += " of an endless run: the begin still shows, more --steps come closer"
+            lines.append(f"bubble ratio: {measures.bubble_ratio:.1%} simulated, {closed}")
+            rate = measures.throughput
+        lines.append(
+            f"whole run: {measures.makespan:.4g} s, bubble ratio {measures.makespan_bubble_ratio:.1%}"
+        )
+        rows = first.rows[0]
+        lines.append(
+            f"throughput: {rate / rows:.4g} micro-batches/s" + (f", {rate:.4g} rows/s" if rows > 1 else "")
+        )
+        return lines
+
+    def table(self) -> list[list[str]]:
+        """Rows of the stages, the first one with the titles."""
+        rows = self.workload.streams[0].rows[0]
+        return [
+            ["stage", "forward ms", "backward ms", "most in flight"],
+            *(
+                [
+                    str(index),
+                    f"{(time.forward + time.forward_row * rows) * 1e3:.4g}",
+                    f"{(time.backward + time.backward_row * rows) * 1e3:.4g}",
+                    str(self.measures.in_flight[index]),
+                ]
+                for index, time in enumerate(self.workload.stages)
+            ),
+        ]
+
+    def draw(self, path: Path) -> None:
+        """Write a picture of its begin: into the second round of the steady window.
+
+        Args:
+            path: the PNG file.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        from mlora.timelines.plot_timeline import plot_timeline
+
+        events = as_events(self.timeline.events)
+        until = self._until()
+        title = f"{self.lines()[0]}, simulated; {self.measures.bubbles('run')}"
+        if until is not None:
+            title += f"; shown: the first {until / self.measures.makespan:.0%}"
+        plot_timeline(path, events, title, window=self.measures.window, until=until)
+
+    def _until(self) -> float | None:
+        """Where a picture ends; None where it shows everything."""
+        events, window = self.timeline.events, self.measures.window
+        until = self.timeline.of_stage(0)[:BARS][-1].end
+        if window:
+            until = max(until, window.begin + 1.5 * (window.end - window.begin) / self.measures.rounds)
+        begins = np.sort(events["begin"])
+        until = min(until, float(begins[min(MOST_BARS, len(begins)) - 1]))
+        return until if until < begins[-1] else None
+
+
+def forecast(options: Options) -> Forecast:
+    """Simulate what the options say.
+
+    Args:
+        options: of the command.
+
+    Returns:
+        The simulated run.
+
+    Raises:
+        RunError: one line that names the option that is wrong.
+    """
+    try:
+        workload = _workload(options)
+        timeline = simulate(workload)
+    except RunError:
+        raise
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    return Forecast(workload, timeline, measure(timeline), _closed_form(workload), is_reached(workload))
+
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural if count > 1 else ''}"
+
+
+def _workload(options: Options) -> Workload:
+    _check_used(options)
+    rows = options.rows or 1
+    if options.times is not None:
+        given = ("stages", "forward", "backward", "latency", "bandwidth", "message_bytes", "hidden")
+        for name in given:
+            if getattr(options, name) is not None:
+                option = "bytes" if name == "message_bytes" else name
+                raise RunError(f"--{option}: --times says it; give one of them")
+        times = read_times(options.times)
+        stages, (forward, backward) = times.stage_times(), times.links()
+        if options.rows not in (None, times.rows):
+            raise RunError(f"--rows: {options.times} was measured with {times.rows}, got {options.rows}")
+        rows = times.rows
+    else:
+        stages = _stages(options)
+        link = Link(
+            _at_least("latency", options.latency or 0.0, 0.0) * 1e-3,
+            math.inf if options.bandwidth is None else _above("bandwidth", options.bandwidth) * 1e9 / 8,
+            _message_bytes(options) / rows,
+        )
+        forward = backward = [link] * (len(stages) - 1)
+    stream = Stream(options.steps, options.micro_batches, (rows,))
+    if options.schedule != "lorapp":
+        return Workload(stages, [stream], options.schedule, forward, backward)
+    in_flight = options.in_flight or options.adapters * options.micro_batches
+    return Workload(stages, [stream] * options.adapters, options.schedule, forward, backward, in_flight)
+
+
+def _check_used(options: Options) -> None:
+    """Refuse an option that the others leave without effect."""
+    if options.in_flight is not None and options.schedule in FLUSHED:
+        raise RunError(f"--in-flight: is for lorapp; {options.schedule} says itself what is in flight")
+    if options.itemsize is not None and options.hidden is None:
+        raise RunError("--itemsize: is that of --hidden, which is not given")
+    if options.message_bytes is not None and options.hidden is not None:
+        raise RunError("--bytes: --hidden says it; give one of them")
+    if options.bandwidth is None and options.times is None:
+        for name, value in (("bytes", options.message_bytes), ("hidden", options.hidden)):
+            if value is not None:
+                raise RunError(f"--{name}: takes no time without --bandwidth, which is not given")
+
+
+def _stages(options: Options) -> list[StageTime]:
+    forward = _values("forward", options.forward or "1")
+    backward = _values("backward", options.backward or "1")
+    depth = max(len(forward), len(backward)) if options.stages is None else options.stages
+    if options.stages is None and depth == 1:
+        depth = 4
+    for name, values in (("forward", forward), ("backward", backward)):
+        if len(values) not in (1, depth):
+            raise RunError(f"--{name}: expected 1 value or {depth} for {depth} stages, got {len(values)}")
+    pairs = zip(forward * (depth // len(forward)), backward * (depth // len(backward)), strict=True)
+    return [StageTime(first * 1e-3, second * 1e-3) for first, second in pairs]
+
+
+def _values(name: str, text: str) -> list[float]:
+    values = []
+    for part in text.split(","):
+        try:
+            value = float(part)
+        except ValueError as error:
+            raise RunError(f"--{name}: expected milliseconds such as 1.5 or 1,2,2,1, got {text!r}") from error
+        values.append(_at_least(name, value, 0.0))
+    return values
+
+
+def _message_bytes(options: Options) -> float:
+    if options.message_bytes is not None:
+        return _at_least("bytes", options.message_bytes, 0.0)
+    if options.hidden is None:
+        if options.bandwidth is not None:
+            raise RunError("--bandwidth: needs the size of a message: --bytes, or --hidden and --rows")
+        return 0.0
+    return float(options.hidden * (options.rows or 1) * (options.itemsize or 2))
+
+
+def _at_least(name: str, value: float, least: float) -> float:
+    if not (math.isfinite(value) and value >= least):
+        raise RunError(f"--{name}: expected a number of at least {least:g}, got {value}")
+    return value
+
+
+def _above(name: str, value: float) -> float:
+    if not value > 0:
+        raise RunError(f"--{name}: expected a number above 0, got {value}")
+    return value
+
+
+def _closed_form(workload: Workload) -> float:
+    rows, stages = workload.streams[0].rows[0], workload.stages
+    ways = zip(workload.links(workload.forward), workload.links(workload.backward), strict=True)
+    hops = [sum(link.latency + link.seconds(rows) for link in way) for way in ways]
+    return least_bubble(
+        [stage.seconds(rows) for stage in stages],
+        hops,
+        len(workload.streams),
+        workload.streams[0].micro_batches,
+        optimizer=[stage.optimizer for stage in stages],
+        in_flight=workload.in_flight,
+    )

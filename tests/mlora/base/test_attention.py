@@ -1,0 +1,167 @@
+"""Packed rows give a model's own logits and gradients; what cannot be packed is refused by name."""
+
+import pytest
+import torch
+import transformers
+from mlora.base import attention
+from mlora.base.attention import PackedSequences, packed_attention
+from mlora.engine import Engine
+from mlora.step.live_memory import LiveMemory
+from tiny_models import FAMILIES, VOCABULARY, WINDOW, make
+from torch import nn
+
+LENGTHS = ((4, 9, 9, 9, 1, 13), (7, 7, 7))
+
+
+def packed_hidden(engine: Engine, ids: list[torch.Tensor]) -> torch.Tensor:
+    base = engine._base
+    lengths = tuple(len(row) for row in ids)
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    with base.packed():
+        return base.hidden(torch.cat(ids).unsqueeze(0), positions, PackedSequences.of(lengths, "cpu"))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_are_the_models_own(family: str, lengths: tuple[int, ...]) -> None:
+    assert max(lengths) > WINDOW
+    ids = [torch.randint(VOCABULARY, (n,)) for n in lengths]
+    plain = make(family).eval()
+    with torch.no_grad():
+        own = torch.cat([plain(input_ids=row[None]).logits[0] for row in ids])
+        engine = Engine(make(family).eval())
+        got = engine._base.logits(packed_hidden(engine, ids))
+    assert (got - own).abs().max() <= 1e-5 * own.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_gradients_through_packed_attention(family: str) -> None:
+    ids = [torch.randint(VOCABULARY, (n,)) for n in LENGTHS[0]]
+    plain, engine = make(family), Engine(make(family))
+    plain.set_attn_implementation("eager")
+    got, own = (model.get_input_embeddings().weight.requires_grad_() for model in (engine.model, plain))
+    upstream = torch.randn(sum(LENGTHS[0]), 32)
+    packed_hidden(engine, ids).backward(upstream)
+    torch.cat([plain.base_model(input_ids=row[None])[0][0] for row in ids]).backward(upstream)
+    assert (got.grad - own.grad).abs().max() <= 1e-4 * own.grad.abs().max()
+
+
+def test_sinks_equal_transformers_eager_attention() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    length, module = 9, nn.Module()
+    module.num_key_value_groups, module.sinks = 2, torch.randn(4)
+    q, k, v = torch.randn(1, 4, length, 8), torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
+    mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+    expected, _ = eager_attention_forward(module, q, k, v, mask, scaling=0.3)
+    sequences = PackedSequences.of((length,), "cpu")
+    got, _ = packed_attention(
+        module, q, k, v, None, packed_sequences=sequences, scaling=0.3, s_aux=module.sinks
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_lengths_are_views() -> None:
+    """One batched call, and nothing is copied on the way in or out."""
+    rows = torch.randn(1, 12, 2, 8)
+    seen = []
+    original = attention.F.scaled_dot_product_attention
+
+    def watch(q: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        seen.append(q)
+        return original(q, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.F, "scaled_dot_product_attention", watch)
+        q = rows.transpose(1, 2)
+        packed_attention(nn.Module(), q, q, q, None, packed_sequences=PackedSequences.of((4, 4, 4), "cpu"))
+    assert [list(q.shape) for q in seen] == [[3, 2, 4, 8]]
+    assert seen[0].data_ptr() == rows.data_ptr()
+
+
+def test_layers_share_one_mask() -> None:
+    """Autograd keeps what each layer adds to it: as much as without a window."""
+
+    def kept(window: int | None) -> int:
+        sequences, memory = PackedSequences.of((8, 24, 24), "cpu"), LiveMemory()
+        with memory:
+            q = torch.randn(1, 2, 56, 8, requires_grad=True)
+            outs = [packed(q, sequences, window)]
+            first = memory.live
+            outs += [packed(q, sequences, window) for _ in range(3)]
+        assert len(outs) == 4
+        return memory.live - first
+
+    assert kept(5) == kept(None)
+
+
+def packed(q: torch.Tensor, sequences: PackedSequences, window: int | None) -> torch.Tensor:
+    return packed_attention(nn.Module(), q, q, q, None, packed_sequences=sequences, sliding_window=window)[0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+def test_a_band_is_what_queries_see(window: int | None) -> None:
+    sequences = PackedSequences.of((9, 14), "cpu")
+    for length in sequences.lengths:
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (distance >= 0) & (distance < (window or length))
+        band = sequences.band(length, window, torch.float32)
+        assert torch.equal(band == 0, seen)
+        assert torch.equal(band.isinf(), ~seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packed_sequences": None}, "does not hand packed_sequences"),
+        ({"is_causal": False}, "later tokens"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"attention_mask": torch.zeros(1)}, "mask"),
+    ],
+)
+def test_attention_refuses_what_it_does_not_do(changes: dict[str, object], message: str) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    arguments = {"attention_mask": None, "packed_sequences": PackedSequences.of((4,), "cpu"), **changes}
+    with pytest.raises(ValueError, match=message):
+        packed_attention(nn.Module(), q, q, q, **arguments)
+
+
+def test_ignored_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose attention layers do not hand their window on is refused, however long the window."""
+    model = make("mistral")
+    model.config.sliding_window = 4096
+    original = attention.packed_attention
+
+    def forgetful(*args: object, **kwargs: object) -> object:
+        kwargs.pop("sliding_window", None)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(
+        "mlora.model.register_packed_attention",
+        lambda: transformers.AttentionInterface.register(attention.PACKED_ATTENTION, forgetful),
+    )
+    with pytest.raises(ValueError, match="MistralForCausalLM, layer 0: the config says sliding window 4096"):
+        Engine(model)
+
+
+def test_other_layers_are_refused_by_name() -> None:
+    config = transformers.MambaConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY, state_size=4
+    )
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        Engine(transformers.MambaForCausalLM(config))
+
+
+def test_other_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gemma2")
+    model.config.final_logit_softcapping = None
+    original = model.forward
+    monkeypatch.setattr(model, "forward", lambda **kwargs: _doubled(original(**kwargs)))
+    with pytest.raises(ValueError, match="unknown step after the head"):
+        Engine(model)
+
+
+def _doubled(output: transformers.modeling_outputs.CausalLMOutput) -> object:
+    output.logits = output.logits * 2
+    return output

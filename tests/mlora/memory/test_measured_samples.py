@@ -1,0 +1,353 @@
+"""Samples that are measured on a real engine, as on a GPU; here on a CPU by the same code."""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlora.prepare
+import pytest
+import torch
+from limited_runs import Watching, decisions, die, five_tasks, undisturbed
+from mlora.config_file import resolve_config
+from mlora.data import Sample
+from mlora.engine import Engine
+from mlora.errors import RunError
+from mlora.memory.dry_run import DryStage
+from mlora.memory.measured_samples import MeasuredSamples, _growth, _halved
+from mlora.memory.run_memory import RESERVED, RunMemory
+from mlora.memory.task_memory import seed_shapes, spread
+from mlora.prepare import run_memory
+from mlora.process.device import limit_allocator
+from mlora.run import resume, train
+from mlora.scheduler import MemoryEstimate, PeakModel
+from mlora.scheduler.estimate import DryRun
+from mlora.step.crew import PartOptions
+from mlora.step.live_memory import work_memory
+from mlora.step.process_memory import PeakMemory, used_memory
+from tiny_run import lines, weights
+
+from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.routing import router_of
+from tests.mlora.dry_models import CPU, OPTIM, llama, loras, of
+
+MIB = 2**20
+PLENTY = 1 << 50
+STATES = (0,)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(llama()) as engine:
+        yield engine
+
+
+def together(shape: dict[str, list[int]]) -> list[int]:
+    return [length for lengths in shape.values() for length in lengths]
+
+
+def free(monkeypatch: pytest.MonkeyPatch, used: int = 0) -> None:
+    """Let stages have so much in use, whatever this process has."""
+    monkeypatch.setattr(Engine, "used_memory", lambda self: [used] * self.stages)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_a_sample_is_what_a_dry_run_says(checkpointing: bool) -> None:
+    source = llama(num_hidden_layers=2)
+    options = PartOptions(CPU, torch.float32, checkpointing)
+    shapes = [spread("ab", shape) for shape in seed_shapes(90)]
+    dry = DryStage(source, options).activations(loras("ab"), shapes)
+    samples = MeasuredSamples(Engine(source, gradient_checkpointing=checkpointing), PLENTY)
+    found = samples(loras("ab"), STATES, 90)[-len(shapes) :]
+    for shape, predicted, (lengths, (phases,)) in zip(shapes, dry, found, strict=True):
+        assert sorted(lengths) == sorted(together(shape))
+        assert max(phases) == pytest.approx(max(predicted), rel=1e-3)
+
+
+@pytest.mark.parametrize("more", [{}, {"stages": 2}, {"micro_batches": 3}], ids=str)
+def test_what_was_measured_of_small_ones_predicts_larger_ones(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for sequences of 38 rows, and others have up to 300."""
+    free(monkeypatch)
+    source = llama()
+    knees = DryStage(source, PartOptions(CPU, torch.float32)).knees
+    with Engine(source, **more) as engine:
+        models = [PeakModel(knees) for _ in range(engine.stages)]
+        samples = MeasuredSamples(engine, RESERVED + 40 * MIB)
+        found = samples(loras("ab"), STATES * engine.stages, 300)
+        assert 16 < max(max(lengths) for lengths, _ in found) < 75
+        for lengths, places in found:
+            for model, phases in zip(models, places, strict=True):
+                assert max(phases) < 20 * MIB
+                model.seed(lengths, phases)
+        for name, lora in loras("ab").items():
+            engine.create_adapter(name, lora, OPTIM)
+        draw = random.Random(0)
+        for _ in range(4):
+            shape = {name: [draw.randint(8, 300) for _ in range(draw.randint(1, 3))] for name in "ab"}
+            batch = {name: of(lengths) for name, lengths in shape.items()}
+            ticket = engine.start(batch, measure=True, whole=True)
+            engine.finish(ticket)
+            for model, phases in zip(models, ticket.measured[0].phases, strict=True):
+                assert model.predict(together(shape)) == pytest.approx(max(phases), rel=0.02)
+
+
+def state_of(engine: Engine) -> list[Any]:
+    """All that decides what an engine computes next."""
+    states = [engine.state_dict(name) for name in engine.adapters]
+    banks = {
+        name: [[list(page.shape) for page in bank._pages] for bank in (module.lora_A, module.lora_B)]
+        for name, module in engine.model.named_modules()
+        if isinstance(module, MultiLoRALinear) and module.lora_A._pages
+    }
+    router = router_of(engine.model)
+    adapters = {name: info.seed for name, info in router.adapters.items()}
+    base = {name: p for name, p in engine.model.named_parameters() if ".lora_" not in name}
+    part = engine._part
+    names = list(part._optimizers), list(part._measured), part._in_flight
+    return [states, banks, router.step, adapters, base, torch.get_rng_state(), random.getstate(), names]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        assert_equal(list(one.values()), list(other.values()))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+def draw_batch(name: str, step: int) -> list[Sample]:
+    draw = random.Random(f"{name}{step}")
+    ids = [tuple(draw.randrange(8000) for _ in range(draw.randrange(2, 30))) for _ in range(3)]
+    return [Sample(each, each) for each in ids]
+
+
+def test_the_engine_stays_as_it_was_and_trains_alike() -> None:
+    source = llama(num_hidden_layers=2)
+    losses: list[list[Any]] = [[], []]
+    ends = []
+    for asked in (False, True):
+        engine = Engine(llama(num_hidden_layers=2))
+        engine.model.load_state_dict(source.state_dict(), strict=False)
+        samples = MeasuredSamples(engine, PLENTY)
+        for name in "ab":
+            engine.create_adapter(name, loras("ab")[name], OPTIM)
+        for step in range(4):
+            batch = {name: draw_batch(name, step) for name in "ab"}
+            losses[asked].append(engine.forward_backward(batch))
+            if step % 2:
+                losses[asked].append([engine.optim_step(name) for name in "ab"])
+            if asked:  # also in the middle of an accumulation
+                before = state_of(engine)
+                assert samples(loras("abc"), STATES, 20)
+                samples.warm_up()
+                assert_equal(state_of(engine), before)
+                assert engine.memory_after == []
+        ends.append([engine.state_dict(name) for name in "ab"])
+    assert losses[0] == losses[1]
+    assert_equal(ends[0], ends[1])
+
+
+def test_the_model_itself_has_the_same_bits_after_it(engine: Engine) -> None:
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    MeasuredSamples(engine, PLENTY)(loras("ab"), STATES, 20)
+    assert_equal({name: p.detach() for name, p in engine.model.named_parameters()}, before)
+    assert engine.adapters == []
+
+
+def test_nothing_is_measured_while_something_is_under_way(engine: Engine) -> None:
+    engine.create_adapter("a", loras("a")["a"], OPTIM)
+    samples = MeasuredSamples(engine, PLENTY)
+    ticket = engine.start({"a": of([9])})
+    assert not engine.idle
+    assert samples(loras("b"), STATES, 20) == []
+    engine.finish(ticket)
+    assert engine.idle
+    assert samples(loras("b"), STATES, 20)
+
+
+def test_nothing_is_measured_where_not_even_the_states_fit(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 10 * MIB)
+    samples = MeasuredSamples(engine, RESERVED + 30 * MIB)
+    assert samples(loras("a"), [20 * MIB], 20) == []
+    assert samples(loras("a"), [19 * MIB], 20)
+
+
+def test_running_out_of_memory_leaves_the_engine_usable(engine: Engine) -> None:
+    before = state_of(engine)
+    samples = MeasuredSamples(engine, PLENTY)
+    passed: list[object] = []
+
+    def run_out(*_: object) -> None:
+        passed.append(None)
+        if len(passed) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = engine.model.get_submodule("model.layers.3").register_forward_pre_hook(run_out)
+    assert samples(loras("a"), STATES, 20) == []
+    hook.remove()
+    assert len(passed) == 4
+    del passed[3:]
+    hook = engine.model.get_submodule("model.layers.3").register_forward_pre_hook(run_out)
+    with pytest.raises(ValueError, match="leaves no room for six rows beside the base model"):
+        samples.warm_up()
+    hook.remove()
+    assert engine.idle
+    assert_equal(state_of(engine)[:-1], before[:-1])
+    assert samples(loras("a"), STATES, 20)
+
+
+def test_growth_bounds_every_term() -> None:
+    assert _growth([4, 2], [4, 4]) == pytest.approx(32 / 20)
+    assert _growth([4, 4], [2, 2]) == 1.0
+    assert _growth([10], [2] * 10) == 2.0
+    assert _growth([10], [20]) == 4.0
+    assert _growth([4] * 10, [8]) == 4.0
+    assert _growth([4, 4], [4, 2]) == float("inf")
+    assert _halved(300, 32) == [300, 150, 75, 38]
+    assert _halved(4, 4) == []
+
+
+def test_what_cannot_be_measured_now_needs_more_than_there_is_and_is_asked_for_again() -> None:
+    samples: list[Any] = []
+    estimate = MemoryEstimate("+".join, lambda names: DryRun([(None,)], list(samples)))
+    assert estimate.activations({"a": [9]}, ["a"]) == [math.inf]
+    assert estimate.predict({"a": [9]}, ["a"]) == [0]
+    estimate.adopt()
+    assert estimate.state()["learned"] == {}
+    samples.append(([9], [[900]]))
+    assert estimate.predict({"a": [9]}, ["a"])[0] == pytest.approx(900, abs=1)
+
+
+class Allocator:
+    """The figures of a GPU's allocator, of which each tensor takes what a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.restart)
+
+    def take(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def restart(self, _: object) -> None:
+        self.peak = self.now
+
+    def stats(self, _: object) -> dict[str, int]:
+        return {
+            "requested_bytes.all.current": self.now,
+            "requested_bytes.all.peak": self.peak,
+            "active_bytes.all.current": self.now + 512,
+            "inactive_split_bytes.all.current": 1024,
+        }
+
+
+def test_what_is_asked_of_a_gpus_allocator_is_counted_by_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    device = torch.device("cuda")
+    allocator.take(1000)  # the model
+    memory = work_memory(PeakMemory(device))
+    memory.restart()
+    with memory:
+        allocator.take(70)
+        allocator.take(-20)
+    allocator.take(5000)  # another one's work
+    memory.mark()
+    with memory:
+        allocator.take(30)
+        memory.mark()
+        allocator.take(-60)
+    assert memory.peaks == [70, 80, 80]
+    assert memory.live == 20
+    assert used_memory(device) == allocator.now + 512 + 1024
+
+
+def test_a_limit_bounds_the_allocator_of_a_gpu(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 4 * (RESERVED + LEFT)))
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *a: told.append(a), raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    for device in (torch.device("cuda:1"), torch.device("cuda")):
+        limit_allocator(resolve_config(data, folder=tmp_path), device)
+        limit_allocator(resolve_config(data | {"scheduler": {}}, folder=tmp_path), device)
+    assert told == [(0.25, 1), (0.25, 2)]
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(RunError, match="needs PyTorch's own allocator, this process uses cudaMallocAsync"):
+        limit_allocator(resolve_config(data, folder=tmp_path), device)
+
+
+# whole runs
+
+LEFT = 3 * MIB // 2
+
+
+@pytest.fixture
+def run_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure as on a GPU, in a process that has nothing in use beside what tasks need."""
+    free(monkeypatch)
+    monkeypatch.setattr(RunMemory, "took", lambda *_: None)
+    monkeypatch.setattr(mlora.prepare, "run_memory", partial(run_memory, measured=True))
+
+
+@pytest.fixture
+def data(tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
+    made = five_tasks(tiny_base, tmp_path, scheduler={"memory_limit": RESERVED + LEFT})
+    made["adapters"] = made["adapters"][1:]  # of three kinds
+    return made
+
+
+def run_to_end(
+    data: dict[str, Any], folder: Path, name: str, actions: dict[Any, Callable[[], object]]
+) -> Path:
+    config = resolve_config(data | {"output_dir": name}, folder=folder)
+    try:
+        done = train(config, reporter=Watching(actions)).status
+    except ConnectionAbortedError:
+        done = "interrupted"
+    if actions:
+        assert done == "interrupted"
+        done = resume(folder / name).status
+    assert done == "finished"
+    return folder / name
+
+
+@pytest.mark.usefixtures("run_measured")
+def test_a_run_that_is_cut_off_ends_alike(data: dict[str, Any], tmp_path: Path) -> None:
+    whole = run_to_end(data, tmp_path, "whole", {})
+    admitted = list(decisions(whole).values())
+    assert 1 <= len(admitted[0]) < 4
+    assert admitted[0][0] == "high"
+    cut = run_to_end(data, tmp_path, "cut", {4: die})
+    for run in (cut, undisturbed(cut, tmp_path / "again")):
+        assert lines(run) == lines(whole)
+        assert weights(run) == weights(whole)
+
+
+@pytest.mark.usefixtures("run_measured")
+def test_a_limit_that_leaves_nothing_to_measure_in_refuses_all(data: dict[str, Any], tmp_path: Path) -> None:
+    data["scheduler"]["memory_limit"] = RESERVED
+    watching = Watching()
+    with pytest.raises(RunError, match="every adapter was refused"):
+        train(resolve_config(data, folder=tmp_path), reporter=watching)
+    refused = [line for line in watching.lines if "refused" in line]
+    assert len(refused) == 4
+    assert all("96 MiB kept in reserve: too little is left to measure" in line for line in refused)

@@ -1,0 +1,108 @@
+"""What a run will need of memory, told before it runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Run
+from mlora.config import RunConfig
+from mlora.config_file import resolve_config
+from mlora.fields.base_info import BaseInfo
+from mlora.memory.memory_plan import memory_plan
+from mlora.memory.run_memory import RESERVED, RunMemory
+from mlora.memory.task_memory import TaskMemory, dry_stages
+from mlora.step.crew import PartOptions
+from mlora.tasks import Task, TaskBuilder
+from tiny_run import run_data, write_run
+
+MIB = 2**20
+BASE = 300 * MIB
+OPTIONS = PartOptions(torch.device("cpu"), torch.float32)
+
+
+def prepared(folder: Path, base: Path, limit: int, **first: Any) -> tuple[RunConfig, list[Task], TaskMemory]:
+    data = run_data(base, folder) | {"scheduler": {"memory_limit": limit}}
+    data["adapters"][0] |= first
+    config = resolve_config(data, folder=folder)
+    builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
+    tasks = [builder.build(adapter) for adapter in config.adapters]
+    return config, tasks, TaskMemory(dry_stages(config, OPTIONS, config.pipeline.stages))
+
+
+def needed(folder: Path, base: Path) -> list[int]:
+    """What each task needs beside the base model."""
+    config, tasks, memory = prepared(folder, base, 1 << 40)
+    plan = memory_plan(config, tasks, memory, [BASE])
+    assert [task.verdict for task in plan.tasks] == ["runs", "runs"]
+    return [task.peak[0] for task in plan.tasks]
+
+
+@pytest.mark.parametrize(("room", "verdicts"), [(2.5, ["runs", "runs"]), (1.1, ["runs", "waits"])])
+def test_who_runs_and_who_waits(tiny_base: Path, tmp_path: Path, room: float, verdicts: list[str]) -> None:
+    most = max(needed(tmp_path, tiny_base))
+    config, tasks, memory = prepared(tmp_path, tiny_base, BASE + RESERVED + int(room * most))
+    plan = memory_plan(config, tasks, memory, [BASE])
+    assert [task.verdict for task in plan.tasks] == verdicts
+    assert plan.lines()[0].endswith(f"{verdicts.count('runs')} run together first")
+
+
+def test_a_higher_priority_runs_first(tiny_base: Path, tmp_path: Path) -> None:
+    most = max(needed(tmp_path, tiny_base))
+    config, tasks, memory = prepared(tmp_path, tiny_base, BASE + RESERVED + int(1.1 * most), priority=-1)
+    plan = memory_plan(config, tasks, memory, [BASE])
+    assert [task.verdict for task in plan.tasks] == ["waits", "runs"]
+
+
+def test_who_never_fits_is_told_of_the_largest_batch_that_would(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch: dict[str, Any] = {"per_device_train_batch_size": 400, "shuffle": False}  # wraps around the end
+    config, tasks, memory = prepared(tmp_path, tiny_base, 1 << 40, **batch)
+    memory.know(tasks[0])
+    states = memory.admitted("first")[0]
+    few, many = (memory.size("first", tasks[0].next_lengths()[:count]) for count in (100, 400))
+    limit = BASE + RESERVED + states + int((few + many) / 2)
+    config, tasks, memory = prepared(tmp_path, tiny_base, limit, **batch)
+    plan = memory_plan(config, tasks, memory, [BASE])
+    assert [task.verdict for task in plan.tasks] == [
+        "waits",
+        "runs",
+    ]  # it may fit once less is kept in reserve
+    monkeypatch.setattr("mlora.memory.run_memory._LEAST_RESERVED", RESERVED)
+    plan = memory_plan(config, tasks, memory, [BASE])
+    (never,) = plan.never
+    assert never.name == "first"
+    assert "per_device_train_batch_size " in never.verdict
+    fits = int(never.verdict.split("per_device_train_batch_size ")[1].split()[0])
+    _, tasks, memory = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": fits})
+    memory.know(tasks[0])
+    RunMemory(config, memory, [BASE], 0).check(tasks[0])
+    assert fits > 100  # of the longest samples; of others more would
+
+
+def test_validate_prints_it(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    shown = run("validate", path).stdout
+    assert "base model and libraries" in shown
+    assert "no scheduler.memory_limit: all adapters run together" in shown
+    result = run("validate", path, "--set", "scheduler.memory_limit=50MiB", "--set", "pipeline.stages=2")
+    assert result.exit_code == 1
+    assert "stage 1" in result.stdout
+    assert result.stdout.count("never fits") == 2
+    assert "first: refused: needs " in result.stderr
+    assert "not even one sequence fits" in result.stderr
+
+
+def test_a_limit_without_processes_for_the_stages_is_refused(
+    run: Run, tiny_base: Path, tmp_path: Path
+) -> None:
+    from mlora.errors import RunError
+    from mlora.run import train
+
+    data = run_data(tiny_base, tmp_path) | {
+        "scheduler": {"memory_limit": "8GiB"},
+        "pipeline": {"stages": 2},
+    }
+    with pytest.raises(RunError, match=r"^scheduler\.memory_limit: stages need processes of their own"):
+        train(resolve_config(data, folder=tmp_path))

@@ -1,0 +1,75 @@
+"""What a run learns of its own memory, and what it publishes of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mlora.config_file import resolve_config
+from mlora.memory.run_memory import MIB, RunMemory
+from mlora.queue.board import Board
+from mlora.report import Silent
+from mlora.scheduler import Admission, MemoryEstimate
+from mlora.scheduler.estimate import DryRun
+from tiny_run import run_data
+
+
+def memory_of(tiny_base: Path, folder: Path, estimate: Any) -> RunMemory:
+    data = run_data(tiny_base, folder, scheduler={"memory_limit": "4GiB"})
+    tasks: Any = SimpleNamespace(
+        estimate=estimate, at_rest=lambda name: (0,), admitted=lambda name: (5,), knows=lambda name: True
+    )
+    return RunMemory(resolve_config(data, folder=folder), tasks, [500 * MIB], 500 * MIB)
+
+
+def test_growth_that_was_seen_as_a_peak_counts_once(tiny_base: Path, tmp_path: Path) -> None:
+    memory = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False))
+    for passed in range(10):
+        memory.took([], [100 * MIB], peak=850 * MIB, after=())  # something else is under way
+        assert memory.base == [500 * MIB]
+        assert memory.reserved == 250 * MIB, passed
+    memory.took([], [100 * MIB], peak=850 * MIB, after=[750 * MIB])
+    assert memory.base == [750 * MIB]
+    assert memory.reserved == 32 * MIB
+    memory.took([], [100 * MIB], peak=900 * MIB, after=[750 * MIB])
+    assert memory.reserved == 50 * MIB
+
+
+def test_what_has_become_base_is_no_longer_kept_in_reserve(tiny_base: Path, tmp_path: Path) -> None:
+    memory = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False))
+    kept = []
+    for base in (500, 505, 540, 590, 590):  # less than 8 MiB are not worth a decision
+        memory.took([], [100 * MIB], peak=600 * MIB, after=[base * MIB])
+        kept.append((memory.base[0] // MIB, memory.reserved // MIB))
+    assert kept == [(500, 96), (500, 96), (540, 56), (590, 32), (590, 32)]
+    again = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False, load_state=lambda state: 0))
+    again.load_state({"estimate": {}, **memory._figures()})
+    assert again._figures() == memory._figures()
+
+
+def test_what_is_published_samples_nothing(tiny_base: Path, tmp_path: Path) -> None:
+    runs: list[Any] = []
+
+    def dry_run(names: Any) -> DryRun:
+        runs.append(names)
+        return DryRun([[None]], [([rows], [[1000 * rows]]) for rows in (4, 8)])
+
+    estimate = MemoryEstimate("+".join, dry_run)
+    shown: list[Any] = []
+    queue: Any = SimpleNamespace(show=lambda *views: shown.append(views))
+    engine: Any = SimpleNamespace(peak_memory=0)
+    board = Board(queue, engine, memory_of(tiny_base, tmp_path, estimate), 4 << 30, Silent())
+    tasks: Any = [
+        SimpleNamespace(name=name, usual_lengths=[6], progress=SimpleNamespace(state="running"))
+        for name in "ab"
+    ]
+    board.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
+    assert not runs
+    assert {view["batch_bytes"] for view in shown[-1][0].values()} == {0}
+    estimate.activations({"a": [6]}, ["a"])
+    board.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
+    assert runs == [["a"]]
+    views, run = shown[-1]
+    assert (views["a"]["state"], views["b"]["state"]) == ("running", "waiting")
+    assert views["a"]["batch_bytes"] == estimate.predict({"a": [6]}, ["a"])[0] > 0
+    assert views["b"]["batch_bytes"] == 0
+    assert run["memory"]["predicted_bytes"] == 500 * MIB + 5 + views["a"]["batch_bytes"]

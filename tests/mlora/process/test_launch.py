@@ -1,0 +1,201 @@
+"""`launch` starts one process per stage, passes signals on, and leaves none behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.mlora.stages import ROOT, is_alive, until
+
+LAUNCHER = (
+    "import sys; from mlora.process.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+)
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+"""
+PIPELINE = """
+from mlora.pipeline import Watch, World
+if rank:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+caught = []
+if not rank:
+    signal.signal(signal.SIGINT, lambda *_: caught.append(1))
+world = World.from_launcher()
+with Watch(world, lambda: "a") as watch:
+    world.agree({"path": sys.argv[1]})
+    (folder / f"{rank}.ready").touch()
+    while not (caught or world.store.check(["end"])):
+        time.sleep(0.05)
+    if not rank:
+        time.sleep(2)
+        (folder / "checkpoint").touch()
+        world.store.set("end", "")
+sys.exit(130 if caught else 0)
+"""
+HANGS = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+(folder / f"{rank}.ready").touch()
+time.sleep(60)
+"""
+
+
+@contextmanager
+def launched(
+    folder: Path, body: str, stages: int = 2, launcher: str = LAUNCHER
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher at work, in a session of its own."""
+    script = folder / "script.py"
+    script.write_text(HEAD + body)
+    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", launcher, str(stages), str(script), str(folder)]
+    process = subprocess.Popen(
+        command,
+        env={**environment, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        assert until(lambda: not any(is_alive(pid) for pid in pids(folder)), 5), "processes are left"
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.glob("*.pid")]
+
+
+def are_ready(folder: Path, stages: int = 2) -> bool:
+    return until(lambda: len(list(folder.glob("*.ready"))) == stages)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("", 0),
+        ("sys.exit(3 if rank else 0)", 3),
+        ("sys.exit(0 if rank else 130)", 130),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else 0", 137),
+    ],
+    ids=["ends", "fails", "interrupted", "killed"],
+)
+def test_exit_code_is_that_of_the_process_that_fails(tmp_path: Path, body: str, code: int) -> None:
+    with launched(tmp_path, body) as process:
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, output, error) == (code, "", "")
+    assert len(pids(tmp_path)) == 2
+
+
+def test_processes_share_the_cores(tmp_path: Path) -> None:
+    with launched(tmp_path, "os.write(1, (os.environ['OMP_NUM_THREADS'] + '\\n').encode())") as process:
+        output, _ = process.communicate(timeout=60)
+    assert output == f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n" * 2
+
+
+def test_first_signal_ends_the_run_in_order(tmp_path: Path) -> None:
+    with launched(tmp_path, PIPELINE) as process:
+        assert are_ready(tmp_path), process.communicate(timeout=1)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+        assert (process.returncode, error) == (130, "")
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_second_signal_kills(tmp_path: Path) -> None:
+    with launched(tmp_path, HANGS) as process:
+        assert are_ready(tmp_path)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=15)
+        assert process.returncode != 0
+        assert error == ""
+
+
+def test_killed_stage_is_told_once_and_ends_all(tmp_path: Path) -> None:
+    with launched(tmp_path, PIPELINE, stages=3) as process:
+        assert are_ready(tmp_path, stages=3)
+        time.sleep(1)
+        pid = int((tmp_path / "1.pid").read_text())
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        _, error = process.communicate(timeout=15)
+        assert time.monotonic() - began < 10
+        assert process.returncode != 0
+    assert error.startswith("error: stage 1 (")
+    assert error.endswith(f", pid {pid}) was killed or ended; adapters in flight: a\n")
+    assert error.count("\n") == 1
+
+
+def test_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
+    with launched(tmp_path, HANGS) as process:
+        assert are_ready(tmp_path)
+        os.kill(pids(tmp_path)[0], signal.SIGSTOP)
+        process.kill()
+        assert until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)), 5)
+
+
+def test_suspended_run_goes_on(tmp_path: Path) -> None:
+    impatient = PIPELINE.replace('lambda: "a"', 'lambda: "a", patience=2')
+    with launched(tmp_path, impatient) as process:
+        assert are_ready(tmp_path)
+        process.send_signal(signal.SIGTSTP)
+        time.sleep(4)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+        assert (process.returncode, error) == (130, "")
+
+
+def test_torchrun_starts_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        HEAD + PIPELINE.replace("caught or world", "not rank or world").replace("sleep(2)", "sleep(0)")
+    )
+    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("sys.exit(3) if rank == 1 else 0", 3, r"stage 1 \(pid \d+\) ended with exit code 3; "),
+        ("sys.exit(0) if rank == 0 else 0", 137, ""),
+    ],
+    ids=["fails", "leaves"],
+)
+def test_who_does_not_end_is_killed_and_told_of_once(tmp_path: Path, body: str, code: int, line: str) -> None:
+    short = LAUNCHER.replace(
+        "sys.exit(", "import mlora.process.launch; mlora.process.launch._GRACE = 1; sys.exit("
+    )
+    with launched(tmp_path, body + HANGS, stages=3, launcher=short) as process:
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert re.fullmatch(f"error: {line}stages [012], 2 did not end; killed\n", error), error

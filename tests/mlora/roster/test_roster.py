@@ -1,0 +1,247 @@
+"""A run's tasks over random arrivals, priorities, ends and pauses, on an engine without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlora.config import SchedulerConfig
+from mlora.dataset.sampler import BatchPlan
+from mlora.groups import Group
+from mlora.queue.task_queue import Request
+from mlora.report import Silent
+from mlora.roster.decisions import Decisions
+from mlora.roster.micro_batches import MicroBatches
+from mlora.roster.roster import Roster
+from mlora.run_folder import RunFolder
+from mlora.scheduler import Room
+from mlora.tasks import Progress
+
+FREE = 1000
+
+
+class FakeEngine:
+    """Knows the names of its adapters."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.replicas, self.memory_after, self.peak_memory = 1, [], 0
+        self.registry = None
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self.names)
+
+    def create_adapter(self, name: str, *_: Any, **__: Any) -> None:
+        assert name not in self.names
+        self.names[name] = 0
+
+    def remove_adapter(self, name: str) -> None:
+        del self.names[name]
+
+
+class Estimate:
+    """A byte a row."""
+
+    stale = False
+
+    def activations(self, lengths: Any, among: Any) -> list[float]:
+        return [float(sum(map(sum, lengths.values())))]
+
+    predict = activations
+
+    @property
+    def as_adopted(self) -> Any:
+        return self
+
+    def adopt(self) -> None:
+        pass
+
+
+class FakeMemory:
+    """A limit of `FREE`; each task says what its states take."""
+
+    def __init__(self) -> None:
+        self.estimate, self.base, self.reserved = Estimate(), [0], 0
+        self.tasks = self
+        self._known: dict[str, Any] = {}
+
+    def know(self, task: Any) -> None:
+        self._known[task.name] = task
+
+    def knows(self, name: str) -> bool:
+        return name in self._known
+
+    def check(self, task: Any) -> None:
+        if not self.fits(task):
+            raise ValueError("is too large")
+
+    def fits(self, task: Any) -> bool:
+        return bool(task.takes + sum(task.next_lengths()) <= FREE)
+
+    def admitted(self, name: str) -> tuple[int, ...]:
+        return (self._known[name].takes,)
+
+    def size(self, name: str, lengths: Any) -> float:
+        return float(sum(lengths))
+
+    def largest(self, task: Any) -> list[int]:
+        found: list[int] = task.next_lengths()
+        return found
+
+    def room(self) -> Room:
+        return Room((FREE,))
+
+    def entry(self) -> None:
+        return None
+
+
+def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
+    lengths = [rows]
+    return SimpleNamespace(
+        name=name,
+        config=SimpleNamespace(priority=priority, init_from=None),
+        takes=takes,
+        lora=None,
+        optim=None,
+        seed=0,
+        kept=None,
+        eval_data=None,
+        data=SimpleNamespace(samples=[SimpleNamespace(input_ids=range(rows))]),
+        usual_lengths=[rows],
+        plan=BatchPlan(1, 1, 1, False, 0),
+        total_steps=steps,
+        progress=Progress(),
+        next_lengths=lambda: lengths,
+        lengths_of=lambda batch: lengths,
+        alive=True,
+    )
+
+
+class FakeQueue:
+    """Requests in memory, and nothing else."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.journal: dict[int, Any] = {}
+
+    def show(self, views: Any, run: Any) -> None:
+        """Nobody looks."""
+
+    def requests(self, after: int = 0) -> list[Request]:
+        return [request for request in self.asked if request.number > after]
+
+    def changed(self) -> bool:
+        return True
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
+
+    def entries(self, after: int = -1) -> dict[int, Any]:
+        return self.journal
+
+    def write_entry(self, iteration: int, entry: Any) -> None:
+        assert iteration not in self.journal
+        self.journal[iteration] = entry
+
+
+TASKS = st.tuples(st.integers(-1, 2), st.integers(0, 700), st.integers(1, 400), st.integers(1, 5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from(["fcfs", "shortest_first"]))
+def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any) -> None:
+    patch = pytest.MonkeyPatch()
+    coming = {
+        f"t{n}": task(f"t{n}", *fields)
+        for n, fields in enumerate(data.draw(st.lists(TASKS, min_size=1, max_size=8)))
+    }
+    config = SimpleNamespace(
+        output_dir="nowhere",
+        adapters=[SimpleNamespace(name=name, priority=0) for name in coming],
+        sweep=None,
+        at_once=len(coming),
+        scheduler=SchedulerConfig(memory_limit=1, policy=policy),
+        pipeline=SimpleNamespace(processes=1, stages=1, replicas=1, schedule="lorapp"),
+    )
+    engine, queue = FakeEngine(), FakeQueue()
+    builder = SimpleNamespace(warnings=[], build=lambda adapter, _: coming[adapter.name])
+    first = list(coming)[: data.draw(st.integers(1, len(coming)))]
+    folder = RunFolder("nowhere")
+    roster: Any = Roster(
+        engine,
+        builder,
+        [coming[n] for n in first],
+        {},
+        folder,
+        Silent(),
+        FakeMemory(),  # type: ignore[arg-type]
+    )
+    decisions = Decisions(config, engine, roster, Silent())  # type: ignore[arg-type]
+    with patch.context() as patched:
+        patched.setattr("mlora.roster.roster.submitted", lambda name, _: (SimpleNamespace(name=name), []))
+        patched.setattr("mlora.roster.roster.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
+        patched.setattr(
+            "mlora.roster.roster.bring_back", lambda e, t, group, folder: e.create_adapter(t.name)
+        )
+        decisions.start()
+        decisions.begin(queue, 0)  # type: ignore[arg-type]
+        later = [name for name in coming if name not in first]
+        iteration, waited = 0, 0
+        while roster.running() or later:
+            for _ in range(data.draw(st.integers(0, 2))):
+                if later and data.draw(st.booleans()):
+                    _ask(queue, "submit", later.pop(0))
+                else:
+                    kind = data.draw(st.sampled_from(["pause", "unpause", "unpause", "cancel"]))
+                    _ask(queue, kind, data.draw(st.sampled_from(sorted(coming))))
+            decisions.asked()
+            while (due := decisions.due(iteration)) is not None:
+                decisions.decide(due, at_once=due > iteration)
+                iteration = due
+                _check(roster, engine, policy)
+            if not roster.members():
+                waited += 1
+                assert not roster.running()
+                if waited > 20:
+                    break
+            for slot, members in roster.members().items():
+                batch = MicroBatches(roster, engine).choose(Group(slot, members, iteration))
+                assert batch[0] is members[0]  # the first always goes on: nobody starves
+                for one in batch:
+                    one.progress.step += 1
+                    one.progress.batches += 1
+                    if one.progress.step == one.total_steps:
+                        one.progress.state, one.alive = "finished", False
+                        engine.remove_adapter(one.name)
+            iteration += 1
+
+
+def _ask(queue: FakeQueue, kind: Any, name: str) -> None:
+    queue.asked.append(Request(len(queue.asked) + 1, kind, name, {}, 0.0))
+
+
+def _check(roster: Any, engine: FakeEngine, policy: str) -> None:
+    """Exactly the admitted are on the engine, and nobody waits who stands before one of them and fits."""
+    slots = roster.admission.slots
+    assert set(engine.adapters) == set(slots)
+    assert {one.name for one in roster.running()} >= set(slots)
+    assert bool(slots) == bool(roster.running())
+    order = {one.name: place for place, one in enumerate(roster.tasks)}
+
+    def key(one: Any) -> tuple[float, ...]:
+        work = one.next_lengths()[0] * (one.total_steps - one.progress.step)
+        return (-one.config.priority, *([work] if policy != "fcfs" else []), order[one.name])
+
+    here = sorted((one for one in roster.running() if one.name in slots), key=key)
+    for one in roster.waiting():
+        before = [other for other in here if key(other) < key(one)]
+        beside = [*before, one]
+        states = sum(other.takes for other in beside)
+        assert states + sum(other.next_lengths()[0] for other in beside) > FREE, one.name

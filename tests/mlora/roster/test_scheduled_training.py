@@ -1,0 +1,378 @@
+"""Training under a limit on memory: who comes first, who gives way, and what comes of all of them."""
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from limited_runs import (
+    MIB,
+    Watching,
+    ask,
+    decisions,
+    die,
+    five_tasks,
+    interrupt,
+    limit_for,
+    replace_memory,
+    submission,
+    undisturbed,
+)
+from mlora.config_file import resolve_config
+from mlora.engine import Engine
+from mlora.errors import RunError
+from mlora.evaluation import EvalLoss, Fits, evaluate_losses
+from mlora.memory.run_memory import RunMemory
+from mlora.result import RunResult
+from mlora.run import resume, train
+from mlora.tasks import Task
+from stage_runs import assert_alike, by_adapter, commands, save_deep_base, tensors
+from tiny_run import lines, weights, write_jsonl, write_run
+
+from tests.tolerances import assert_same_up_to_rounding
+
+Actions = dict[Any, Callable[[], object]]
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_memory(monkeypatch)
+    for module in ("loop", "run"):  # half of the time that such a small run takes
+        monkeypatch.setattr(f"mlora.{module}.plot_losses", lambda *_: None)
+
+
+@pytest.fixture
+def data(tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
+    return five_tasks(tiny_base, tmp_path)
+
+
+def run_to_end(data: dict[str, Any], folder: Path, name: str, actions: Actions | None = None) -> Watching:
+    """Train, and go on after each interruption and death, until all have ended."""
+    watching = Watching(actions)
+    config = resolve_config(data | {"output_dir": name}, folder=folder)
+    _part(lambda: train(config, reporter=watching))
+    again = Watching({when: what for when, what in (actions or {}).items() if isinstance(when, tuple)})
+    while _part(lambda: resume(folder / name, reporter=again)).status == "interrupted":
+        pass
+    return watching
+
+
+def _part(work: Callable[[], RunResult]) -> RunResult:
+    try:
+        return work()
+    except ConnectionAbortedError:
+        return RunResult("interrupted", Path(), 0.0, {}, signal.SIGKILL)
+
+
+def alone(data: dict[str, Any], folder: Path, adapter: dict[str, Any]) -> Path:
+    """Train an adapter by itself."""
+    run = folder / f"alone-{adapter['name']}"
+    own = data | {"adapters": [adapter], "scheduler": {}, "output_dir": str(run)}
+    train(resolve_config(own, folder=folder))
+    return run
+
+
+def assert_as_alone(run: Path, data: dict[str, Any], folder: Path, adapters: list[dict[str, Any]]) -> None:
+    """Each adapter's metrics have neither gaps nor repeats, and are those of a run of its own."""
+    for adapter in adapters:
+        own, name = alone(data, folder, adapter), adapter["name"]
+        found, wanted = by_adapter(run)[name], by_adapter(own)[name]
+        assert len(found) == len(wanted)
+        for record, other in zip(found, wanted, strict=True):
+            assert record == pytest.approx(other, rel=1e-5), name
+        trained, wanted_weights = tensors(run)[name], tensors(own)[name]
+        assert trained.keys() == wanted_weights.keys()
+        for key, weight in wanted_weights.items():
+            assert_same_up_to_rounding(trained[key], weight, f"{name}: {key}")
+
+
+def urgent(data: dict[str, Any], folder: Path, run: str, **fields: Any) -> Callable[[], None]:
+    """Submit a task that goes before all others."""
+    content = submission(data, folder, "urgent", **{"priority": 9, **fields})
+    return lambda: ask(folder / run, "submit", "urgent", content)
+
+
+def test_the_shortest_come_first(data: dict[str, Any], tmp_path: Path) -> None:
+    for adapter in data["adapters"]:
+        adapter["priority"] = 0
+    data["scheduler"]["policy"] = "shortest_first"
+    watching = run_to_end(data, tmp_path, "run")
+    first = list(dict.fromkeys(name for name, _ in watching.steps))
+    assert first[-1] == "high"  # of sixteen samples a step
+
+
+def test_a_task_of_high_priority_takes_the_place_of_a_lower_one(data: dict[str, Any], tmp_path: Path) -> None:
+    """Higher priorities come first, and then who came first."""
+    run = tmp_path / "run"
+    watching = run_to_end(data, tmp_path, "run", {("high", 1): urgent(data, tmp_path, "run")})
+    assert watching.waiting == [
+        ["second", "third", "low"],  # as they came
+        ["first", "second", "third", "low"],
+        ["third", "low"],
+        ["low"],
+        [],
+    ]
+    assert list(decisions(run).values()) == [
+        ["high", "first"],
+        ["urgent", "high"],
+        ["first", "second"],
+        ["first", "third"],
+        ["third", "low"],
+        ["low"],
+        [],
+    ]
+    config = submission(data, tmp_path, "urgent", priority=9)["adapter"]
+    assert_as_alone(run, data, tmp_path, [*data["adapters"], config])
+    assert_same(undisturbed(run, tmp_path / "again"), run)
+    assert not (run / "states").exists()
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert lines(run) == lines(other)
+    assert weights(run) == weights(other)
+
+
+def test_it_ends_alike_whenever_it_is_cut_off(data: dict[str, Any], tmp_path: Path) -> None:
+    """Before a request is taken, right after a decision, while a task is set aside, and when it is back."""
+    actions = {("high", 1): urgent(data, tmp_path, "whole")}
+    steps = run_to_end(data, tmp_path, "whole", actions).steps
+    asked, away, back = (steps.index(step) + 1 for step in (("high", 1), ("urgent", 2), ("first", 2)))
+    for after, what in ((asked, die), (asked + 1, interrupt), (away, die), (back, interrupt)):
+        name = f"run{after}-{what.__name__}"
+        run_to_end(data, tmp_path, name, {("high", 1): urgent(data, tmp_path, name), after: what})
+        run = tmp_path / name
+        if what is die and after == asked:  # the request is taken where the run goes on
+            assert_same(undisturbed(run, tmp_path / "again"), run)
+        else:
+            assert decisions(run) == decisions(tmp_path / "whole"), name
+            assert_same(run, tmp_path / "whole")
+
+
+def test_it_ends_alike_when_it_dies_again_and_again(data: dict[str, Any], tmp_path: Path) -> None:
+    data["defaults"]["save_steps"] = 1
+    run_to_end(data, tmp_path, "whole", {("high", 1): urgent(data, tmp_path, "whole")})
+    config = resolve_config(data | {"output_dir": "run"}, folder=tmp_path)
+    run = tmp_path / "run"
+    submit = urgent(data, tmp_path, "run")
+    _part(lambda: train(config, reporter=Watching({("high", 1): submit, 5: die})))
+    parts = 1
+    while _part(lambda: resume(run, reporter=Watching({("high", 1): submit, 5: die}))).status != "finished":
+        parts += 1
+        assert parts < 40
+    assert parts > 3
+    assert_same(run, tmp_path / "whole")
+
+
+def test_a_request_that_came_before_a_kill_is_taken_after_what_was_decided_is_done_again(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
+    data["defaults"]["save_steps"] = None
+    data["adapters"] = data["adapters"][:2]
+    data["scheduler"]["memory_limit"] = limit_for(1)
+    run = tmp_path / "run"
+
+    def ask_and_die() -> None:
+        urgent(data, tmp_path, "run")()
+        die()
+
+    with pytest.raises(ConnectionAbortedError):
+        train(resolve_config(data, folder=tmp_path), reporter=Watching({("second", 1): ask_and_die}))
+    assert len(decisions(run)) == 2
+    watching = Watching()
+    assert resume(run, reporter=watching).exit_code == 0
+    steps = [name for name, _ in watching.steps]
+    assert "urgent" in steps
+    assert steps.index("urgent") < len(steps) - 1 - steps[::-1].index("second")
+
+
+def test_paused_cancelled_and_let_go_on_under_a_limit(data: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    actions: Actions = {
+        ("high", 1): lambda: ask(run, "pause", "first"),
+        ("high", 2): lambda: ask(run, "cancel", "low"),
+        ("second", 4): lambda: ask(run, "unpause", "first"),
+    }
+    run_to_end(data, tmp_path, "run", actions)
+    admitted = list(decisions(run).values())
+    assert admitted[:2] == [["high", "first"], ["high", "second"]]
+    assert_as_alone(run, data, tmp_path, data["adapters"][:1])  # who was paused in an accumulation
+    assert "low" not in by_adapter(run)
+    assert_same(undisturbed(run, tmp_path / "again"), run)
+    assert not (run / "states").exists()
+
+
+def test_the_run_stays_resumable_after_its_limit_has_changed(data: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    submit = urgent(data, tmp_path, "run", max_steps=9)
+    train(
+        resolve_config(data, folder=tmp_path),
+        reporter=Watching({("high", 1): submit, ("urgent", 1): interrupt}),
+    )
+    path = run / "config.yaml"
+    before = path.read_text()
+    for limit, admitted in ((limit_for(1), 1), ("null", 6), (limit_for(3), 3)):
+        path.write_text(before.replace(f"memory_limit: {limit_for(2)}", f"memory_limit: {limit}"))
+        done = resume(run, reporter=Watching({1: interrupt}))
+        assert done.status == "interrupted"
+        assert len(list(decisions(run).values())[-1]) == admitted
+    assert resume(run).exit_code == 0
+    config = submission(data, tmp_path, "urgent", priority=9, max_steps=9)["adapter"]
+    assert_as_alone(run, data, tmp_path, [data["adapters"][0], config])
+
+
+def test_who_has_begun_goes_on_below_a_lower_limit(data: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = train(resolve_config(data, folder=tmp_path), reporter=Watching({("first", 1): interrupt}))
+    begun = {name for name, adapter in first.adapters.items() if adapter.step}
+    assert len(begun) == 2
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(f"memory_limit: {limit_for(2)}", "memory_limit: 1000"))
+    again = resume(run, reporter=(watching := Watching()))
+    assert {name for name, adapter in again.adapters.items() if adapter.state == "finished"} >= begun
+    warned = [line for line in watching.lines if "goes on beyond scheduler.memory_limit: needs" in line]
+    assert {line.split(":")[0] for line in warned} >= begun
+    assert len(warned) == len(set(warned))
+
+
+def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "even.jsonl", [{"input_ids": [1 + n] * 20} for n in range(40)])
+    data["datasets"].append({"name": "even", "path": "even.jsonl", "format": "tokens"})
+    data["adapters"][4] |= {"dataset": "even", "per_device_train_batch_size": 32}
+    del data["adapters"][4]["eval_dataset"]
+    data["scheduler"]["memory_limit"] = limit_for(1)
+    # a mebibyte for each of its sequences
+    watching = Watching()
+    config = resolve_config(data, folder=tmp_path)
+    monkeypatch.setattr(
+        "mlora.scheduler.estimate.MemoryEstimate.activations",
+        lambda self, lengths, among: [sum(map(sum, lengths.values())) * MIB / 20],
+    )
+    result = train(config, reporter=watching)
+    told = [line for line in watching.lines if "refused" in line]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "high: refused: needs 132 MiB for its largest micro-batch of 32 sequences with 640"
+    )
+    assert told[0].endswith(
+        "tokens; of scheduler.memory_limit 206 MiB, 0 MiB are taken by the base model and libraries, and "
+        "96 MiB kept in reserve; per_device_train_batch_size 10 or a limit of 228 MiB would do"
+    )
+    assert result.exit_code == 1
+    states = {name: adapter.state for name, adapter in result.adapters.items()}
+    assert states.pop("high") == "refused"
+    assert set(states.values()) == {"finished"}
+
+
+def test_a_task_in_doubt_waits_until_less_is_kept_in_reserve(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 206 MiB, of which 96 are kept in reserve at first, 132 do not fit; with 32 they do."""
+    data["scheduler"]["memory_limit"] = limit_for(1)
+    data["adapters"][4]["per_device_train_batch_size"] = 4
+    del data["adapters"][4]["eval_dataset"]
+    monkeypatch.setattr(
+        "mlora.scheduler.estimate.MemoryEstimate.activations",
+        lambda self, lengths, among: [32 * MIB if len(next(iter(lengths.values()))) == 4 else MIB],
+    )
+    passed: list[int] = []
+
+    def took(self: RunMemory, *_: Any) -> None:
+        passed.append(1)
+        if len(passed) == 5:
+            self.reserved, self.estimate.stale = 32 * MIB, True
+
+    monkeypatch.setattr(RunMemory, "took", took)
+    result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
+    assert {adapter.state for adapter in result.adapters.values()} == {"finished"}
+    assert watching.steps[0][0] == "first"  # though it has the highest priority
+    assert len(passed) > 5
+
+
+def test_a_limit_below_the_base_model_refuses_all(data: dict[str, Any], tmp_path: Path) -> None:
+    data["scheduler"]["memory_limit"] = 1000
+    watching = Watching()
+    with pytest.raises(RunError, match=r"^every adapter was refused; nothing to train$"):
+        train(resolve_config(data, folder=tmp_path), reporter=watching)
+    first, *refused = watching.lines
+    assert first == "scheduler.memory_limit: looking at what 5 adapters need"
+    assert len(refused) == 5
+    assert all("not even one sequence fits; a limit of" in line for line in refused)
+
+
+def test_who_was_taken_is_taken_again_whatever_the_base_takes_now(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill, another process may find more in use."""
+    run_to_end(data, tmp_path, "whole", {("high", 1): urgent(data, tmp_path, "whole")})
+    data["defaults"]["save_steps"] = None
+    submit = urgent(data, tmp_path, "run")
+    with pytest.raises(ConnectionAbortedError):
+        train(
+            resolve_config(data, folder=tmp_path),
+            reporter=Watching({("high", 1): submit, ("urgent", 2): die}),
+        )
+    monkeypatch.setattr(Engine, "used_memory", lambda self: [10**12])
+    assert resume(tmp_path / "run").exit_code == 0
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_admitted_task_that_cannot_begin_makes_room(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first evaluation is no number, and it is the only one that is admitted."""
+    data["scheduler"]["memory_limit"] = limit_for(1)
+
+    def losses(engine: Engine, tasks: list[Task], fits: Fits) -> dict[str, EvalLoss]:
+        found = evaluate_losses(engine, tasks, fits)
+        return {name: replace(one, loss=math.nan) if name == "high" else one for name, one in found.items()}
+
+    monkeypatch.setattr("mlora.loop.evaluate_losses", losses)
+    result = train(resolve_config(data, folder=tmp_path))
+    states = {name: adapter.state for name, adapter in result.adapters.items()}
+    assert states == dict.fromkeys(("first", "second", "third", "low"), "finished") | {"high": "stopped"}
+
+
+def test_a_micro_batch_without_trained_tokens_comes_first(data: dict[str, Any], tmp_path: Path) -> None:
+    data["adapters"] = [
+        data["adapters"][1] | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    ]
+    samples = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}, {"input_ids": [1, 2, 3]}]
+    write_jsonl(tmp_path / "two.jsonl", samples)
+    assert train(resolve_config(data, folder=tmp_path)).exit_code == 0
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> dict[str, Any]:
+    """A config for two stages over processes."""
+    base = save_deep_base(tmp_path / "base")
+    return five_tasks(base, tmp_path, pipeline={"stages": 2, "partition": [2, 2]})
+
+
+PATCH = """
+import pytest
+from tests.mlora.limited_runs import replace_memory
+replace_memory(pytest.MonkeyPatch())
+"""
+
+
+def test_two_stages_under_a_limit(spread: dict[str, Any], tmp_path: Path) -> None:
+    """From the beginning, and from where a run of one stage was interrupted."""
+    one = five_tasks(tmp_path / "base", tmp_path)
+    run_to_end(one, tmp_path, "whole")
+    one["output_dir"] = "other"
+    train(resolve_config(one, folder=tmp_path), reporter=Watching({("first", 2): interrupt}))
+    config = tmp_path / "other" / "config.yaml"
+    config.write_text(config.read_text().replace("stages: 1", "stages: 2"))
+    for words in (["train", write_run(tmp_path, spread)], ["resume", tmp_path / "other"]):
+        with commands(words, 2, {0: PATCH, 1: PATCH}) as running:
+            codes, _, errors = running.end(timeout=120)
+        assert codes == [0, 0], errors
+    for name in ("run", "other"):
+        assert_alike(tmp_path / name, tmp_path / "whole", 1e-4)
+        assert all(len(names) <= 2 for names in decisions(tmp_path / name).values())
+    assert set(next(iter(decisions(tmp_path / "run").values()))) == {"high", "first"}

@@ -1,0 +1,185 @@
+"""Live storages, and the memory of a micro-batch that is measured with them."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from mlora.engine import Engine
+from mlora.step.live_memory import LiveMemory
+from tiny_models import make, samples
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from tests.mlora.four_adapters import batch, create, llama
+
+KIB = 256  # fp32 numbers
+
+
+def test_storages_count_while_they_live() -> None:
+    memory = LiveMemory()
+    with memory:
+        x = torch.ones(4 * KIB)
+        view = x.view(2, -1)[0]  # shares x's storage
+        assert memory.live == 4096
+        x.add_(1.0)
+        y = torch.zeros(KIB) + x[:KIB]  # two at once
+        assert (memory.live, memory.peaks) == (4096 + 1024, [4096 + 2048])
+        del x
+        assert memory.live == 4096 + 1024
+    del view
+    assert memory.live == 1024
+    del y
+    assert (memory.live, memory.peaks) == (0, [4096 + 2048])
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    weight, memory = torch.ones(KIB, KIB), LiveMemory()
+    with memory:
+        views = [weight.t(), weight[3], weight.add_(1.0), weight.detach()]
+        assert memory.live == 0
+        made = torch.tensor([1.0, 2.0])
+        assert memory.live == 8
+    del views, made
+
+
+def test_pieces_of_work_add_up_and_others_do_not_count() -> None:
+    memory, other = LiveMemory(), LiveMemory()
+    with memory:
+        x = torch.ones(KIB, requires_grad=True)
+        y = (x * 2).exp()
+    left = memory.live
+    with other:
+        more = torch.ones(16 * KIB)
+    memory.mark()
+    with memory:
+        y.sum().backward()
+    assert left == 2 * 1024  # exp saves its result; the product is gone
+    assert memory.peaks[0] == 3 * 1024
+    assert len(memory.peaks) == 2
+    assert other.peaks == [more.nbytes]
+    memory.restart([more])
+    assert memory.live == more.nbytes
+    del x, y, more
+    assert memory.live == 0
+
+
+def test_memory_freed_by_another_thread_is_free() -> None:
+    memory = LiveMemory()
+    with memory:
+        kept = [torch.ones(KIB)]
+    thread = threading.Thread(target=kept.clear)
+    thread.start()
+    thread.join()
+    assert memory.live == 0
+
+
+def test_fake_tensors_count_as_real_ones() -> None:
+    def work(memory: LiveMemory) -> list[int]:
+        with memory:
+            x = torch.ones(KIB, 8, requires_grad=True)
+            y = torch.nn.functional.layer_norm(x @ torch.ones(8, 5), [5]).sum()
+            memory.mark()
+            y.backward()
+        return memory.peaks
+
+    real = work(LiveMemory())
+    with FakeTensorMode():
+        assert work(LiveMemory()) == real
+    assert min(real) > 0
+
+
+@pytest.fixture(params=[1, 2], ids=["one stage", "two stages"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(llama(), stages=request.param)
+    create(engine, "a")
+    create(engine, "b")
+    yield engine
+    engine.close()
+
+
+def phases(engine: Engine, lengths: list[int]) -> tuple[tuple[int, ...], ...]:
+    ticket = engine.start({"a": of_lengths(lengths)}, measure=True)
+    engine.finish(ticket)
+    return ticket.measured[0].phases
+
+
+def of_lengths(lengths: list[int]) -> list:
+    made = samples(1, 2, seed=0)[0]
+    return [type(made)((5,) * n, (5,) * n) for n in lengths]
+
+
+def test_a_micro_batch_needs_the_same_whenever_it_is_measured(engine: Engine) -> None:
+    """Updates and the gradients that it makes, or finds, are not its own; constants are made once."""
+    first = phases(engine, [20, 9])
+    again = phases(engine, [20, 9])
+    engine.optim_step("a")
+    moments = phases(engine, [20, 9])
+    assert again == moments
+    for one, other in zip(first, again, strict=True):
+        assert one == pytest.approx(other, abs=256)
+    assert all(max(peaks) > 29 * 32 * 4 for peaks in first)
+    assert phases(engine, [40, 18])[0][0] > 1.8 * first[0][0]
+
+
+def test_measuring_changes_no_result() -> None:
+    measured, plain = Engine(llama()), Engine(llama())
+    for engine in (measured, plain):
+        create(engine, "a")
+        create(engine, "d")
+        for place in range(3):
+            both = batch("a", 0, place) | batch("d", 0, place)
+            engine.finish(engine.start(both, measure=engine is measured))
+        for name in "ad":
+            engine.optim_step(name)
+    for name in "ad":
+        ours, theirs = measured.state_dict(name), plain.state_dict(name)
+        for key, weight in ours["weights"].items():
+            assert torch.equal(weight, theirs["weights"][key]), key
+
+
+def test_micro_batches_in_flight_are_told_apart(engine: Engine) -> None:
+    alone = [phases(engine, lengths) for lengths in ([20, 9], [7])]
+    tickets = [engine.start({"a": of_lengths(lengths)}, measure=True) for lengths in ([20, 9], [7])]
+    tickets.append(engine.start({"b": of_lengths([31])}))
+    for ticket in tickets:
+        engine.finish(ticket)
+    for ticket, expected in zip(tickets, alone, strict=False):
+        for one, other in zip(ticket.measured[0].phases, expected, strict=True):
+            assert one == pytest.approx(other, abs=4096)  # another one's table of segments, freed later
+    assert tickets[0].measured[0].stages[0] > 2 * tickets[1].measured[0].stages[0]
+    assert tickets[2].measured == []
+
+
+def test_each_piece_of_a_batch_is_measured() -> None:
+    engine = Engine(llama(), micro_batches=2)
+    create(engine, "a")
+    create(engine, "b")
+    ticket = engine.start({"a": of_lengths([10, 12]), "b": of_lengths([20])}, measure=True)
+    engine.finish(ticket)
+    assert [m.lengths for m in ticket.measured] == [{"a": (10, 12)}, {"b": (20,)}]
+    assert all(len(m.stages) == 1 and m.stages[0] == max(m.phases[0]) for m in ticket.measured)
+
+
+def test_checkpointing_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for checkpointing in (False, True):
+        engine = Engine(make("llama"), gradient_checkpointing=checkpointing)
+        create(engine, "a")
+        found.append(phases(engine, [60, 30])[0])
+    assert found[1][0] < 0.6 * found[0][0]  # forward
+    assert found[1][2] > found[1][0]  # backward recomputes
+
+
+def test_a_parameter_that_backward_never_reached_gets_no_gradient() -> None:
+    """`hold_gradients` makes room; what stays blank must not be decayed by the optimizer."""
+    engine = Engine(llama())
+    create(engine, "a")
+    optimizer = engine._part._optimizers["a"]
+    parameters: list[Tensor] = list(optimizer._parameters)
+    optimizer.hold_gradients()
+    assert all(p.grad is not None for p in parameters)
+    assert parameters[0].grad is not None
+    parameters[0].grad.add_(1.0)
+    optimizer.drop_blank_gradients()
+    assert [p.grad is not None for p in parameters] == [True] + [False] * (len(parameters) - 1)

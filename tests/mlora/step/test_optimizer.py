@@ -1,0 +1,189 @@
+"""An adapter's optimizer is PyTorch's and Transformers': values, clipping, schedules, resume."""
+
+import pytest
+import torch
+from mlora.step.learning_rate import schedule_of
+from mlora.step.optim_config import OptimConfig
+from mlora.step.optimizer import AdapterOptimizer, OptimStep, StepRule
+from torch import nn
+from transformers import get_scheduler
+
+SCHEDULES = {
+    "linear": {},
+    "cosine": {"num_cycles": 0.7},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {},
+    "cosine_with_min_lr": {"min_lr_rate": 0.2},
+    "warmup_stable_decay": {"num_decay_steps": 5},
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    """As a bank has them: A contiguous, B a transposed view."""
+    return [nn.Parameter(torch.randn(7, 33)), nn.Parameter(torch.randn(7, 19).t())]
+
+
+def twin(mine: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in mine]
+
+
+class Optimizer:
+    """The decision and the update, as the engine puts them together."""
+
+    def __init__(self, parameters: list[nn.Parameter], config: OptimConfig) -> None:
+        self.rule = StepRule(config)
+        self.stage = AdapterOptimizer({str(i): p for i, p in enumerate(parameters)}, config)
+
+    def step(self, divisor: float) -> OptimStep:
+        done = self.rule.decide(self.stage.squares().item(), divisor)
+        self.stage.apply(done.update)
+        return done
+
+
+def set_gradients(mine: list[nn.Parameter], theirs: list[nn.Parameter], tokens: int) -> None:
+    for p, q in zip(mine, theirs, strict=True):
+        q.grad = torch.randn_like(q)
+        p.grad = (q.grad * tokens).as_strided(p.shape, p.stride()).copy_(q.grad * tokens)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize("bound", [0.0, 0.4, 1e6])
+def test_steps_are_pytorchs(optim: str, bound: float) -> None:
+    mine = parameters()
+    theirs = twin(mine)
+    config = OptimConfig(
+        3e-2, optim, 0.1, max_grad_norm=bound, lr_scheduler_type="cosine", warmup_steps=3, total_steps=12
+    )
+    ours = Optimizer(mine, config)
+    if optim == "sgd":
+        peer: torch.optim.Optimizer = torch.optim.SGD(theirs, lr=3e-2, weight_decay=0.1)
+    else:
+        peer = torch.optim.AdamW(theirs, lr=3e-2, weight_decay=0.1)
+    schedule = get_scheduler("cosine", peer, 3, 12)
+    for step in range(12):
+        set_gradients(mine, theirs, tokens=step + 5)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, bound or float("inf"))
+        rate = peer.param_groups[0]["lr"]
+        done = ours.step(divisor=step + 5)
+        peer.step()
+        schedule.step()
+        assert done.update.taken
+        assert done.learning_rate == pytest.approx(rate, rel=1e-12, abs=1e-15)
+        assert done.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        assert all(p.grad is None for p in mine)
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_transformers(name: str) -> None:
+    config = OptimConfig(
+        1e-2, lr_scheduler_type=name, lr_scheduler_kwargs=SCHEDULES[name], warmup_steps=4, total_steps=20
+    )
+    factor = schedule_of(config)
+    peer = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    schedule = get_scheduler(name, peer, 4, 20, dict(SCHEDULES[name]))
+    for step in range(20):
+        assert 1e-2 * factor(step) == pytest.approx(peer.param_groups[0]["lr"], rel=1e-12, abs=1e-15)
+        peer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy", "liner"])
+def test_other_schedules_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"lr_scheduler_type '{name}'"):
+        StepRule(OptimConfig(lr_scheduler_type=name, total_steps=5))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_a_gradient_that_is_not_finite_changes_nothing(optim: str) -> None:
+    mine = parameters()
+    ours = Optimizer(mine, OptimConfig(1e-2, optim, lr_scheduler_type="constant"))
+    set_gradients(mine, twin(mine), 1)
+    ours.step(1)
+    before, state = [p.detach().clone() for p in mine], ours.stage.state_dict()
+    set_gradients(mine, twin(mine), 1)
+    mine[1].grad[3, 2] = float("inf")
+    assert not ours.step(1).update.taken
+    assert all(torch.equal(p, q) for p, q in zip(mine, before, strict=True))
+    after = ours.stage.state_dict()
+    assert ours.stage.steps == ours.rule.steps == 1
+    assert after.keys() == state.keys()
+    for name in after:
+        assert all(torch.equal(a, b) for a, b in zip(after[name], state[name], strict=True))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_resume_is_bit_equal(optim: str) -> None:
+    config = OptimConfig(1e-2, optim, weight_decay=0.1, warmup_steps=2, total_steps=8)
+    mine = parameters()
+    ours = Optimizer(mine, config)
+    gradients = [[torch.randn_like(p) for p in mine] for _ in range(6)]
+    kept = None
+    for step, values in enumerate(gradients):
+        if step == 3:
+            kept = [p.detach().clone() for p in mine], ours.stage.state_dict()
+        for p, value in zip(mine, values, strict=True):
+            p.grad = value.clone()
+        ours.step(2.0)
+    assert kept is not None
+    again = [nn.Parameter(p.clone()) for p in kept[0]]
+    resumed = Optimizer(again, config)
+    resumed.rule.steps = 3
+    resumed.stage.load_state_dict(3, kept[1])
+    for values in gradients[3:]:
+        for p, value in zip(again, values, strict=True):
+            p.grad = value.clone()
+        resumed.step(2.0)
+    assert all(torch.equal(p, q) for p, q in zip(mine, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("optim", "adam"), ("learning_rate", -1.0), ("max_grad_norm", float("nan")), ("adam_beta2", 1.0)],
+)
+def test_bad_values_are_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        OptimConfig(**{field: value})
+
+
+def test_a_schedule_without_a_number_is_refused_before_it_begins() -> None:
+    kwargs = {"power": float("nan")}
+    with pytest.raises(ValueError, match="lr_scheduler_type 'polynomial': its factor at step 8 is nan"):
+        schedule_of(OptimConfig(lr_scheduler_type="polynomial", lr_scheduler_kwargs=kwargs, total_steps=9))
+    with pytest.raises(ValueError, match="lr_scheduler_type 'polynomial'"):
+        schedule_of(
+            OptimConfig(
+                lr_scheduler_type="polynomial",
+                lr_scheduler_kwargs={"power": "two"},
+                warmup_steps=3,
+                total_steps=9,
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "expected"),
+    [
+        (
+            "linear",
+            {"min_lr": 1e-5},
+            "lr_scheduler_kwargs: the schedule 'linear' has no 'min_lr'; it has none",
+        ),
+        ("cosine", {"cycles": 2}, "the schedule 'cosine' has no 'cycles'; it has num_cycles"),
+        ("warmup_stable_decay", None, "the schedule 'warmup_stable_decay' needs num_decay_steps"),
+        (
+            "cosine",
+            {"num_cycles": "x"},
+            "'cosine': could not convert .*; lr_scheduler_kwargs: {'num_cycles': 'x'}",
+        ),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_have(name: str, kwargs: dict | None, expected: str) -> None:
+    config = OptimConfig(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, total_steps=9)
+    with pytest.raises(ValueError, match=expected) as error:
+        schedule_of(config)
+    assert "()" not in str(error.value)
