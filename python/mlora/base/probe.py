@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlora.base.attention import PackedSequences
-
-if TYPE_CHECKING:
-    from mlora.model import BaseModel
+from mlora.base.base_model import BaseModel
 
 _LENGTHS = (13, 22)
 _LONGEST_WINDOW = 64

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import mlora_ext
 from mlora.base.attention import PackedSequences
+from mlora.base.base_model import BaseModel, take_apart
 from mlora.base.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
 from mlora.base.loss import chunked_losses, plain_losses
 from mlora.base.pretrained import skeleton
-from mlora.model import BaseModel, take_apart
 from mlora.pipeline.partition import Cost, Table
 from mlora_ext import SegmentLayout
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
+from mlora.base.base_model import BaseModel
 from mlora.base.loss import chunked_losses, plain_losses
-from mlora.model import BaseModel
 from mlora.pipeline import Hooks
 from mlora.step.live_memory import WorkMemory, work_memory
 from mlora.step.optim_config import OptimConfig

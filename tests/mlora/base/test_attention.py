@@ -138,7 +138,7 @@ def test_ignored_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*args, **kwargs)
 
     monkeypatch.setattr(
-        "mlora.model.register_packed_attention",
+        "mlora.base.base_model.register_packed_attention",
         lambda: transformers.AttentionInterface.register(attention.PACKED_ATTENTION, forgetful),
     )
     with pytest.raises(ValueError, match="MistralForCausalLM, layer 0: the config says sliding window 4096"):

@@ -1,0 +1,201 @@
+"""A frozen base model, taken apart into body and head, that trains packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import mlora_ext
+from mlora.base.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
+from mlora.base.cut import Cut, Span
+from mlora.base.loss import Head, LogitRule
+from mlora.base.pretrained import stop_noise
+from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
+from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
+
+
+@dataclass(eq=False)
+class BaseModel:
+    """A frozen, converted causal language model that trains packed rows.
+
+    Attributes:
+        model: the Transformers model, with its usual attention; `generate(..., adapter_names=)` works.
+        body: the part before the head.
+        rule: what the model does to the head's output.
+        vocab_size: ids lie below it.
+        configs: every config that names an attention function for a part of the model.
+        packed_head: the head's weight for oneDNN, after `pack_weights`.
+        cut: runs the part of the model that is here; None if the whole model is.
+    """
+
+    model: PreTrainedModel
+    body: nn.Module
+    rule: LogitRule
+    vocab_size: int
+    configs: Sequence[Any]
+    packed_head: PackedWeight | None = None
+    cut: Cut | None = None
+
+    @property
+    def span(self) -> Span | None:
+        """The decoder blocks that are here; None if the whole model is."""
+        return None if self.cut is None else self.cut.span
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is here."""
+        return self.cut is None or self.cut.span.is_last
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that blocks hand on."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer that makes logits; another object once an adapter targets it."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Module)
+        return head
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Inside, the model's attention is the packed one. Recomputation in backward needs it, too."""
+        before = [config._attn_implementation for config in self.configs]
+        for config in self.configs:
+            config._attn_implementation = PACKED_ATTENTION
+        try:
+            yield
+        finally:
+            for config, attention in zip(self.configs, before, strict=True):
+                config._attn_implementation = attention
+
+    def hidden(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor,
+        sequences: PackedSequences,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """The head's input for packed rows, or what this stage hands to the next; call it inside `packed`.
+
+        Args:
+            input_ids: `[1, T]`; not read by a stage that is not the first.
+            position_ids: `[1, T]`.
+            sequences: where sequences begin and end.
+            received: `[T, D]` the hidden state of the stage before, which gets a gradient; None at the first.
+
+        Returns:
+            `[T, D]`.
+        """
+        output = self.run(
+            self.body,
+            input_ids,
+            received,
+            position_ids=position_ids,
+            use_cache=False,
+            packed_sequences=sequences,
+            cu_seq_lens_q=sequences.cu_seq_lens,
+            cu_seq_lens_k=sequences.cu_seq_lens,
+        )
+        hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def run(self, module: nn.Module, input_ids: Tensor | None, received: Tensor | None, **inputs: Any) -> Any:
+        """Call the model or its body: what it returns, or of a stage that is not the last, `[1, T, D]`."""
+        if self.cut is None:
+            return module(input_ids=input_ids, **inputs)
+        return self.cut.call(module, input_ids, received, **inputs)
+
+    def frozen_head(self) -> Head | None:
+        """The head for the chunked loss, or None if an adapter targets it or it is no linear layer.
+
+        Of the last stage only.
+
+        A head whose adapters have left is frozen again: what is computed does not depend on who was there.
+        """
+        head = self.head
+        if isinstance(head, MultiLoRALinear):
+            self.packed_head = head.packed  # an adapter targets it, or did, and the layer packs for itself
+            if head.specs or head.fan_in_fan_out:
+                return None
+        elif type(head) is not nn.Linear:
+            return None
+        forward, backward = (None, None) if self.packed_head is None else self.packed_head.of(head.weight)
+        return Head(
+            head.weight,
+            head.bias,
+            self.rule,
+            partial(linear, packed=forward),
+            partial(linear_dx, packed=backward),
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's logits `[..., V]` of the head's input `[..., D]`; of the last stage only."""
+        return self.rule.apply(self.head(hidden))
+
+    def pack_weights(self) -> None:
+        """Keep the frozen weights in oneDNN's own layouts too.
+
+        Those of all linear layers, and the head's for the chunked loss; `generate` uses the plain head.
+
+        Raises:
+            ValueError: if oneDNN does not serve them.
+        """
+        try:
+            mlora_ext.pack_base(self.model)
+        except ValueError as error:
+            raise ValueError(f"pack_base: {error}") from error
+        head = self.head
+        if self.is_last and type(head) is nn.Linear and packs(head.weight):
+            self.packed_head = PackedWeight()
+            self.packed_head.of(head.weight)
+
+    def checkpoint_activations(self) -> None:
+        """Recompute each block in backward instead of keeping its activations.
+
+        Raises:
+            ValueError: if the model does not support it.
+        """
+        if not self.model.supports_gradient_checkpointing:
+            raise ValueError(f"gradient_checkpointing: {type(self.model).__name__} does not support it")
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts(self.model)}
+        if hasattr(self.model, "activation_checkpointing_enable"):
+            self.model.activation_checkpointing_enable(options)
+        else:
+            self.model.gradient_checkpointing_enable(options)
+
+
+def take_apart(model: PreTrainedModel, cut: Cut | None = None) -> BaseModel:
+    """Find a model's body and head, and make it ready for packed rows; it is neither checked nor converted.
+
+    Args:
+        model: not converted.
+        cut: what runs the part of it that is here; default: all of it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if it has no body and head.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        # SDPA cannot soft-cap: generation and the check of packed rows need the model's own attention.
+        model.set_attn_implementation("eager")
+    stop_noise(model)
+    body = model.base_model
+    if body is model or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"base_model: {type(model).__name__} is no causal language model with a body and a head"
+        )
+    register_packed_attention()
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    rule = LogitRule.of(config)
+    return BaseModel(model, body, rule, config.vocab_size, list(configs.values()), cut=cut)
