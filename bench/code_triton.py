@@ -16,6 +16,7 @@ import code_cuda
 import torch
 import triton
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -91,7 +92,7 @@ def launches_of(variant: Variant, architecture: int, rows: int = 128) -> list[La
     drop = mx.LoRADropout([0.1, 0.1], [1, 2]).tensors("cpu") if variant.dropout else (None, None, None)
     batch = Batch(layout.table(), torch.ones(2), *drop)
     layer = Layer(torch.zeros(d_out, d_in, dtype=variant.dtype), None, b)
-    with _recorded(made, architecture):
+    with _recorded(made, architecture), _NoBaseProducts():
         operator = GpuOperator(launch.Kernels())
         _, s = operator.forward(x, [layer], a, batch)
         operator.backward([dy], x, [layer], a, s, batch, (True, True, True))
@@ -110,6 +111,15 @@ def _recorded(made: list[Launch], architecture: int) -> Iterator[None]:
     finally:
         for name, kernel in before.items():
             setattr(module, name, kernel)
+
+
+class _NoBaseProducts(TorchFunctionMode):
+    """Leaves out the products with the frozen weight, which are cuBLAS's and take seconds on a CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        return arguments[0] if function is Tensor.addmm_ else function(*arguments, **(named or {}))
 
 
 class _Recorder:

@@ -145,17 +145,17 @@ def fails(arguments: list[Any], before: dict[int, str], size: int = STAGES) -> t
 @pytest.mark.parametrize(
     ("call", "fault", "expected"),
     [
-        ("stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
-        ("stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
-        ("crew.make_part", "raise ValueError('base_model: no weights\\nmore')", "base_model: no weights"),
-        ("crew.make_part", "raise MemoryError", "out of memory"),
+        ("process.stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
+        ("process.stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
+        ("step.crew.make_part", "raise ValueError('base_model: no weights\\nmore')", "base_model: no weights"),
+        ("step.crew.make_part", "raise MemoryError", "out of memory"),
     ],
     ids=["raises", "ends", "weights", "memory"],
 )
 def test_stage_that_fails_at_its_start(
     base: Path, tmp_path: Path, stage: int, call: str, fault: str, expected: str
 ) -> None:
-    module, name = call.split(".")
+    module, name = call.rsplit(".", 1)
     before = {stage: IN_A_CALL.format(module=module, name=name, fault=fault)}
     codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], before)
     assert codes == [3 if rank == stage and "_exit" in fault else 1 for rank in range(STAGES)]
