@@ -147,7 +147,7 @@ def fails(arguments: list[Any], before: dict[int, str], size: int = STAGES) -> t
     [
         ("process.stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
         ("process.stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
-        ("step.crew.make_part", "raise ValueError('base_model: no weights\\nmore')", "base_model: no weights"),
+        ("step.crew.make_part", "raise ValueError('base_model: none\\nmore')", "base_model: none"),
         ("step.crew.make_part", "raise MemoryError", "out of memory"),
     ],
     ids=["raises", "ends", "weights", "memory"],
