@@ -13,6 +13,7 @@ import mlora_ext as mx
 from mlora_ext.backend import gpu_operator
 from mlora_ext.dropout import philox_mask
 from mlora_ext.gpu.operator import Batch, Layer
+from mlora_ext.gpu.plan import COLUMN_SPLIT
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -41,9 +42,9 @@ def test_any_rank(ranks: list[int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), [*zip(DTYPES, DTYPES, strict=True), *MIXED], ids=str)
 def test_several_column_splits(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
-    assert_right(
-        make([8, 20], [70, 9], [1, 0], dtype=dtype, adapter_dtype=adapter_dtype, d_in=4160, d_out=2056, p=0.1)
-    )
+    how = {"ranks": [8, 20], "lengths": [70, 9], "adapters": [1, 0], "p": 0.1}
+    assert_right(make(**how, dtype=dtype, adapter_dtype=adapter_dtype, d_in=2 * COLUMN_SPLIT + 64, d_out=40))
+    assert_right(make(**how, dtype=dtype, adapter_dtype=adapter_dtype, d_in=40, d_out=COLUMN_SPLIT + 8))
 
 
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), [*zip(DTYPES, DTYPES, strict=True), *MIXED], ids=str)
