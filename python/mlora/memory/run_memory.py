@@ -86,7 +86,7 @@ class RunMemory:
                 self.base = grown
                 self.estimate.stale = True
         most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))
-        if peak > self._peak:
+        if peak > max(self._peak, most):
             self._more = max(self._more, int(peak - most))
         self._peak = max(peak, self._peak)
         self._passed += 1

@@ -76,7 +76,18 @@ class MicroBatches:
         for one in measured:
             together = [length for own in one.lengths.values() for length in own]
             self._memory.estimate.observe(together, list(admission.slots), one.phases)
-        budget = zip(admission.budget, self._memory.room().held, strict=True)
-        foreseen = [bytes * held for bytes, held in budget]
         after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
-        self._memory.took(self._roster.admitted(), foreseen, self._engine.peak_memory, after)
+        self._memory.took(self._roster.admitted(), self._foreseen(), self._engine.peak_memory, after)
+
+    def _foreseen(self) -> list[float]:
+        """Bytes at each place that micro-batches under way may take: their budgets, or what a task needs that
+        goes on alone beyond the limit."""
+        assert self._memory is not None
+        admission, here = self._roster.admission, self._roster.admitted()
+        sizes: Sequence[float] = admission.budget
+        if len(admission.slots) == 1 and here:
+            largest = {here[0].name: self._memory.tasks.largest(here[0])}
+            needs = self._memory.estimate.as_adopted.activations(largest, list(largest))
+            sizes = list(map(max, sizes, needs))
+        held = [min(most, admission.count) for most in self._memory.room().held]
+        return [size * count for size, count in zip(sizes, held, strict=True)]

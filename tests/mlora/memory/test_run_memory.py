@@ -1,5 +1,6 @@
 """What a run learns of its own memory, and what it publishes of it."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,15 @@ def test_what_has_become_base_is_no_longer_kept_in_reserve(tiny_base: Path, tmp_
     again = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False, load_state=lambda state: 0))
     again.load_state({"estimate": {}, **memory._figures()})
     assert again._figures() == memory._figures()
+
+
+def test_a_peak_that_was_foreseen_is_not_kept_in_reserve(tiny_base: Path, tmp_path: Path) -> None:
+    memory = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False))
+    for passed in range(10):  # of a task that goes on beyond the limit
+        memory.took([], [6000 * MIB], peak=(5000 + passed) * MIB, after=())
+    assert memory.reserved == 32 * MIB
+    memory.took([], [math.inf], peak=9000 * MIB, after=())  # nothing is known of it yet
+    assert memory.reserved == 32 * MIB
 
 
 def test_what_is_published_samples_nothing(tiny_base: Path, tmp_path: Path) -> None:

@@ -16,8 +16,29 @@ def test_what_processes_keep_is_read_when_nothing_is_under_way(idle: bool) -> No
         room=lambda: Room((100, 100), (2, 1)), took=lambda *arguments: told.append(arguments)
     )
     roster: Any = SimpleNamespace(
-        memory=memory, admission=Admission({"a": 0}, 2, (20.0, 30.0)), admitted=lambda: ["a"]
+        memory=memory, admission=Admission({"a": 0, "b": 1}, 2, (20.0, 30.0)), admitted=lambda: ["a"]
     )
     engine: Any = SimpleNamespace(idle=idle, memory_after=[70, 60], peak_memory=90)
     MicroBatches(roster, engine).passed([])
     assert told == [(["a"], [40.0, 30.0], 90, [70, 60] if idle else ())]
+
+
+@pytest.mark.parametrize(("budget", "foreseen"), [(-500.0, 400.0), (600.0, 600.0)])
+def test_a_task_that_goes_on_beyond_the_limit_is_foreseen_to(budget: float, foreseen: float) -> None:
+    """Else each of its peaks would be kept in reserve, which leaves the less for the next one."""
+    told: list[Any] = []
+    asked: list[Any] = []
+    task = SimpleNamespace(name="a")
+    adopted = SimpleNamespace(activations=lambda *arguments: asked.append(arguments) or [400.0])
+    memory = SimpleNamespace(
+        room=lambda: Room((100,), (3,)),
+        took=lambda tasks, foreseen, *_: told.append(foreseen),
+        tasks=SimpleNamespace(largest=lambda task: [7, 7]),
+        estimate=SimpleNamespace(as_adopted=adopted),
+    )
+    roster: Any = SimpleNamespace(
+        memory=memory, admission=Admission({"a": 0}, 1, (budget,)), admitted=lambda: [task]
+    )
+    MicroBatches(roster, SimpleNamespace(idle=False, peak_memory=900)).passed([])  # type: ignore[arg-type]
+    assert asked == [({"a": [7, 7]}, ["a"])]
+    assert told == [[foreseen]], "one slot is in use, whatever else a stage could hold"
