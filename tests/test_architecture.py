@@ -13,7 +13,8 @@ PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlor
 LAYERS = [
     ["mlora_ext"],
     ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],
-    ["mlora.base", "mlora.model"],
+    ["mlora.base"],
+    ["mlora.model"],
     ["mlora.step"],
     ["mlora.engine"],
     ["mlora"],  # what a run is made of: config, data, tasks, folder, report, everything not named elsewhere
@@ -69,6 +70,35 @@ def imports(path: Path) -> set[str]:
                 origin = ".".join([*parents, *([origin] if origin else [])])
             found.update(f"{origin}.{alias.name}" for alias in node.names)
     return found
+
+
+def unit_of(module: str) -> str:
+    """The folder of `mlora` in which a module lies, or the module itself."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_folder_imports_from_one_that_imports_from_it() -> None:
+    modules = {module_name(path) for path in PRODUCT if path.is_relative_to(ROOT / "python")} - {"mlora"}
+    arrows: dict[str, set[str]] = {unit_of(module): set() for module in modules}
+    for path in PRODUCT:
+        module = module_name(path)
+        if module not in modules:
+            continue
+        for name in imports(path):
+            other = name if name in modules else name.rpartition(".")[0]
+            if other in modules and unit_of(other) != unit_of(module) and (module, name) not in ALLOWED_BACK:
+                arrows[unit_of(module)].add(unit_of(other))
+    while arrows:
+        free = [unit for unit, others in arrows.items() if not others & set(arrows)]
+        assert free, f"a circle among {sorted(arrows)}"
+        arrows = {unit: others for unit, others in arrows.items() if unit not in free}
+
+
+def test_every_folder_has_a_layer() -> None:
+    named = {name for names in LAYERS for name in names}
+    below = {"fields", "dataset", "timelines"}  # with what a run is made of
+    folders = {path.parent.name for path in (ROOT / "python" / "mlora").glob("*/__init__.py")}
+    assert folders - below <= {name.removeprefix("mlora.") for name in named}
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=module_name)

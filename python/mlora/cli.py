@@ -145,9 +145,9 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
                 lines.fault(f"{task.name}: refused: {task.verdict}")
             roster.refused |= {task.name: task.verdict for task in plan.never}
         if roster.refused:
-            raise RunError(
-                f"{run}: {len(roster.refused)} of {len(prepared.config.adapters)} adapters would be refused"
-            )
+            what = "sampled trials" if config.sweep else "adapters"
+            count = f"{len(roster.refused)} of {len(prepared.config.adapters)}"
+            raise RunError(f"{run}: {count} {what} would be refused")
         if config.sweep:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
             print(f"{run}: a sweep of {places}; {len(roster.tasks)} samples of its search space are ready")

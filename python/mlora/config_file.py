@@ -86,7 +86,10 @@ def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, An
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        of_run = path / "config.yaml"
+        more = f"; the config of this run is {of_run}" if of_run.is_file() else ""
+        raise RunError(f"{path}: cannot be read: {reason}{more}") from error
     return _parse(text, str(path), keys)
 
 
@@ -106,7 +109,8 @@ def _parse(text: str, where: str, keys: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RunError(f"{where}: {first_line(error)}") from error
     if not isinstance(data, dict):
-        raise RunError(f"{where}: must hold keys such as {keys}, got {type(data).__name__}")
+        got = {type(None): "nothing", list: "a list"}.get(type(data), "a single value")
+        raise RunError(f"{where}: must hold keys such as {keys}, got {got}")
     return data
 
 

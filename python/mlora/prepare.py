@@ -127,7 +127,7 @@ def prepare(
                 iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
                 return Prepared(config, base, engine, roster, decisions, iteration, seconds)
             if memory:
-                reporter.note(f"scheduler.memory_limit: looking at what {len(tasks)} adapters need")
+                reporter.note("scheduler.memory_limit: looking at what adapters need")
             decisions.start(entry)
         if not roster.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")

@@ -33,8 +33,8 @@ class Reporter(Protocol):
     def changed(self, task: Task) -> None:
         """A task ended, or was paused or let go on."""
 
-    def waits(self, names: Sequence[str]) -> None:
-        """Who waits for memory is another one now; ``names`` are all who do."""
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
+        """Who waits for memory is another one now; ``names`` are all who do, ``went_on`` did until now."""
 
     def note(self, line: str) -> None:
         """Something worth a line."""
@@ -67,7 +67,7 @@ class Silent:
     def changed(self, task: Task) -> None:
         """Say nothing."""
 
-    def waits(self, names: Sequence[str]) -> None:
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
         """Say nothing."""
 
     def note(self, line: str) -> None:
@@ -120,6 +120,11 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def some(names: Sequence[str], most: int = 6) -> str:
+    """Return names with commas, and of many how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class PlainLines:
@@ -176,13 +181,13 @@ class PlainLines:
             more = f" ({progress.message})" if progress.message else ""
             self.note(f"{task.name}: {progress.state} at step {progress.step}{more}")
 
-    def waits(self, names: Sequence[str]) -> None:
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
         """Print who does so now, and who no longer."""
         new = [name for name in names if name not in self._waiting]
-        gone = [name for name in self._waiting if name not in names]
         self._waiting = names
-        told = [f"{', '.join(new)} now"] * bool(new) + [f"{', '.join(gone)} no longer"] * bool(gone)
-        self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
+        told = [f"{some(who)} {since}" for who, since in ((new, "now"), (went_on, "no longer")) if who]
+        if told:
+            self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
 
     def note(self, line: str) -> None:
         """Print a line."""
@@ -245,7 +250,7 @@ class LiveTable:
             self.fault(f"{task.name}: stopped at step {task.progress.step}: {task.progress.message}")
         self._draw()
 
-    def waits(self, names: Sequence[str]) -> None:
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
         """Redraw."""
         self._waiting = names
         self._draw()

@@ -15,7 +15,7 @@ from mlora.plot import plot_losses
 from mlora.prepare import Prepared, prepare
 from mlora.process.stages import Member, check_replicas
 from mlora.queue.task_queue import TaskQueue, has_news
-from mlora.report import Reporter, Silent
+from mlora.report import Reporter, Silent, some
 from mlora.result import AdapterResult, RunResult
 from mlora.roster.journal import journaled
 from mlora.run_folder import Metrics, RunFolder, read_metrics
@@ -182,10 +182,17 @@ def _continued(
                 f"{name}: has ended, but {folder.adapters / name} is gone, and checkpoints hold adapters in "
                 "training only; put it back, or train anew with --overwrite"
             )
-    reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
     taken = checkpoint["roster"]["taken"]
     came = {r.task: r.content for r in queue.requests() if r.kind == "submit" and r.number <= taken}
     came |= {name: dict(content) for name, content in trials_begun(queue, checkpoint["iteration"])}
+    known = {adapter.name for adapter in config.adapters} | set(came)
+    lost = [name for name in checkpoint["tasks"] if name not in known]
+    if lost:
+        raise RunError(
+            f"{folder.queue}: lacks {some(lost)}, which the checkpoint holds; put back the file that was "
+            "there, or train anew with --overwrite"
+        )
+    reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
     return prepare(config, reporter, checkpoint, member, came=came)
 
 

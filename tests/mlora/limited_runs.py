@@ -111,7 +111,7 @@ class Watching(Silent):
         self.lines: list[str] = []
         self.waiting: list[list[str]] = []
 
-    def waits(self, names: Sequence[str]) -> None:
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
         self.waiting.append(list(names))
 
     def step(self, task: Task, record: dict[str, Any]) -> None:

@@ -44,18 +44,25 @@ def test_plain_lines_come_every_logging_steps(tiny_base: Path, tmp_path: Path) -
 def test_who_waits_is_shown(tiny_base: Path, tmp_path: Path) -> None:
     out, drawn = io.StringIO(), io.StringIO()
     lines = PlainLines(out)
-    for names in (["b", "c"], ["a", "c"], []):
-        lines.waits(names)
+    for names, went_on in (
+        (["b", "c"], []),
+        (["a", "c"], ["b"]),
+        (["c"], []),
+        ([*"cdefghijk"], []),
+        ([], ["c"]),
+    ):
+        lines.waits(names, went_on)  # `a` was refused, as all but `c` are in the end
     assert out.getvalue().splitlines() == [
         "waiting for memory: b, c now; 2 in all",
         "waiting for memory: a now, b no longer; 2 in all",
-        "waiting for memory: a, c no longer; 0 in all",
+        "waiting for memory: d, e, f, g, h, i and 2 more now; 9 in all",
+        "waiting for memory: c no longer; 0 in all",
     ]
     table = LiveTable(Console(file=drawn, force_terminal=True, width=100, highlight=False))
     config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
     builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
     table.start([builder.build(adapter) for adapter in config.adapters])
-    table.waits(["second"])
+    table.waits(["second"], [])
     table.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
     last = text[text.rindex("tokens/s") :]

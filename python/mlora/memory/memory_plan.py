@@ -73,10 +73,13 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """Lines for the user, but for tasks that never fit."""
         if self.limit is None:
-            return ["no scheduler.memory_limit: all adapters run together"]
+            who = "all adapters" if self.places is None else f"{self.places} trials"
+            return [f"no scheduler.memory_limit: {who} run together"]
         running = [task.name for task in self.tasks if task.verdict == "runs"][: self.places]
         waiting = [task.name for task in self.tasks if task.verdict == "waits"]
-        found = [f"memory_limit {in_units(self.limit)}: {len(running)} run together first"]
+        where = "" if self.places is None else f"of {len(self.tasks)} sampled trials "
+        first = f"{len(running)} run together first" if running else "none runs"
+        found = [f"memory_limit {in_units(self.limit)}: {where}{first}"]
         return [*found, *([f"{len(waiting)} wait: {', '.join(waiting)}"] if waiting else [])]
 
 

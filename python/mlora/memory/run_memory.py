@@ -196,5 +196,9 @@ class RunMemory:
 
 
 def in_units(size: float) -> str:
-    """Return bytes as ``1.5 GiB`` or ``300 MiB``."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / MIB:.0f} MiB"
+    """Return bytes as ``1.50 GiB``, ``300 MiB``, ``20 KiB`` or ``7 bytes``."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= MIB:
+        return f"{size / MIB:.0f} MiB"
+    return f"{size / 2**10:.0f} KiB" if size >= 2**10 else f"{size:.0f} bytes"

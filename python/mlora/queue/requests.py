@@ -96,7 +96,7 @@ def _run(run_dir: Path | str) -> tuple[RunFolder, RunConfig]:
         if not is_running(folder.metrics) or time.monotonic() > end:
             raise RunError(
                 f"{folder.path}: holds no config.yaml, so there is no run; give the output_dir of one, or "
-                "begin it with `mlora train`, which can be asked once it has loaded its base model"
+                "begin one with `mlora train`: it can be asked once it has loaded its base model"
             )
         time.sleep(0.02)
     return folder, folder.read_config()

@@ -254,11 +254,15 @@ class Roster:
         self.admission = admission
         on_engine = set(self._engine.adapters)
         new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
+        self._tell_who_waits()
+        return [task for task in new if self._put_on(task)]
+
+    def _tell_who_waits(self) -> None:
         waiting = [task.name for task in self.waiting()]
         if waiting != self._waited:
+            went_on = [name for name in self._waited if name in self.admission.slots]
             self._waited = waiting
-            self._reporter.waits(waiting)
-        return [task for task in new if self._put_on(task)]
+            self._reporter.waits(waiting, went_on)
 
     def restore(self, admission: Admission, kept: Mapping[str, str], adapters: Mapping[str, Any]) -> None:
         """Put back on the engine who was on it.
@@ -280,6 +284,7 @@ class Roster:
                         f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
                     )
                 restore_adapter(self._engine, task, admission.slots[task.name], adapters[task.name])
+        self._tell_who_waits()
 
     def _put_on(self, task: Task) -> bool:
         begins = task.kept is None

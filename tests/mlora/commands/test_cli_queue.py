@@ -199,7 +199,7 @@ def test_a_task_that_is_wrong(
 
 def test_files_that_are_no_tasks(run: Run, done: Path, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- name: third\n")
-    assert "must hold keys such as name, dataset and lora, got list" in only_line(
+    assert "must hold keys such as name, dataset and lora, got a list" in only_line(
         run("submit", done, tmp_path / "list.yaml")
     )
     assert "cannot be read: No such file" in only_line(run("submit", done, tmp_path / "nothing.yaml"))

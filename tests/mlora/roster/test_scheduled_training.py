@@ -259,7 +259,7 @@ def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
         "high: refused: needs 132 MiB for its largest micro-batch of 32 sequences with 640"
     )
     assert told[0].endswith(
-        "tokens; of scheduler.memory_limit 206 MiB, 0 MiB are taken by the base model and libraries, and "
+        "tokens; of scheduler.memory_limit 206 MiB, 0 bytes are taken by the base model and libraries, and "
         "96 MiB kept in reserve; per_device_train_batch_size 10 or a limit of 228 MiB would do"
     )
     assert result.exit_code == 1
@@ -299,7 +299,7 @@ def test_a_limit_below_the_base_model_refuses_all(data: dict[str, Any], tmp_path
     with pytest.raises(RunError, match=r"^every adapter was refused; nothing to train$"):
         train(resolve_config(data, folder=tmp_path), reporter=watching)
     first, *refused = watching.lines
-    assert first == "scheduler.memory_limit: looking at what 5 adapters need"
+    assert first == "scheduler.memory_limit: looking at what adapters need"
     assert len(refused) == 5
     assert all("not even one sequence fits; a limit of" in line for line in refused)
 
