@@ -73,8 +73,8 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """Lines for the user, but for tasks that never fit."""
         if self.limit is None:
-            who = "all adapters" if self.places is None else f"{self.places} trials"
-            return [f"no scheduler.memory_limit: {who} run together"]
+            how = "all adapters run together" if self.places is None else f"trials run {self.places} at once"
+            return [f"no scheduler.memory_limit: {how}"]
         running = [task.name for task in self.tasks if task.verdict == "runs"][: self.places]
         waiting = [task.name for task in self.tasks if task.verdict == "waits"]
         where = "" if self.places is None else f"of {len(self.tasks)} sampled trials "

@@ -1,5 +1,6 @@
 """What a run will need of memory, told before it runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from command_line import Run
 from mlora.config import RunConfig
 from mlora.config_file import resolve_config
 from mlora.fields.base_info import BaseInfo
-from mlora.memory.memory_plan import memory_plan
+from mlora.memory.memory_plan import MemoryPlan, TaskPlan, memory_plan
 from mlora.memory.run_memory import RESERVED, RunMemory
 from mlora.memory.task_memory import TaskMemory, dry_stages
 from mlora.step.crew import PartOptions
@@ -45,6 +46,16 @@ def test_who_runs_and_who_waits(tiny_base: Path, tmp_path: Path, room: float, ve
     plan = memory_plan(config, tasks, memory, [BASE])
     assert [task.verdict for task in plan.tasks] == verdicts
     assert plan.lines()[0].endswith(f"{verdicts.count('runs')} run together first")
+
+
+def test_what_is_said_of_samples_of_a_sweep() -> None:
+    verdicts = {"a": "runs", "b": "runs", "c": "waits"}
+    tasks = tuple(TaskPlan(name, 0, (MIB,), (MIB,), verdict) for name, verdict in verdicts.items())
+    plan = MemoryPlan((MIB,), tasks, 5 * MIB, places=1)
+    assert plan.lines() == ["memory_limit 5 MiB: of 3 sampled trials 1 run together first", "1 wait: c"]
+    assert replace(plan, limit=None).lines() == ["no scheduler.memory_limit: trials run 1 at once"]
+    never = tuple(replace(task, verdict="is too large") for task in tasks)
+    assert replace(plan, tasks=never, limit=700, places=None).lines() == ["memory_limit 700 bytes: none runs"]
 
 
 def test_a_higher_priority_runs_first(tiny_base: Path, tmp_path: Path) -> None:

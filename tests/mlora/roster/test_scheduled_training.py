@@ -223,6 +223,13 @@ def test_the_run_stays_resumable_after_its_limit_has_changed(data: dict[str, Any
     assert_as_alone(run, data, tmp_path, [data["adapters"][0], config])
 
 
+def test_who_waits_is_told_after_a_resume(data: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(data, folder=tmp_path), reporter=Watching({("first", 1): interrupt}))
+    watching = Watching({1: interrupt})
+    resume(tmp_path / "run", reporter=watching)
+    assert watching.waiting[0] == ["second", "third", "low"]
+
+
 def test_who_has_begun_goes_on_below_a_lower_limit(data: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = train(resolve_config(data, folder=tmp_path), reporter=Watching({("first", 1): interrupt}))

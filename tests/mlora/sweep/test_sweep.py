@@ -420,4 +420,20 @@ def test_signal_number_of_an_interrupted_sweep(data: dict[str, Any], tmp_path: P
     result = sweep(data, tmp_path, reporter=Watching({5: interrupt}))
     assert result.status == "interrupted"
     assert result.exit_code == 128 + signal.SIGINT
-    assert len(table(tmp_path / "run")) >= 3
+    assert {row["state"] for row in table(tmp_path / "run")} == {"unfinished"}
+
+
+def test_a_queue_that_is_gone(data: dict[str, Any], tmp_path: Path) -> None:
+    """It holds what the trials are: without them the sweep would end at once."""
+    data["defaults"]["save_steps"] = 2
+    assert sweep(data, tmp_path, reporter=Watching({9: interrupt})).status == "interrupted"
+    queue = tmp_path / "run" / "queue.sqlite"
+    kept = queue.read_bytes()
+    queue.unlink()
+    with pytest.raises(
+        RunError, match=r"queue.sqlite: lacks trial-0, trial-1, trial-2, which the checkpoint"
+    ):
+        resume(tmp_path / "run")
+    queue.write_bytes(kept)
+    assert resume(tmp_path / "run").status == "finished"
+    assert len(table(tmp_path / "run")) == 8
