@@ -10,7 +10,9 @@ one order of summation. Of 48,000 comparisons of one-row segments (the CUDA kern
 that. So `in_other_orders` draws fp32 results several times, with the terms of every matrix product in another
 order, and the largest error counts: of 25,200 such comparisons none failed. In 16 bits rounding the result
 decides, which no order changes. Of one draw the largest error has a heavy tail: with 2 one in 1,800
-comparisons of right results failed, by 5%, so there its factor is 4.
+comparisons of right results failed, by 5%, so there its factor is 4. So it is for results of whole models,
+whose later layers amplify the rounding of earlier ones differently in each order: with 2, of 640 models with
+25 results each 11 failed, by 17% at most.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ DRAWS = 4
 
 FACTOR = torch.tensor([2.0, 2.0], dtype=torch.float64)
 FACTOR_OF_ONE_DRAW = torch.tensor([2.0, 4.0], dtype=torch.float64)
+FACTOR_OF_A_MODEL = torch.tensor([4.0, 4.0], dtype=torch.float64)
 ROUNDING = torch.tensor([0.25, 1.0], dtype=torch.float64)
 SUMMATION = torch.finfo(torch.float32).eps
 
@@ -58,7 +61,12 @@ def in_other_orders(plain: Callable[[], list[torch.Tensor]]) -> list[tuple[torch
 
 
 def assert_as_exact(
-    result: torch.Tensor, plain: torch.Tensor | Sequence[torch.Tensor], oracle: torch.Tensor, what: str
+    result: torch.Tensor,
+    plain: torch.Tensor | Sequence[torch.Tensor],
+    oracle: torch.Tensor,
+    what: str,
+    *,
+    of_a_model: bool = False,
 ) -> None:
     """Fail unless `result` is within the policy.
 
@@ -68,6 +76,7 @@ def assert_as_exact(
             of it (`in_other_orders`).
         oracle: the same in fp64.
         what: for the message.
+        of_a_model: it has gone through many layers.
     """
     assert result.shape == oracle.shape, f"{what}: shape {list(result.shape)}, expected {list(oracle.shape)}"
     assert result.isfinite().all(), f"{what}: not finite"
@@ -75,7 +84,7 @@ def assert_as_exact(
     tiny = torch.finfo(draws[0].dtype).eps * ROUNDING + SUMMATION
     tiny *= errors(oracle, torch.zeros_like(oracle))
     got = errors(result, oracle)
-    factor = FACTOR if len(draws) > 1 else FACTOR_OF_ONE_DRAW
+    factor = FACTOR_OF_A_MODEL if of_a_model else FACTOR if len(draws) > 1 else FACTOR_OF_ONE_DRAW
     allowed = factor * torch.stack([errors(draw, oracle) for draw in draws]).amax(0) + tiny
     assert (got <= allowed).all(), f"{what}: rms and max error {got.tolist()}, allowed {allowed.tolist()}"
 

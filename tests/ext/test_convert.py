@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
-from models import copy_weights, gpt2, llama, peft_model, token_ids
+from models import VOCABULARY, copy_weights, gpt2, llama, peft_model, token_ids
 from peft import LoraConfig
-from tolerances import assert_same_up_to_rounding
+from tolerances import assert_as_exact, assert_same_up_to_rounding, in_other_orders
 from torch import nn
 
 import mlora_ext as mx
@@ -48,23 +48,27 @@ def config(**fields: object) -> LoraConfig:
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_same_as_peft(build, fields: dict) -> None:
-    """Beside a second adapter with other targets: logits and every gradient."""
+    """Beside a second adapter with other targets: logits and every gradient, against PEFT's in fp64."""
     base = build().eval()
     configs = {"one": config(**fields), "two": config(r=6, target_modules="all-linear")}
     peft = peft_model(base, configs).eval()
     ours = mx.convert_model(copy.deepcopy(base), configs)
     copy_weights(peft, ours, configs)
     ids, names = token_ids(4, 7), ["one", "two", "__base__", "one"]
-    theirs, mine = peft(input_ids=ids, adapter_names=names), ours(input_ids=ids, adapter_names=names)
-    torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-5, atol=1e-5)
-    weights = torch.randn_like(mine.logits)
-    (theirs.logits * weights).sum().backward()
-    (mine.logits * weights).sum().backward()
-    state = dict(peft.named_parameters())
-    for name in configs:
-        for key, parameter in mx.adapter_parameters(ours, name).items():
-            expected = state[f"base_model.model.{key}"].grad
-            assert_same_up_to_rounding(parameter.grad, expected, key)
+    weights = torch.randn(4, 7, VOCABULARY)
+
+    def results(model: nn.Module, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+        logits = model(input_ids=ids, adapter_names=names).logits
+        return [logits.detach(), *torch.autograd.grad((logits * weights).sum(), list(parameters.values()))]
+
+    mine = {key: p for name in configs for key, p in mx.adapter_parameters(ours, name).items()}
+
+    def theirs(model: nn.Module) -> list[torch.Tensor]:
+        return results(model, {key: model.get_parameter(f"base_model.model.{key}") for key in mine})
+
+    plain, oracle = in_other_orders(lambda: theirs(peft)), theirs(copy.deepcopy(peft).double())
+    for what, got, draws, exact in zip(["logits", *mine], results(ours, mine), plain, oracle, strict=True):
+        assert_as_exact(got, draws, exact, what, of_a_model=True)
 
 
 @pytest.mark.parametrize("how", [True, False, "gaussian"])

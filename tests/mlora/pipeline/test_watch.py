@@ -9,6 +9,7 @@ import pytest
 from tests.mlora.stages import Stages, stages
 
 NOTICED = 10.0  # seconds
+SEEN = 2.5  # seconds after which the others have read what a stage says every second
 
 BLOCKED = """
 import torch
@@ -30,10 +31,12 @@ with watch():
     ready()
     raise KeyError("boom")
 """
-EXITS = """
+EXITS = f"""
 w = watch()
 links = connect_neighbours(world)
 ready()
+if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False":
+    time.sleep({SEEN})  # the store ends with it
 os._exit(0)
 """
 BODIES = {"SIGKILL": WAITING, "SIGSTOP": WAITING, "raises": RAISES, "exits": EXITS}
@@ -67,7 +70,7 @@ def test_fault_ends_a_peer_that_is_blocked(stage: int, fault: str, holds_store: 
     with stages(*bodies, holds_store=holds_store) as running:
         running.until_ready()
         if fault.startswith("SIG"):
-            time.sleep(1.5)  # the others have seen it
+            time.sleep(SEEN)
             running.signal(stage, signal.Signals[fault])
         codes, errors = end_noticed(running)
     assert codes[1 - stage] == 1
@@ -84,7 +87,7 @@ def test_stuck_stage_of_three_is_told_by_the_lowest_that_lives(stuck: int) -> No
     bodies = [WAITING if stage == stuck else BLOCKED for stage in range(3)]
     with stages(*bodies) as running:
         running.until_ready()
-        time.sleep(1.5)
+        time.sleep(SEEN)
         running.signal(stuck, signal.SIGSTOP)
         codes, errors = end_noticed(running)
     teller = 1 if stuck == 0 else 0
@@ -115,7 +118,7 @@ time.sleep(60)
 """
     with stages(body, body) as running:
         running.until_ready()
-        time.sleep(1.5)
+        time.sleep(SEEN)
         running.signal(0, signal.SIGKILL)
         codes, outputs, errors = running.end()
     assert codes == [-signal.SIGKILL, 1]
