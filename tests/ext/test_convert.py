@@ -82,9 +82,10 @@ def test_initial_values_have_pefts_distribution(how: bool | str) -> None:
     for key, ours in mx.adapter_parameters(model, "a").items():
         peft = theirs[f"base_model.model.{key.replace('.a.', '.default.')}"].detach()
         assert torch.allclose(ours.std(), peft.std(), rtol=0.1), key
-        assert torch.allclose(ours.abs().max(), peft.abs().max(), rtol=0.02 if how != "gaussian" else 0.4), (
-            key
-        )
+        if how == "gaussian":
+            assert torch.allclose(ours.abs().quantile(0.99), peft.abs().quantile(0.99), rtol=0.2), key
+        else:
+            assert torch.allclose(ours.abs().max(), peft.abs().max(), rtol=0.02), key
 
 
 def test_initial_values_depend_on_seed_and_names_only() -> None:
@@ -112,7 +113,7 @@ def test_same_dropout_alone_and_beside_others() -> None:
     beside = mx.convert_model(copy.deepcopy(base), {"y": other, "x": fields}).train()
     one = alone(input_ids=ids).logits
     two = beside(input_ids=torch.cat([token_ids(1, 6), ids]), adapter_names=["y", "x", "x"]).logits[1:]
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    assert_same_up_to_rounding(one, two, "logits")
     assert not torch.allclose(one, alone.eval()(input_ids=ids).logits, atol=1e-2), "dropout did nothing"
 
 

@@ -84,7 +84,7 @@ def test_lbfgs_needs_contiguous_parameters() -> None:
     copy_weights(peft, model, config)
 
     def losses(trained: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
-        optimizer = torch.optim.LBFGS(parameters, lr=0.01, max_iter=3)
+        optimizer = torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
