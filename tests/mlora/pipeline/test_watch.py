@@ -144,6 +144,7 @@ import threading
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 with watch() as w:
     ready()
+    time.sleep(1.5)  # the other has read the first sign, and reads the next 5 s later
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     w.report("is broken", told=True)
 """
