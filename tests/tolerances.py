@@ -12,7 +12,7 @@ order, and the largest error counts: of 25,200 such comparisons none failed. In 
 decides, which no order changes. Of one draw the largest error has a heavy tail: with 2 one in 1,800
 comparisons of right results failed, by 5%, so there its factor is 4. So it is for results of whole models,
 whose later layers amplify the rounding of earlier ones differently in each order: with 2, of 640 models with
-25 results each 11 failed, by 17% at most.
+25 results each 11 failed, by 17% at most; with 4, of 1,600 the nearest came to 0.74 of what is allowed.
 """
 
 from collections.abc import Callable, Sequence
