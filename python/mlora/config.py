@@ -1,34 +1,26 @@
-"""The config of a run: what may be asked for, and what is refused.
+"""The config of a run and of its adapters: what may be asked for, and what is refused.
 
 Names and defaults are those of Transformers' ``TrainingArguments`` and PEFT's ``LoraConfig``. Every key
 either works or is refused; :mod:`mlora.config_file` reads the YAML and turns faults into lines that name the
-key.
+key. What stands under ``datasets``, ``scheduler``, ``pipeline`` and ``sweep`` is in :mod:`mlora.fields`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    PrivateAttr,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.base.hub import is_hub_id
+from mlora.fields.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
 from mlora.fields.lora_fields import check_lora
 from mlora.fields.paths import resolve_path
-from mlora.fields.strict import KeyPathError, Strict
+from mlora.fields.pipeline_config import PipelineConfig
+from mlora.fields.scheduler_config import SchedulerConfig
+from mlora.fields.strict import MOST, KeyPathError, Strict
 from mlora.fields.sweep_config import SweepConfig
-
-MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
-WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
-WITH_PROMPTS = ("prompt_completion", "alpaca")
 
 
 class TrainingFields(Strict):
@@ -142,90 +134,6 @@ class AdapterConfig(TrainingFields):
         return self
 
 
-class DatasetConfig(Strict):
-    """A named jsonl file and how its lines are read.
-
-    What is trained is what TRL's ``SFTTrainer`` trains on such data:
-
-    - ``tokens``: ``input_ids``, or ``labels`` where given (-100 = not trained).
-    - ``text``: ``text`` and the end token.
-    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. Both may be lists of
-      messages; then the chat template ends the completion, and nothing is added.
-    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, where
-      it is there and not empty, ``input``.
-    - ``messages``: every token of the conversation as the chat template writes it; with
-      ``assistant_only_loss`` those that the template marks as the assistant's.
-    - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
-    """
-
-    name: str = Field(min_length=1)
-    path: str = Field(min_length=1)
-    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"]
-
-    @field_validator("path")
-    @classmethod
-    def _path(cls, value: str, info: ValidationInfo) -> str:
-        return resolve_path(value, info)
-
-
-class SchedulerConfig(Strict):
-    """Which tasks run at once: as many as the memory holds; without a limit, all of them.
-
-    ``memory_limit`` is what a stage's process may have resident on a CPU, and its allocator hold on a GPU.
-    ``policy`` says who comes first: ``fcfs`` (higher priorities, then who came first) or
-    ``shortest_first`` (higher priorities, then the least work left). ``packing`` says who shares a slot of a
-    pipeline: ``token_balanced`` or ``in_order``.
-    """
-
-    memory_limit: int | str | None = None
-    policy: Literal["fcfs", "shortest_first"] = "fcfs"
-    packing: Literal["token_balanced", "in_order"] = "token_balanced"
-
-    @field_validator("memory_limit")
-    @classmethod
-    def _limit(cls, value: int | str | None) -> int | str | None:
-        if value is not None:
-            parse_size(value)
-        return value
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """``memory_limit`` in bytes."""
-        return None if self.memory_limit is None else parse_size(self.memory_limit)
-
-
-class PipelineConfig(Strict):
-    """How the model lies on devices, and what fills them.
-
-    ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
-    it is measured so that the slowest stage is as fast as can be, and the resolved config of a run names it.
-    ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together.
-    Each batch is cut into ``micro_batches``. ``replicas`` pipelines train adapters of their own.
-    """
-
-    stages: int = Field(default=1, ge=1, le=4096)
-    schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
-    micro_batches: int = Field(default=1, ge=1, le=MOST)
-    partition: list[int] | None = None
-    replicas: int = Field(default=1, ge=1, le=4096)
-
-    @property
-    def processes(self) -> int:
-        """How many processes there are."""
-        return self.stages * self.replicas
-
-    @model_validator(mode="after")
-    def _partition(self) -> PipelineConfig:
-        if self.partition is not None and len(self.partition) != self.stages:
-            raise ValueError(
-                f"partition: has the blocks of {len(self.partition)} stages, but stages is {self.stages}; "
-                "remove it to have it measured"
-            )
-        if self.partition is not None and min(self.partition) < 1:
-            raise ValueError(f"partition: each stage needs at least one block, got {self.partition}")
-        return self
-
-
 class RunConfig(Strict):
     """A whole run, resolved: paths are absolute and every adapter holds all of its training fields.
 
@@ -336,9 +244,13 @@ class RunConfig(Strict):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> RunConfig:
+    def _one_dtype(self) -> RunConfig:
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> RunConfig:
         for what, names in (
             ("adapters", [a.name for a in self.adapters]),
             ("datasets", [d.name for d in self.datasets]),
@@ -346,21 +258,33 @@ class RunConfig(Strict):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
-        if self.sweep:
-            try:
-                self.sweep.check_evaluations(self.defaults.model_dump())
-            except KeyPathError as error:
-                raise KeyPathError(f"sweep.{error.key}", str(error)) from None
-        replicas, count = self.pipeline.replicas, self.at_once
-        if replicas > count:
-            raise ValueError(
-                f"pipeline.replicas: is {replicas}, but each trains adapters of its own and there are {count}"
-            )
         by_case: dict[str, str] = {}
         for adapter in self.adapters:  # their folders would be one where the disk knows no case
             other = by_case.setdefault(adapter.name.casefold(), adapter.name)
             if other != adapter.name:
                 raise ValueError(f"adapters: {other!r} and {adapter.name!r} differ by case only")
+        return self
+
+    @model_validator(mode="after")
+    def _trials_are_judged(self) -> RunConfig:
+        if self.sweep:
+            try:
+                self.sweep.check_evaluations(self.defaults.model_dump())
+            except KeyPathError as error:
+                raise KeyPathError(f"sweep.{error.key}", str(error)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _every_replica_has_an_adapter(self) -> RunConfig:
+        replicas, count = self.pipeline.replicas, self.at_once
+        if replicas > count:
+            raise ValueError(
+                f"pipeline.replicas: is {replicas}, but each trains adapters of its own and there are {count}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _datasets_serve(self) -> RunConfig:
         formats = {dataset.name: dataset.format for dataset in self.datasets}
         for index, adapter in enumerate(self.adapters):
             for key in ("dataset", "eval_dataset"):
@@ -381,22 +305,3 @@ class RunConfig(Strict):
                     f"{' or '.join(WITH_PROMPTS)}, got {formats[str(adapter.eval_dataset)]!r}"
                 )
         return self
-
-
-def parse_size(value: int | str) -> int:
-    """Return a size in bytes.
-
-    Args:
-        value: bytes, or a number with a unit: ``8GiB``, ``500 MB``, ``2G``.
-
-    Returns:
-        Bytes, rounded down.
-
-    Raises:
-        ValueError: the text is not a size, or not above zero.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
-    if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
-    power = " KMGT".index(match[2].upper() or " ")
-    return math.floor(float(match[1]) * (1024 if match[3] else 1000) ** power)

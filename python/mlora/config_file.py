@@ -10,16 +10,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mlora.config import (
-    AdapterConfig,
-    DatasetConfig,
-    PipelineConfig,
-    RunConfig,
-    SchedulerConfig,
-    TrainingFields,
-)
+from mlora.config import AdapterConfig, RunConfig, TrainingFields
 from mlora.errors import RunError, first_line
+from mlora.fields.dataset_config import DatasetConfig
 from mlora.fields.lora_fields import nearest
+from mlora.fields.pipeline_config import PipelineConfig
+from mlora.fields.scheduler_config import SchedulerConfig
 from mlora.fields.strict import KeyPathError
 from mlora.fields.sweep_config import SweepConfig
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlora.config import RunConfig, TrainingFields, parse_size
+from mlora.config import RunConfig, TrainingFields
 from mlora.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
+from mlora.fields.scheduler_config import parse_size
 from mlora.result import RunResult
 from mlora.run import train
 

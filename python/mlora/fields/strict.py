@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
+
 
 class Strict(BaseModel):
     """Keys that are not known are refused, and defaults are checked too."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlora.config import AdapterConfig, DatasetConfig, RunConfig
+from mlora.config import AdapterConfig, RunConfig
 from mlora.config_file import read_yaml, resolve_config
 from mlora.errors import RunError, first_fault, first_line
+from mlora.fields.dataset_config import DatasetConfig
 from mlora.fields.sweep_config import is_trial
 
 

@@ -1,0 +1,39 @@
+"""What may stand under ``datasets`` in a run's config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from mlora.fields.paths import resolve_path
+from mlora.fields.strict import Strict
+
+WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
+WITH_PROMPTS = ("prompt_completion", "alpaca")
+
+
+class DatasetConfig(Strict):
+    """A named jsonl file and how its lines are read.
+
+    What is trained is what TRL's ``SFTTrainer`` trains on such data:
+
+    - ``tokens``: ``input_ids``, or ``labels`` where given (-100 = not trained).
+    - ``text``: ``text`` and the end token.
+    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. Both may be lists of
+      messages; then the chat template ends the completion, and nothing is added.
+    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, where
+      it is there and not empty, ``input``.
+    - ``messages``: every token of the conversation as the chat template writes it; with
+      ``assistant_only_loss`` those that the template marks as the assistant's.
+    - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
+    """
+
+    name: str = Field(min_length=1)
+    path: str = Field(min_length=1)
+    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"]
+
+    @field_validator("path")
+    @classmethod
+    def _path(cls, value: str, info: ValidationInfo) -> str:
+        return resolve_path(value, info)

@@ -1,0 +1,41 @@
+"""What may stand under ``pipeline`` in a run's config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mlora.fields.strict import MOST, Strict
+
+
+class PipelineConfig(Strict):
+    """How the model lies on devices, and what fills them.
+
+    ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
+    it is measured so that the slowest stage is as fast as can be, and the resolved config of a run names it.
+    ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together.
+    Each batch is cut into ``micro_batches``. ``replicas`` pipelines train adapters of their own.
+    """
+
+    stages: int = Field(default=1, ge=1, le=4096)
+    schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
+    micro_batches: int = Field(default=1, ge=1, le=MOST)
+    partition: list[int] | None = None
+    replicas: int = Field(default=1, ge=1, le=4096)
+
+    @property
+    def processes(self) -> int:
+        """How many processes there are."""
+        return self.stages * self.replicas
+
+    @model_validator(mode="after")
+    def _partition(self) -> PipelineConfig:
+        if self.partition is not None and len(self.partition) != self.stages:
+            raise ValueError(
+                f"partition: has the blocks of {len(self.partition)} stages, but stages is {self.stages}; "
+                "remove it to have it measured"
+            )
+        if self.partition is not None and min(self.partition) < 1:
+            raise ValueError(f"partition: each stage needs at least one block, got {self.partition}")
+        return self

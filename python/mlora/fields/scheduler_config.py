@@ -1,0 +1,56 @@
+"""What may stand under ``scheduler`` in a run's config."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from pydantic import field_validator
+
+from mlora.fields.strict import Strict
+
+
+class SchedulerConfig(Strict):
+    """Which tasks run at once: as many as the memory holds; without a limit, all of them.
+
+    ``memory_limit`` is what a stage's process may have resident on a CPU, and its allocator hold on a GPU.
+    ``policy`` says who comes first: ``fcfs`` (higher priorities, then who came first) or
+    ``shortest_first`` (higher priorities, then the least work left). ``packing`` says who shares a slot of a
+    pipeline: ``token_balanced`` or ``in_order``.
+    """
+
+    memory_limit: int | str | None = None
+    policy: Literal["fcfs", "shortest_first"] = "fcfs"
+    packing: Literal["token_balanced", "in_order"] = "token_balanced"
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _limit(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_size(value)
+        return value
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """``memory_limit`` in bytes."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit)
+
+
+def parse_size(value: int | str) -> int:
+    """Return a size in bytes.
+
+    Args:
+        value: bytes, or a number with a unit: ``8GiB``, ``500 MB``, ``2G``.
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        ValueError: the text is not a size, or not above zero.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
+    power = " KMGT".index(match[2].upper() or " ")
+    return math.floor(float(match[1]) * (1024 if match[3] else 1000) ** power)
