@@ -322,6 +322,18 @@ def test_sizes() -> None:
     assert [parse_size(text) for text in ("8GiB", "500 MB", "1.5k", 12)] == [8 * 2**30, 500_000_000, 1500, 12]
 
 
+@pytest.mark.parametrize("limit", [True, [1], {}, 1e30, -1.5, ".inf"])
+def test_what_is_no_size_is_one_line(tmp_path: Path, base: dict, limit: object) -> None:
+    base["scheduler"] = {"memory_limit": limit}
+    expected = f"run.yaml: scheduler.memory_limit: must be a size such as 8GiB or 500MB, got {limit!r}"
+    assert lines_of(tmp_path, base) == [expected]
+
+
+def test_a_limit_may_be_a_number_with_a_point(tmp_path: Path, base: dict) -> None:
+    base["scheduler"] = {"memory_limit": 1.5e9}
+    assert load_config(write(tmp_path, base)).scheduler.limit_bytes == 1_500_000_000
+
+
 def test_public_names() -> None:
     import mlora
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import field_validator
 
@@ -24,12 +24,13 @@ class SchedulerConfig(Strict):
     policy: Literal["fcfs", "shortest_first"] = "fcfs"
     packing: Literal["token_balanced", "in_order"] = "token_balanced"
 
-    @field_validator("memory_limit")
+    @field_validator("memory_limit", mode="before")
     @classmethod
-    def _limit(cls, value: int | str | None) -> int | str | None:
-        if value is not None:
-            parse_size(value)
-        return value
+    def _limit(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        size = parse_size(value)
+        return size if isinstance(value, float) else value
 
     @property
     def limit_bytes(self) -> int | None:
@@ -37,7 +38,7 @@ class SchedulerConfig(Strict):
         return None if self.memory_limit is None else parse_size(self.memory_limit)
 
 
-def parse_size(value: int | str) -> int:
+def parse_size(value: int | float | str) -> int:
     """Return a size in bytes.
 
     Args:
