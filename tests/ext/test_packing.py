@@ -69,7 +69,8 @@ def test_products(shape: tuple[int, int, int], transposed: bool, dtype: torch.dt
     assert forward is not None
     y, dx = gemm.linear(x, weight, bias, forward), gemm.linear_dx(dy, weight, backward)
     oracle = nn.functional.linear(x.double(), weight.double(), bias.double())
-    # Row-major, as packed: of one row, the products by dot products are twice as exact.
+    # Row-major, as packed. Of one row torch multiplies other layouts by dot products, which are more exact:
+    # of 600 right results the largest error came to 5.3 times theirs, to 1.2 times that of row-major ones.
     assert_as_exact(y, torch.addmm(bias, x, weight.t().contiguous()), oracle, "y")
     assert_as_exact(dx, dy @ weight.contiguous(), dy.double() @ weight.double(), "dx")
 

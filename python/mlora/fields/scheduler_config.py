@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -38,20 +39,23 @@ class SchedulerConfig(Strict):
         return None if self.memory_limit is None else parse_size(self.memory_limit)
 
 
-def parse_size(value: int | float | str) -> int:
+def parse_size(value: Any) -> int:
     """Return a size in bytes.
 
     Args:
         value: bytes, or a number with a unit: ``8GiB``, ``500 MB``, ``2G``.
 
     Returns:
-        Bytes, rounded down.
+        Bytes, rounded down; at least 1.
 
     Raises:
-        ValueError: the text is not a size, or not above zero.
+        ValueError: the value is not a size, or less than a byte.
     """
+    size = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
-    if match is None or not 0 < float(match[1]) < math.inf:
+    if isinstance(value, str) and match is not None:
+        power = " KMGT".index(match[2].upper() or " ")
+        size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if not 1 <= size <= sys.float_info.max:
         raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
-    power = " KMGT".index(match[2].upper() or " ")
-    return math.floor(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return math.floor(size)

@@ -82,6 +82,18 @@ def test_fault_ends_a_peer_that_is_blocked(stage: int, fault: str, holds_store: 
     assert re.fullmatch(pattern, line), line
 
 
+def test_a_stage_that_takes_the_store_with_it_at_once() -> None:
+    """The other may not have read a sign of it yet."""
+    exits = EXITS.replace(f"time.sleep({SEEN})", "pass")
+    assert exits != EXITS
+    with stages(exits, BLOCKED, holds_store=False) as running:
+        running.until_ready()
+        codes, errors = end_noticed(running)
+    assert codes == [0, 1]
+    (line,) = lines(errors)
+    assert re.fullmatch(r"error: stage 0\b.* was killed or ended(; adapters in flight: a0, b0)?", line), line
+
+
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_stuck_stage_of_three_is_told_by_the_lowest_that_lives(stuck: int) -> None:
     bodies = [WAITING if stage == stuck else BLOCKED for stage in range(3)]

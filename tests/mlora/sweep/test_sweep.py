@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
+from mlora.commands.status import read_status
 from mlora.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.run import resume, train
@@ -175,3 +177,40 @@ def test_signal_number_of_an_interrupted_sweep(data: dict[str, Any], tmp_path: P
     assert result.status == "interrupted"
     assert result.exit_code == 128 + signal.SIGINT
     assert {row["state"] for row in table(tmp_path / "run")} == {"unfinished"}
+
+
+def test_status_says_how_far_it_has_come(data: dict[str, Any], tmp_path: Path, run: Any) -> None:
+    folder = tmp_path / "run"
+    seen: list[dict[str, Any]] = []
+
+    def look() -> None:
+        seen.append(read_status(folder).as_json()["sweep"])
+
+    sweep(data, tmp_path, reporter=Watching({("trial-0", 2): look, ("trial-4", 2): look}))
+    assert seen[0] == {"begun": 3, "trials": 8, "best": None}
+    assert seen[1]["begun"] >= 5
+    assert seen[1]["best"]["trial"] in {"trial-0", "trial-1", "trial-2"}
+    best = table(folder)[0]
+    shown = run("status", folder).output
+    assert f"sweep: 8 of 8 trials begun; best so far {best['trial']}, eval_loss" in shown
+    assert f"lora.r {best['lora.r']}" in shown
+
+
+def test_a_submitted_task_has_no_trials_name(data: dict[str, Any], tmp_path: Path, run: Any) -> None:
+    sweep(data, tmp_path)
+    lora = {"r": 2, "target_modules": "all-linear"}
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump({"name": "trial-9", "dataset": "one", "lora": lora}))
+    refused = run("submit", tmp_path / "run", tmp_path / "task.yaml")
+    assert refused.exit_code == 1
+    assert "trial-9 is a name of the sweep's trials" in refused.output
+    (tmp_path / "task.yaml").write_text(
+        yaml.safe_dump({"name": "extra", "dataset": "one", "max_steps": 2, "lora": lora})
+    )
+    assert run("submit", tmp_path / "run", tmp_path / "task.yaml").exit_code == 0
+    again = run("resume", tmp_path / "run")
+    assert again.exit_code == 0
+    assert len(table(tmp_path / "run")) == 8
+    shown = again.stdout.splitlines()
+    title = next(place for place, line in enumerate(shown) if line.startswith("adapter "))
+    assert shown[title + 1].split()[:3] == ["extra", "finished", "2/2"]
+    assert shown[title - 1].split()[1].startswith("trial-")  # the last of the trials' own table
