@@ -14,6 +14,7 @@ from torch import nn
 from ..gemm import PackedWeight
 from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
+from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
 from .linear import MultiLoRALinear
 from .routes import LayerGroup, LayerSpec
 from .routing import AdapterInfo, Router, router_of
@@ -53,7 +54,8 @@ def convert_model(
 
     Layers are targeted by PEFT's own functions, so the adapters sit where PEFT would put them. Initial
     values have PEFT's distributions and depend on the seed, the adapter's name and the layer's name only,
-    never on the other adapters. Dropouts of the base model are set to 0.
+    never on the other adapters. Dropouts of the base model are set to 0, and its batch normalisations stay in
+    evaluation mode.
 
     Args:
         model: any module with `nn.Linear` or `Conv1D` layers.
@@ -80,9 +82,11 @@ def convert_model(
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
     refuse_offloaded(model, plans, every_linear)
+    refuse_batch_statistics(model)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
     stop_base_dropout(model)
+    stop_batch_statistics(model)
     forward.install(model)
     checkpointing.install(model)
     _convert_layers(model, plans, autocast_adapter_dtype, every_linear)

@@ -6,21 +6,39 @@ Hooks and `generate` sit on the instance; a deep copy or a pickled model has its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .routing import router_of
+from .linear import MultiLoRALinear
+from .routes import Route
+from .routing import Router, router_of
+from .samples import Call, Places, SampleDim, find_places
 
-_BATCH_ARGUMENTS = ("input_ids", "inputs_embeds", "inputs", "input_features", "pixel_values")
+_CONTENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "inputs",
+    "input_features",
+    "input_values",
+    "pixel_values",
+    "past_values",
+    "X",
+    "decoder_input_ids",
+    "decoder_inputs_embeds",
+)
+"""What Transformers' models call the tensors that samples are made of."""
 
 
 def install(model: nn.Module) -> None:
     """Teach a freshly converted model the argument `adapter_names`."""
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
+    encoder = _encoder(model)
+    if encoder is not None:
+        encoder.register_forward_pre_hook(_before_encoder, with_kwargs=True)
     if callable(getattr(model, "generate", None)):
         model.__dict__["generate"] = Generate(model)
 
@@ -56,9 +74,9 @@ class Generate:
         own = kind.generate
         if adapter_names is None:
             return own(self.model, *args, **kwargs)
-        shape = _batch_shape(args, kwargs)
-        if shape is not None:
-            _check_count(adapter_names, shape[0])
+        batch = next(iter(_contents(args, kwargs).values()), None)
+        if batch is not None:
+            _check_count(adapter_names, batch.shape[0])
         router = router_of(self.model)
         with router.entered(router.sampled(adapter_names)):
             return own(self.model, *args, **kwargs)
@@ -70,20 +88,22 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     router.leave_interrupted()
     router.turn.check()
     names = kwargs.pop("adapter_names", None)
-    shape = _batch_shape(args, kwargs)
+    contents = _contents(args, kwargs)
+    batch = next(iter(contents.values()), None)
     route = None
     if names is not None:
         if router.active is not None:
             raise ValueError(
                 "adapter_names: a route is active already; give the adapters in one of the two ways"
             )
-        if shape is None:
-            raise ValueError(
-                "adapter_names: expected a batch (input_ids or inputs_embeds) beside them, got none"
-            )
-        _check_count(names, shape[0])
+        if batch is None:
+            raise ValueError("adapter_names: expected a batch beside them, such as input_ids=, got none")
+        _check_count(names, batch.shape[0])
         route = router.sampled(names)
-    samples, each = shape or (1, None)
+    target = route or router.active
+    if target is not None and batch is not None:
+        _locate(router, target, model, (args, kwargs), contents)
+    samples, each = (1, None) if batch is None else (batch.shape[0], _rows_per_sample(batch))
     router.begin_call(route, samples, None if each is None else samples * each)
     return args, kwargs
 
@@ -93,18 +113,63 @@ def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
     router_of(model).end_call(output, model.training)
 
 
+def _encoder(model: nn.Module) -> nn.Module | None:
+    """The encoder of an encoder-decoder, which `generate` calls by itself."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    encoder = getattr(model, "get_encoder", lambda: None)()
+    return encoder if isinstance(encoder, nn.Module) and encoder is not model else None
+
+
+@torch.compiler.disable
+def _before_encoder(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    router = router_of(encoder)
+    contents = _contents(args, kwargs)
+    if router.active is not None and not router.is_called and router.observer is None and contents:
+        _locate(router, router.active, encoder, (args, kwargs), contents)
+
+
+def _locate(
+    router: Router, route: Route, module: nn.Module, call: Call, contents: Mapping[str, Tensor]
+) -> None:
+    """Let a route know where the samples of this forward pass lie in the layers' inputs."""
+    first = next(iter(contents.values()))
+    route.batch, route.places = first.shape[0], None
+    several = _rows_per_sample(first) > 1
+    if not route.mixed or first.is_meta or (route.layout is not None and (route.batch == 1 or not several)):
+        return
+    kind = type(module), tuple((name, tensor.dim()) for name, tensor in contents.items())
+    if (*kind, True) not in router.places and (*kind, several) not in router.places:
+        places = find_places(module, call, route.batch, list(contents.values()), router.observed)
+        router.places[*kind, several] = places
+        _mark_eager(module, places)
+    route.places = router.places.get((*kind, True)) or router.places[*kind, several]
+
+
 def _check_count(names: Sequence[str], batch: int) -> None:
     if isinstance(names, str) or len(names) != batch:
         raise ValueError(f"adapter_names: expected one name per sample ({batch}), got {names!r}")
 
 
-def _batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """Samples and rows per sample of the first tensor that is a batch."""
-    candidates = [kwargs.get(name) for name in _BATCH_ARGUMENTS] + list(args[:1])
-    for value in candidates:
-        if isinstance(value, Tensor) and value.dim() > 0:
-            return value.shape[0], _rows_per_sample(value)
-    return None
+def _mark_eager(module: nn.Module, places: Places) -> None:
+    """Let layers know for which inputs a compiled graph cannot serve several adapters."""
+    for layer in module.modules():
+        if isinstance(layer, MultiLoRALinear):
+            layer.eager_dims |= {
+                dims
+                for (name, dims), place in places.items()
+                if name == layer.name and not (isinstance(place, SampleDim) and place.is_plain)
+            }
+
+
+def _contents(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that samples are made of, by name; the first one says how many there are."""
+    given = {name: t for name, t in kwargs.items() if isinstance(t, Tensor) and t.dim() > 0}
+    if args and isinstance(args[0], Tensor) and args[0].dim() > 0:
+        given["0"] = args[0]
+    known = [name for name in (*_CONTENTS, "0") if name in given]
+    known = known or [name for name in given if "mask" not in name][:1]
+    return {name: given[name] for name in known if given[name].shape[0] == given[known[0]].shape[0]}
 
 
 def _rows_per_sample(value: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..functional import lora_linear_rows
 from ..gemm import PackedWeight, frozen_linear
 from .bank import AdapterBank
-from .routes import LayerGroup, LayerSpec
+from .routes import LayerGroup, LayerSpec, RouteTensors
 from .routing import Router
 from .siblings import Siblings
 
@@ -56,6 +56,7 @@ class MultiLoRALinear(nn.Module):
         self.packed: PackedWeight | None = None
         self.siblings: Siblings | None = None
         self.specs: dict[str, LayerSpec] = {}
+        self.eager_dims: set[int] = set()
         self.group = LayerGroup((), (), (), weight.device)
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
@@ -91,21 +92,38 @@ class MultiLoRALinear(nn.Module):
         weight = self.plain_weight
         if not self.group.adapters:
             return frozen_linear(x, weight, self.bias, self.packed)
-        active = self.group.active
-        if not torch.compiler.is_compiling():
-            active = self.router.tensors_for(self, x)
-        elif active is None:
-            raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
+        if torch.compiler.is_compiling():
+            return self._with_adapters(x, self._compiled_tensors(x))
+        if self.router.observer is not None:
+            self.router.observer.see(self.name, x)
+            return frozen_linear(x, weight, self.bias, self.packed)
+        active, place, batch = self.router.tensors_for(self, x)
         if not active.names:
             return frozen_linear(x, weight, self.bias, self.packed)
-        if self.siblings is not None and not torch.compiler.is_compiling():
-            y = self.siblings.output(self, x, active)
-            if y is not None:
-                return y
+        if place is not None:
+            return place.as_before(self._with_adapters(place.samples_first(x, batch), active))
+        shared = None if self.siblings is None else self.siblings.output(self, x, active)
+        return self._with_adapters(x, active) if shared is None else shared
+
+    def _compiled_tensors(self, x: Tensor) -> RouteTensors:
+        """The active route's tensors, in a graph, where nothing can be looked up."""
+        active = self.group.active
+        if active is None:
+            raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
+        if x.dim() in self.eager_dims and active.mixed:
+            raise RuntimeError(
+                f"layer {self.name}: samples are not the first dimension of x, which a compiled layer "
+                "cannot serve; do not compile it, or give the whole batch one adapter"
+            )
+        return active
+
+    def _with_adapters(self, x: Tensor, active: RouteTensors) -> Tensor:
+        if not active.names:
+            return frozen_linear(x, self.plain_weight, self.bias, self.packed)
         drops = self.training and active.dropout_p is not None
         return lora_linear_rows(
             x,
-            weight,
+            self.plain_weight,
             self.bias,
             [self.lora_A.parameter_of(name) for name in active.names],
             [self.lora_B.parameter_of(name) for name in active.names],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ..dropout import rng_table
 from ..segments import SegmentLayout
+from .samples import Places, SampleDim
 
 BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
@@ -29,11 +32,13 @@ class LayerSpec:
 class RouteTensors:
     """What the operator is called with by the layers of one group. Everything that varies is a tensor.
 
-    `shares` says which `Siblings` compute together along this route.
+    `mixed`: whether the route's rows belong to several adapters. `shares` says which `Siblings` compute
+    together along this route.
     """
 
     names: tuple[str, ...]
     rows: int
+    mixed: bool
     segments: Tensor
     scaling: Tensor
     dropout_p: Tensor | None
@@ -82,6 +87,8 @@ class Route:
         called: whether the model itself was called along it, which records what trains.
         trained: whether a layer was called along it with gradients on.
         rows: rows that layers will see, where that is known when the route is entered.
+        batch: samples of the forward pass, or of the encoder's, that goes along it.
+        places: where these samples lie in the layers' inputs, as far as that had to be found.
     """
 
     names: tuple[str, ...]
@@ -94,6 +101,8 @@ class Route:
     called: bool = False
     trained: bool = False
     rows: int | None = None
+    batch: int = 1
+    places: Places | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
 
     @torch.inference_mode(False)  # cached: tensors of inference mode could not train later
@@ -107,6 +116,7 @@ class Route:
             self._built[key] = RouteTensors(
                 names,
                 rows,
+                self.mixed,
                 self._table(mapping, rows, group.device),
                 *group.constants(names),
                 self._rng(names, group.device),
@@ -141,13 +151,48 @@ class Route:
         """Whether these are a selection of rows that one adapter owns, as inside a mixture of experts."""
         return len(set(self.samples)) == 1 and rows % len(self.samples) != 0
 
-    def accepts(self, x: Tensor, rows: int) -> bool:
-        """Whether the rows of a layer's input are those that this route describes."""
-        if self.layout is not None:
-            return rows == self.layout.total_rows
-        if len(set(self.samples)) <= 1 or rows == self.rows:
-            return True
-        return x.dim() > 2 and x.shape[0] % len(self.samples) == 0
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether the rows belong to several adapters, or to one adapter and to none."""
+        if self.layout is None:
+            return len(set(self.samples)) > 1
+        owners = zip(self.layout.adapters, self.layout.lengths, strict=True)
+        return len({adapter for adapter, rows in owners if rows}) > 1
+
+    def place_in(self, layer: str, x: Tensor) -> SampleDim | None:
+        """Where samples lie in a layer's input; None: its rows, flattened, are in the route's order.
+
+        Raises:
+            ValueError: if that is unknown, the rows are not ordered by sample, or their number is another.
+        """
+        rows = x.numel() // x.shape[-1]
+        if self.layout is not None and rows != self.layout.total_rows:
+            raise ValueError(
+                f"layer {layer}: expected rows of the active route ({self.layout.total_rows}), "
+                f"got x of shape {list(x.shape)}"
+            )
+        if not self.mixed or (self.layout is not None and self.places is None):
+            return None
+        if self.places is None and _holds_no_numbers(x):
+            return None
+        place = (self.places or {}).get((layer, x.dim()), _NOT_CALLED)
+        if not isinstance(place, str) and not place.serves(x.shape, self.batch):
+            place = "the trial passes showed it an x of another form"
+        if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
+            place = "its rows are in another order than those of the route; use adapter_names="
+        if isinstance(place, str):
+            raise ValueError(
+                f"layer {layer}: cannot tell which rows of x, of shape {list(x.shape)}, belong to which "
+                f"sample: {place}; give the whole batch one adapter, or do not target this layer"
+            )
+        return None if place.is_plain else place
+
+
+_NOT_CALLED = "it is called outside of the model's own forward, or was not called in the trial passes"
+
+
+def _holds_no_numbers(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _first_rows(samples: Sequence[int], stride: int) -> list[int]:

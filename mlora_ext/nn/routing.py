@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..segments import SegmentLayout
 from .flights import Flights, attach_token
 from .routes import BASE, LayerGroup, Route, RouteTensors
+from .samples import Observer, Places, SampleDim
 from .turn import Turn, calling_frame, is_running
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Router:
             them; for loops that use `Tensor.backward` only.
         siblings: sets of layers that are given the same x.
         turn: the thread that is inside of a route or of a forward pass.
+        observer: what layers show their input to, in place of computing with adapters.
+        places: where samples lie in the layers' inputs, by kind of forward pass.
     """
 
     def __init__(self) -> None:
@@ -70,6 +73,8 @@ class Router:
         self.siblings: list[Siblings] = []
         self.turn = Turn()
         self.active: Route | None = None
+        self.observer: Observer | None = None
+        self.places: dict[Hashable, Places] = {}
         self._entered_in_backward = False
         self._flights = Flights()
         self._calls: list[_Call] = []
@@ -78,6 +83,7 @@ class Router:
         return {
             **self.__dict__,
             "active": None,
+            "observer": None,
             "_entered_in_backward": False,
             "_calls": [],
         }
@@ -170,6 +176,7 @@ class Router:
     def regroup(self, groups: list[LayerGroup]) -> None:
         """Take over new groups after adapters have joined or left."""
         self.groups = groups
+        self.places = {}
         self._set(self.active, self._entered_in_backward)
 
     def group_on(self, group: LayerGroup, device: torch.device) -> LayerGroup:
@@ -183,8 +190,23 @@ class Router:
         self.groups.append(LayerGroup(*facts, device))
         return self.groups[-1]
 
-    def tensors_for(self, layer: MultiLoRALinear, x: Tensor) -> RouteTensors:
+    @contextmanager
+    def observed(self) -> Iterator[Observer]:
+        """Inside the context layers show their inputs to the observer and add no adapter."""
+        self.turn.take()
+        self.observer = Observer()
+        try:
+            yield self.observer
+        finally:
+            self.observer = None
+            self.turn.give()
+
+    def tensors_for(self, layer: MultiLoRALinear, x: Tensor) -> tuple[RouteTensors, SampleDim | None, int]:
         """What a layer in eager mode calls the operator with.
+
+        Returns:
+            The operator's tensors, where samples lie in x unless its rows are in the route's order, and the
+            number of samples.
 
         Raises:
             ValueError: if no route says which adapter the rows belong to, it describes other rows, or several
@@ -194,24 +216,17 @@ class Router:
         rows, in_backward = x.numel() // x.shape[-1], _in_backward()
         recomputing = in_backward and not self._entered_in_backward
         self.turn.check(self._entered_in_backward and not in_backward)
-        active = layer.group.active
         if self.active is not None and torch.is_grad_enabled():
             self.active.trained = True
-        if active is not None and active.rows == rows and not recomputing:
-            return active
-        samples = x.shape[0] if x.dim() > 2 else 1
         if recomputing:
-            route = self._recomputed(layer, samples)
+            route = self._recomputed(layer, x.shape[0] if x.dim() > 2 else 1)
         else:
-            route = self.active or self._unrouted(layer, samples)
-        if not route.accepts(x, rows):
-            expected = route.rows if route.rows is not None else f"a multiple of {len(route.samples)} samples"
-            raise ValueError(
-                f"layer {layer.name}: expected rows of the active route ({expected}), got x of shape "
-                f"{list(x.shape)}; a layer that sees a selection of the tokens, as inside a mixture of "
-                "experts, cannot be routed"
-            )
-        return route.tensors(layer.group, rows)
+            route = self.active or self._unrouted(layer, x.shape[0] if x.dim() > 2 else 1)
+        place = route.place_in(layer.name, x)
+        active = None if recomputing else layer.group.active
+        if active is None or active.rows != rows:
+            active = route.tensors(layer.group, rows)
+        return active, place, route.batch
 
     def _only_adapter(self, samples: int) -> Route:
         """All samples belong to the model's only adapter, or to none if it has none."""
@@ -265,6 +280,11 @@ class Router:
             for name, seed, step in zip(route.names, route.seeds, route.steps, strict=True)
         )
         return route.names, masks, route.layout, route.samples, route.rows
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a top-level forward is under way."""
+        return bool(self._calls)
 
     def begin_call(self, route: Route | None, samples: int, rows: int | None) -> None:
         """A top-level forward begins: enter its route, or the only adapter's if none is active."""

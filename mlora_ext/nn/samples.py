@@ -1,0 +1,286 @@
+"""Where the samples of a batch lie in a layer's input: found by experiment, once per kind of input.
+
+A layer sees `[..., D]`, and the shape does not say which rows are whose: `[B, S, D]` and `[S, B, D]` look
+alike where B = S, and rows may be flattened, interleaved, selected, or shared by all samples. So before the
+first mixed batch the frozen base runs a few times, without gradients, on that batch and on copies of it in
+which some samples have other contents. A row that changes belongs to one of the samples that changed. Sample b
+is changed in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell every row's owner.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+COLUMNS = 8
+"""Columns of x by which rows are compared."""
+CLEAN, CHANGED = 4, 64
+"""A row is clean if it moved by at most `CLEAN` epsilons of x's largest number, changed above `CHANGED`: a
+mixture of experts rounds the rows of other samples differently when its groups grow."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class SampleDim(NamedTuple):
+    """Where samples lie in a layer's input.
+
+    Attributes:
+        dim: the dimension that counts them.
+        order: `single`: one entry per sample; `blocks`: several, a sample's own side by side; `interleaved`:
+            several, all samples' first entries before their second ones.
+    """
+
+    dim: int
+    order: Literal["single", "blocks", "interleaved"]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the input, flattened, has its rows in the order of the samples."""
+        return self.dim == 0 and self.order != "interleaved"
+
+    def serves(self, shape: Sequence[int], batch: int) -> bool:
+        """Whether an input of this shape can hold a batch of this size so."""
+        entries, rest = divmod(shape[self.dim], batch)
+        return rest == 0 and (entries == 1 or self.order != "single")
+
+    def owners(self, shape: Sequence[int], batch: int) -> Tensor:
+        """`[rows]` int64: the sample of each row."""
+        index = torch.arange(shape[self.dim])
+        index = index % batch if self.order == "interleaved" else index // (shape[self.dim] // batch)
+        ones = [1] * (len(shape) - 2 - self.dim)
+        return index.view(-1, *ones).expand(shape[:-1]).flatten()
+
+    def samples_first(self, x: Tensor, batch: int) -> Tensor:
+        """x as `[batch, ..., D]`; a view."""
+        if self.is_plain:
+            return x
+        if self.order == "interleaved":
+            return x.unflatten(self.dim, (-1, batch)).movedim(self.dim + 1, 0)
+        return x.unflatten(self.dim, (batch, -1)).movedim(self.dim, 0)
+
+    def as_before(self, y: Tensor) -> Tensor:
+        """Undoes `samples_first`, for a result with the same leading dimensions."""
+        if self.is_plain:
+            return y
+        return y.movedim(0, self.dim + (self.order == "interleaved")).flatten(self.dim, self.dim + 1)
+
+
+Places = Mapping[tuple[str, int], SampleDim | str]
+"""By layer name and number of dimensions of its input: where samples lie, or why that cannot be served."""
+
+
+@dataclass(eq=False)
+class Observer:
+    """What layers see in one pass: shapes, and some columns of every row."""
+
+    seen: dict[str, list[tuple[torch.Size, Tensor]]] = field(default_factory=dict)
+
+    def see(self, layer: str, x: Tensor) -> None:
+        """Remember one call of a layer."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        columns = rows[:, :: max(1, x.shape[-1] // COLUMNS)][:, :COLUMNS]
+        self.seen.setdefault(layer, []).append((x.shape, columns.clone()))
+
+
+def find_places(
+    module: nn.Module, call: Call, batch: int, contents: Sequence[Tensor], observed: Callable[[], Any]
+) -> Places:
+    """Find where samples lie in the inputs of all layers that a forward pass calls.
+
+    Args:
+        module: whose forward is called; the model, or its encoder.
+        call: positional and keyword arguments of the forward pass.
+        batch: number of samples.
+        contents: those tensors among the arguments that hold what samples are made of, `[batch, ...]`.
+        observed: a context in which layers call `Observer.see` and add no adapter.
+
+    Raises:
+        ValueError: if the module fails on a batch whose samples have other contents.
+    """
+    special = _special_tokens(module)
+
+    def observe(replaced: Mapping[int, Tensor]) -> Observer:
+        with _undisturbed(module), observed() as observer:
+            args, kwargs = pytree.tree_map(lambda leaf: _copied(leaf, replaced), call, is_leaf=_is_leaf)
+            module.forward(*args, **kwargs)
+        return observer
+
+    plain = observe({})
+    passes = [plain]
+    for bit in range(batch.bit_length()):
+        samples = torch.tensor([(b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
+        passes.append(_attempt(observe, {id(t): _other_contents(t, samples, special) for t in contents}))
+    grown: list[Observer] = []
+    places: dict[tuple[str, int], SampleDim | str] = {}
+    for layer, calls in plain.seen.items():
+        for dims in {len(shape) for shape, _ in calls}:
+            found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
+            if isinstance(found, list):
+                grown = grown or [_grown(observe, call, batch)]
+                found = _by_growth(_calls(plain, layer, dims), _calls(grown[0], layer, dims), found)
+            places[layer, dims] = found
+    return places
+
+
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
+_Observe = Callable[[Mapping[int, Tensor]], Observer]
+
+
+def _attempt(observe: _Observe, replaced: Mapping[int, Tensor]) -> Observer:
+    try:
+        return observe(replaced)
+    except _FAILURES as error:
+        raise ValueError(
+            "adapter_names: cannot tell which rows of the model's layers belong to which sample: it fails "
+            f"when the contents of samples change ({type(error).__name__}: {error}); give the whole batch "
+            "one adapter"
+        ) from error
+
+
+def _grown(observe: _Observe, call: Call, batch: int) -> Observer:
+    """A pass with one sample more, a copy of the last; one that saw nothing if the model refuses that."""
+    leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
+    counting = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch]
+    try:
+        return observe({id(tensor): torch.cat([tensor, tensor[-1:]]) for tensor in counting})
+    except _FAILURES:
+        return Observer()
+
+
+Calls = Sequence[tuple[torch.Size, Tensor]]
+"""Shape and compared columns of each input that a layer saw in one pass."""
+
+
+def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[SampleDim]:
+    """The place that agrees with which rows changed in which pass; several, if that does not tell."""
+    if any([shape for shape, _ in calls] != [shape for shape, _ in passes[0]] for calls in passes):
+        return "its rows are a selection that depends on their values, as inside a mixture of experts"
+    possible: list[SampleDim] | None = None
+    changed = False
+    for shape, owners in _owners(passes):
+        agree = [
+            place
+            for place in _candidates(shape, batch)
+            if bool(((owners < 0) | (owners == place.owners(shape, batch))).all())
+        ]
+        possible = agree if possible is None else [place for place in possible if place in agree]
+        changed = changed or bool((owners >= 0).any())
+    if changed and not possible:
+        return "its rows are not ordered by sample, or several samples share them"
+    return possible[0] if changed and possible and len(possible) == 1 else possible or []
+
+
+def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
+    """Shape of each call, and `[rows]` int64: the sample that each row changed with, or -1 if unknown."""
+    for index, (shape, rows) in enumerate(passes[0]):
+        codes, unknown = torch.zeros(2, rows.shape[0], dtype=torch.int64)
+        scale = float(rows.abs().max()) if rows.numel() else 0.0
+        epsilon = torch.finfo(rows.dtype).eps * scale
+        for bit, calls in enumerate(passes[1:]):
+            moved = (calls[index][1].double() - rows.double()).abs().amax(1).cpu()
+            codes |= (moved > CHANGED * epsilon).long() << bit
+            unknown |= ((moved > CLEAN * epsilon) & (moved <= CHANGED * epsilon)).long()
+        yield shape, torch.where(unknown == 1, 0, codes) - 1
+
+
+def _by_growth(before: Calls, after: Calls, possible: Sequence[SampleDim]) -> SampleDim | str:
+    """Of these places, the one whose dimension grows with the number of samples."""
+    dims = {
+        dim
+        for (small, _), (large, _) in zip(before, after, strict=False)
+        for dim in range(len(small) - 1)
+        if small[dim] != large[dim]
+    }
+    left = [place for place in possible if dims == {place.dim}]
+    if len(left) == 1 and len(before) == len(after):
+        return left[0]
+    return "its rows do not follow from the samples, as positions that all samples share"
+
+
+def _calls(observer: Observer, layer: str, dims: int) -> Calls:
+    return [call for call in observer.seen.get(layer, []) if len(call[0]) == dims]
+
+
+def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
+    """All places in which an input of this shape may hold the samples."""
+    found = []
+    for dim, size in enumerate(shape[:-1]):
+        if size == batch:
+            found.append(SampleDim(dim, "single"))
+        elif size and size % batch == 0:
+            found += [SampleDim(dim, "blocks"), SampleDim(dim, "interleaved")]
+    return found
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, no compilation; modes and random numbers are as before afterwards."""
+    training = [part for part in module.modules() if part.training]
+    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    for part in training:
+        part.training = False
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, tuple | list | dict)
+
+
+def _copied(leaf: Any, replaced: Mapping[int, Tensor]) -> Any:
+    """An argument for one pass: caches, which a forward pass writes to, are copied."""
+    if isinstance(leaf, Tensor):
+        return replaced.get(id(leaf), leaf)
+    return copy.deepcopy(leaf)
+
+
+def _other_contents(tensor: Tensor, samples: Tensor, special: Tensor) -> Tensor:
+    """The tensor with other contents in these samples (`[B]` bool): valid ones, where it holds tokens."""
+    samples = samples.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
+    if tensor.is_floating_point():
+        noise = torch.randn(tensor.shape[1:], generator=torch.Generator().manual_seed(0))
+        size = tensor.abs().max().clamp(1e-3, 1e3) / 4
+        other = tensor + size * noise.to(tensor)
+    else:
+        other = _other_tokens(tensor, special.to(tensor.device))
+    return torch.where(samples, other, tensor)
+
+
+def _other_tokens(tokens: Tensor, special: Tensor) -> Tensor:
+    """Each token becomes another one of this tensor; special ones stay, where a sample has others."""
+    usual = ~torch.isin(tokens, special)
+    inner = tuple(range(1, tokens.dim()))
+    usual |= ~usual.any(inner, keepdim=True) if inner else ~usual
+    known = tokens[usual].unique()
+    if known.numel() < 2:
+        return torch.where(usual, torch.where(tokens > 0, tokens - 1, tokens + 1), tokens)
+    following = known[(torch.searchsorted(known, tokens.clamp(known[0], known[-1])) + 1) % known.numel()]
+    return torch.where(usual, following, tokens)
+
+
+def _special_tokens(module: nn.Module) -> Tensor:
+    """Tokens that a Transformers configuration names: a model may count them, or replace them by images."""
+    found: set[int] = set()
+
+    def collect(values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                collect(value)
+            elif str(key).endswith(("token_id", "token_index", "token_ids")):
+                found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
+
+    config = getattr(module, "config", None)
+    if callable(getattr(config, "to_dict", None)):
+        collect(config.to_dict())  # type: ignore[union-attr]
+    return torch.tensor(sorted(found), dtype=torch.int64)
