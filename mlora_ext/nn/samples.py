@@ -3,8 +3,9 @@
 A layer sees `[..., D]`, and the shape does not say which rows are whose: `[B, S, D]` and `[S, B, D]` look
 alike where B = S, and rows may be flattened, interleaved, selected, or shared by all samples. So before the
 first mixed batch the frozen base runs a few times, without gradients, on that batch and on copies of it in
-which some samples have other contents. A row that changes belongs to one of the samples that changed. Sample b
-is changed in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell every row's owner.
+which some samples have other contents. A row that changes belongs to one of the samples that changed. Sample
+b is changed in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell whose a row is.
+Two more passes see what follows the order of the samples, and what their number.
 """
 
 from __future__ import annotations
@@ -117,13 +118,18 @@ def find_places(
     for bit in range(batch.bit_length()):
         samples = torch.tensor([(b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
         passes.append(_attempt(observe, {id(t): _other_contents(t, samples, special) for t in contents}))
+    rolled = _reshaped(observe, call, batch, lambda t: t.roll(1, 0))
     grown: list[Observer] = []
     places: dict[tuple[str, int], SampleDim | str] = {}
     for layer, calls in plain.seen.items():
         for dims in {len(shape) for shape, _ in calls}:
             found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
+            if isinstance(found, SampleDim) and _follows_values(
+                found, _calls(plain, layer, dims), _calls(rolled, layer, dims), batch
+            ):
+                found = "the order of its rows depends on their values"
             if isinstance(found, list):
-                grown = grown or [_grown(observe, call, batch)]
+                grown = grown or [_reshaped(observe, call, batch, lambda t: torch.cat([t, t[-1:]]))]
                 found = _by_growth(_calls(plain, layer, dims), _calls(grown[0], layer, dims), found)
             places[layer, dims] = found
     return places
@@ -144,12 +150,12 @@ def _attempt(observe: _Observe, replaced: Mapping[int, Tensor]) -> Observer:
         ) from error
 
 
-def _grown(observe: _Observe, call: Call, batch: int) -> Observer:
-    """A pass with one sample more, a copy of the last; one that saw nothing if the model refuses that."""
+def _reshaped(observe: _Observe, call: Call, batch: int, change: Callable[[Tensor], Tensor]) -> Observer:
+    """A pass in which all tensors of samples are changed; one that saw nothing if the model refuses that."""
     leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
     counting = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch]
     try:
-        return observe({id(tensor): torch.cat([tensor, tensor[-1:]]) for tensor in counting})
+        return observe({id(tensor): change(tensor) for tensor in counting})
     except _FAILURES:
         return Observer()
 
@@ -188,6 +194,19 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
             codes |= (moved > CHANGED * epsilon).long() << bit
             unknown |= ((moved > CLEAN * epsilon) & (moved <= CHANGED * epsilon)).long()
         yield shape, torch.where(unknown == 1, 0, codes) - 1
+
+
+def _follows_values(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
+    """Whether rows stayed where they were when the samples moved on by one, though samples differ."""
+    for (shape, rows), (shape_after, rows_after) in zip(before, after, strict=False):
+        limit = CLEAN * torch.finfo(rows.dtype).eps * float(rows.abs().max())
+        by_sample = place.owners(shape, batch).argsort(stable=True)
+        moved = torch.empty_like(by_sample)
+        moved[by_sample.view(batch, -1).roll(-1, 0).flatten()] = by_sample
+        stayed = shape == shape_after and bool((rows_after - rows).abs().max() <= limit)
+        if stayed and bool((rows[moved] - rows).abs().max() > limit):
+            return True
+    return False
 
 
 def _by_growth(before: Calls, after: Calls, possible: Sequence[SampleDim]) -> SampleDim | str:
