@@ -4,7 +4,7 @@ A layer sees `[..., D]`, and the shape does not say which rows are whose: `[B, S
 alike where B = S, and rows may be flattened, interleaved, selected, or shared by all samples. So before the
 first mixed batch the frozen base runs a few times, without gradients, on that batch and on copies of it in
 which some samples have other contents. A row that changes belongs to one of the samples that changed. Sample
-b is changed in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell whose a row is.
+b changes in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell whose a row is.
 Two more passes see what follows the order of the samples, and what their number.
 """
 
