@@ -67,10 +67,11 @@ class SampleDim(NamedTuple):
         return x.unflatten(self.dim, (batch, -1)).movedim(self.dim, 0)
 
     def as_before(self, y: Tensor) -> Tensor:
-        """Undoes `samples_first`, for a result with the same leading dimensions."""
+        """Undoes `samples_first`, for a result with the same leading dimensions; contiguous."""
         if self.is_plain:
             return y
-        return y.movedim(0, self.dim + (self.order == "interleaved")).flatten(self.dim, self.dim + 1)
+        y = y.movedim(0, self.dim + (self.order == "interleaved"))
+        return y.flatten(self.dim, self.dim + 1).contiguous()
 
 
 Places = Mapping[tuple[str, int], SampleDim | str]

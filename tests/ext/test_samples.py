@@ -33,7 +33,8 @@ class Inside(nn.Module):
 
 class TimeFirst(Inside):
     def arrange(self, h: Tensor) -> Tensor:
-        return self.lin(h.transpose(0, 1)).transpose(0, 1)
+        y = self.lin(h.transpose(0, 1))
+        return y.view(-1, WIDTH).view(y.shape).transpose(0, 1)
 
 
 class TimeFirstFlat(Inside):
