@@ -13,7 +13,7 @@ from .existing import with_scaling, without_start
 from .linear import MultiLoRALinear
 from .peft_layers import PeftLayers
 from .state import check_untouched, move_hooks
-from .targets import check_config, check_name
+from .targets import check_config, check_kind, check_name
 from .weights import check_weights, write_weights
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     if not configs or not isinstance(configs, Mapping):
         raise ValueError(
             "peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
-            f"inject_adapter_in_model or add_adapter, got a {type(model).__name__} without any; "
+            f"inject_adapter_in_model or add_adapter, got {type(model).__name__} without any; "
             "mlora_ext.convert_model takes a plain model"
         )
     for name, config in configs.items():
         check_name(name)
+        check_kind(name, config)
         check_config(name, without_start(config))
     base: Any = model
     if isinstance(base, PeftModel):
@@ -97,7 +98,7 @@ def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
         if parameter.requires_grad and id(parameter) not in adapters:
             raise ValueError(
                 f"peft_model: {key.replace('.base_layer.', '.')} of the base requires a gradient, and "
-                "conversion freezes the base, which all adapters share: call requires_grad_(False) on it first"
+                "conversion freezes the base, which adapters share: call requires_grad_(False) on it first"
             )
 
 

@@ -42,8 +42,8 @@ def check_layer(key: str, module: nn.Module) -> None:
         if is_traceable_wrapper_subclass(tensor) or not halves:
             kind = type(tensor.data).__name__
             raise ValueError(
-                f"layer {key}: expected a plain floating-point {name}, got a {kind} of {tensor.dtype}; "
-                "quantized and sharded bases are not supported yet, load the model without"
+                f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
+                "quantized and sharded bases are not supported yet, load the model as it was before"
             )
 
 

@@ -72,6 +72,18 @@ def check_name(name: str) -> None:
         )
 
 
+def check_kind(name: str, config: object) -> None:
+    """Refuse what is not PEFT's own `LoraConfig`, whose fields are known.
+
+    Raises:
+        ValueError: naming the adapter and the type.
+    """
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
+
+
 def check_config(name: str, config: LoraConfig) -> None:
     """Refuse what is not supported, field by field: nothing in a config is ignored.
 
@@ -80,14 +92,13 @@ def check_config(name: str, config: LoraConfig) -> None:
     """
     from peft import LoraConfig
 
-    if type(config) is not LoraConfig:
-        raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
+    check_kind(name, config)
     _check_start(name, config)
     custom = getattr(config, "_custom_modules", None)
     if custom:
         raise ValueError(
-            f"adapter {name!r}: _register_custom_module ({', '.join(k.__name__ for k in custom.values())}) is "
-            "not supported, since nobody knows here what such layers compute; give a config without it"
+            f"adapter {name!r}: _register_custom_module ({', '.join(k.__name__ for k in custom.values())}) "
+            "is not supported, since nobody knows here what such layers compute; give a config without it"
         )
     default = LoraConfig()
     for item in dataclasses.fields(config):

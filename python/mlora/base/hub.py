@@ -56,9 +56,9 @@ def refuse_quantized(name: str, config: Any) -> None:
         if said:
             method = said.get("quant_method") if isinstance(said, dict) else None
             raise ValueError(
-                f"base_model: {name} is quantized ({method or 'quantization_config in its config.json'}), and "
-                "quantized bases are not supported yet; give the model that it was made of, in bf16, fp16 or "
-                "fp32"
+                f"base_model: {name} is quantized ({method or 'its config.json has a quantization_config'}), "
+                "and quantized bases are not supported yet; give the model that it was made of, in bf16, "
+                "fp16 or fp32"
             )
 
 
