@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import llama, token_ids
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import CordaConfig
 from tolerances import assert_same_up_to_rounding
 from torch import nn
 
@@ -29,11 +30,14 @@ def saved(base: nn.Module, folder: Path, how: Any, **fields: Any) -> PeftModel:
     return peft.eval()
 
 
-@pytest.mark.parametrize("how", ["orthogonal", "eva", "gaussian", False])
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [("orthogonal", {}), ("eva", {}), ("gaussian", {}), (False, {}), (True, {"corda_config": CordaConfig()})],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_folders_with_other_start_values(how: Any, tmp_path: Path) -> None:
+def test_folders_with_other_start_values(how: Any, fields: dict, tmp_path: Path) -> None:
     base, ids = llama().eval(), token_ids(2, 5)
-    peft = saved(base, tmp_path / "a", how)
+    peft = saved(base, tmp_path / "a", how, **fields)
     again = copy.deepcopy(base)
     mx.load_adapter(again, "x", tmp_path / "a")
     taken = mx.from_peft(copy.deepcopy(peft))
