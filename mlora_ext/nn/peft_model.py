@@ -74,7 +74,7 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     if not configs or not isinstance(configs, Mapping):
         raise ValueError(
             "peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
-            f"inject_adapter_in_model or add_adapter, got {type(model).__name__} without any; "
+            f"inject_adapter_in_model or add_adapter, got {type(model).__name__}, which is none; "
             "mlora_ext.convert_model takes a plain model"
         )
     for name, config in configs.items():

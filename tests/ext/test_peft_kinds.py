@@ -91,7 +91,7 @@ def unloaded() -> nn.Module:
 
 NOTHING = (
     r"peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
-    r"inject_adapter_in_model or add_adapter, got {} without any; "
+    r"inject_adapter_in_model or add_adapter, got {}, which is none; "
     r"mlora_ext\.convert_model takes a plain model"
 )
 

@@ -123,6 +123,17 @@ def test_frozen_a_of_lora_fa() -> None:
     assert all((grad is None) == (".lora_A." in key) for key, grad in grads.items())
 
 
+def test_frozen_parts_in_a_mixed_batch() -> None:
+    peft = build()
+    frozen = ["layers.0.self_attn.q_proj.lora_A.a.weight", "layers.1.mlp.down_proj.lora_B.b.weight"]
+    for key in frozen:
+        peft.base_model.model.model.get_parameter(key).requires_grad_(False)
+    model = assert_same_as_before(peft)
+    model(input_ids=token_ids(4, 5), adapter_names=NAMES).logits.sum().backward()
+    parameters = {k: p for name in "ab" for k, p in mx.adapter_parameters(model, name).items()}
+    assert [key for key, p in parameters.items() if p.grad is None] == [f"model.{key}" for key in frozen]
+
+
 @pytest.mark.parametrize("trainable", [False, True])
 def test_inference_mode(trainable: bool, tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
