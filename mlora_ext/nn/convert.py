@@ -81,7 +81,7 @@ def convert_model(
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
-    refuse_state(model, plans, every_linear)
+    _refuse_state(model, plans, every_linear)
     _refuse_generate(model)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
@@ -115,7 +115,7 @@ def add_adapter(
     if name in router.adapters:
         raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
     plan = plan_adapter(model, name, config)
-    refuse_state(model, {name: plan})
+    _refuse_state(model, {name: plan})
     _refuse_trained(model, plan)
     _convert_layers(model, {name: plan}, autocast_adapter_dtype)
     _join(model, name, config, plan, seed)
@@ -203,7 +203,9 @@ def _wanted(
     ]
 
 
-def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
+def _refuse_state(
+    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False
+) -> None:
     """Before anything is changed: what layers that are replaced have beside weights would be lost."""
     for _, key, module in _wanted(model, plans, every):
         if not isinstance(module, MultiLoRALinear):

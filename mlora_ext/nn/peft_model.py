@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .convert import convert_model, plan_adapter, refuse_state
+from .convert import convert_model, plan_adapter
 from .existing import with_scaling, without_start
 from .linear import MultiLoRALinear
 from .peft_layers import PeftLayers
@@ -51,11 +51,9 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
         for name, config in configs.items():
             configs[name] = with_scaling(base, name, config, layers.scaling(name))
             configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
-        _check_plans(base, configs, layers)
-    _put(base, layers.bases())
-    for field in _PEFT_FIELDS:
-        vars(base).pop(field, None)
-    model = convert_model(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
+            plan = plan_adapter(base, name, configs[name])
+            check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, layers.weights(name))
+        model = convert_model(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
     for name in configs:
         write_weights(model, name, layers.weights(name))
     _carry_over(model, layers)
@@ -104,25 +102,21 @@ def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
 
 @contextmanager
 def _unwrapped(base: nn.Module, layers: PeftLayers) -> Iterator[None]:
-    """Inside, the base is as it will be when it is converted."""
+    """Take PEFT's layers out of the base; what is refused inside puts them back."""
+    fields = {field: vars(base).pop(field) for field in _PEFT_FIELDS if field in vars(base)}
     _put(base, layers.bases())
     try:
         yield
-    finally:
+    except ValueError:
         _put(base, layers.layers)
+        vars(base).update(fields)
+        raise
 
 
 def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for key, module in modules.items():
         parent, _, child = key.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
-
-
-def _check_plans(base: nn.Module, configs: Mapping[str, Any], layers: PeftLayers) -> None:
-    plans = {name: plan_adapter(base, name, config) for name, config in configs.items()}
-    refuse_state(base, plans)
-    for name, plan in plans.items():
-        check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, layers.weights(name))
 
 
 def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
