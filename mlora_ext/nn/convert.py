@@ -19,6 +19,7 @@ from .linear import MultiLoRALinear
 from .routes import LayerGroup, LayerSpec
 from .routing import AdapterInfo, Router, router_of
 from .siblings import Siblings
+from .state import check_layer
 from .targets import (
     adapter_dtype,
     check_config,
@@ -70,8 +71,9 @@ def convert_model(
         `model` itself. Its forward and `generate` take `adapter_names=`.
 
     Raises:
-        ValueError: if the model is converted already, a name or a config is not supported, or targets match
-            nothing.
+        ValueError: if the model is converted already, a name or a config is not supported, targets match
+            nothing, or a layer has hooks, another `forward` or quantized weights, which would be lost; the
+            model is as it was then.
 
     Example:
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})
@@ -81,7 +83,8 @@ def convert_model(
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
-    refuse_offloaded(model, plans, every_linear)
+    _refuse_state(model, plans, every_linear)
+    _refuse_generate(model)
     refuse_batch_statistics(model)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
@@ -109,13 +112,15 @@ def add_adapter(
         autocast_adapter_dtype: as in `convert_model`, for layers that get their first adapter.
 
     Raises:
-        ValueError: if the name is taken, or the name or config is not supported, or targets match nothing.
+        ValueError: if the name is taken, the name or config is not supported, targets match nothing, or a
+            layer has hooks, another `forward`, or weights that are quantized or require a gradient.
     """
     router = router_of(model)
     if name in router.adapters:
         raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
     plan = plan_adapter(model, name, config)
-    refuse_offloaded(model, {name: plan})
+    _refuse_state(model, {name: plan})
+    _refuse_trained(model, plan)
     _convert_layers(model, {name: plan}, autocast_adapter_dtype)
     _join(model, name, config, plan, seed)
     _regroup(model)
@@ -144,6 +149,25 @@ def _refuse_peft(model: nn.Module) -> None:
         raise ValueError(
             "model: has PEFT's layers already; use mlora_ext.from_peft to take its adapters over"
         )
+
+
+def _refuse_generate(model: nn.Module) -> None:
+    if "generate" in vars(model):
+        raise ValueError(
+            "model: its generate was replaced on the instance, which conversion would drop: delete that "
+            "attribute before it"
+        )
+
+
+def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
+    """The base of a converted model is frozen: whoever unfroze a part of it since wants to train it."""
+    for key in plan:
+        for name, parameter in model.get_submodule(key).named_parameters(recurse=False):
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"layer {key}: its {name} requires a gradient, and layers with adapters are frozen: call "
+                    "requires_grad_(False) on it first, or target other layers"
+                )
 
 
 def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
@@ -183,15 +207,13 @@ def _wanted(
     ]
 
 
-def refuse_offloaded(
+def _refuse_state(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False
 ) -> None:
-    """Before anything is changed: accelerate's hooks sit on a module, and would be lost with it."""
+    """Before anything is changed: what layers that are replaced have beside weights would be lost."""
     for _, key, module in _wanted(model, plans, every):
-        if hasattr(module, "_hf_hook"):
-            raise ValueError(
-                f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
-            )
+        if not isinstance(module, MultiLoRALinear):
+            check_layer(key, module)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

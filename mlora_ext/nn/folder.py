@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .convert import add_adapter, convert_model, plan_adapter
+from .existing import without_start
 from .linear import MultiLoRALinear
 from .routes import LayerSpec
 from .routing import router_of
@@ -220,7 +221,7 @@ def _umask() -> int:
 
 
 def read_config(path: Path) -> LoraConfig:
-    """Read the config of a PEFT folder.
+    """Read the config of a PEFT folder, without how A and B were drawn, where that is past.
 
     Args:
         path: the folder.
@@ -251,7 +252,7 @@ def read_config(path: Path) -> LoraConfig:
     except TypeError as error:
         raise ValueError(f"folder: {path / _CONFIG}: PEFT refuses it: {error}") from error
     assert isinstance(config, LoraConfig)
-    return config
+    return without_start(config)
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

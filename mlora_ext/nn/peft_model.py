@@ -2,71 +2,132 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from .convert import convert_model, plan_adapter, refuse_offloaded
-from .targets import check_config, check_name
+from .convert import convert_model, plan_adapter
+from .existing import with_scaling, without_start
+from .linear import MultiLoRALinear
+from .peft_layers import PeftLayers
+from .state import check_untouched, move_hooks
+from .targets import check_config, check_kind, check_name
 from .weights import check_weights, write_weights
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraModel, PeftModel
+
+_PEFT_FIELDS = ("peft_config", "_hf_peft_config_loaded")
 
 
-def from_peft(peft_model: PeftModel, *, seed: int = 0) -> nn.Module:
+def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -> nn.Module:
     """Turn a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
 
+    Scalings (`set_scale`), dropout probabilities, training mode and which of A and B are frozen are PEFT's.
+    An adapter that is not PEFT's active one, and frozen for that reason only, may be trained. Hooks on PEFT's
+    LoRA layers run with the converted layers. What else would be lost is refused. An optimizer of the PEFT
+    model holds parameters that are no longer used: make it anew.
+
     Args:
-        peft_model: its base model is taken out and converted in place; do not use the PEFT model afterwards.
+        peft_model: of `get_peft_model`, a `LoraModel`, or a model with adapters from
+            `inject_adapter_in_model` or Transformers' `add_adapter`. Its base model is taken out and
+            converted in place; do not use the PEFT model afterwards.
         seed: of dropout.
 
     Returns:
         The base model, converted.
 
     Raises:
-        ValueError: if an adapter is not plain LoRA, is merged, or its config is not supported; the PEFT model
-            is as it was then.
+        ValueError: if it has no LoRA adapters, an adapter is not plain LoRA, is merged or disabled, its
+            config is not supported, a base weight requires a gradient, or hooks or patches would be lost;
+            the PEFT model is as it was then.
     """
-    from peft.tuners.lora import LoraLayer
-
-    configs: dict[str, Any] = dict(peft_model.peft_config)
-    base: Any = peft_model.base_model.model
-    for name, config in configs.items():
-        check_name(name)
-        check_config(name, config)
-    weights: dict[str, dict[str, Any]] = {name: {} for name in configs}
-    for key, module in base.named_modules():
-        if isinstance(module, LoraLayer):
-            if module.merged:
-                raise ValueError(
-                    f"peft_model: adapters of {key} are merged into the base; unmerge_adapter first"
-                )
-            for name in module.lora_A:
-                weights[name][key] = (module.lora_A[name].weight.data, module.lora_B[name].weight.data)
-    _refuse_unloading(peft_model, configs, weights)
-    halves = all(
-        w.dtype in (torch.float16, torch.bfloat16)
-        for per in weights.values()
-        for ab in per.values()
-        for w in ab
-    )
-    model = convert_model(peft_model.unload(), configs, seed=seed, autocast_adapter_dtype=not halves)
-    for name, layers in weights.items():
-        write_weights(model, name, layers)
+    base, configs = _taken_apart(peft_model)
+    layers = PeftLayers.of(base, configs)
+    _refuse_trained_base(base, layers)
+    with _unwrapped(base, layers):
+        for name, config in configs.items():
+            configs[name] = with_scaling(base, name, config, layers.scaling(name))
+            configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
+            plan = plan_adapter(base, name, configs[name])
+            check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, layers.weights(name))
+        model = convert_model(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
+    for name in configs:
+        write_weights(model, name, layers.weights(name))
+    _carry_over(model, layers)
     return model
 
 
-def _refuse_unloading(
-    peft_model: PeftModel, configs: Mapping[str, Any], weights: Mapping[str, dict[str, Any]]
-) -> None:
-    """Refuse on a copy that shares all tensors, so that a refused PEFT model keeps its adapters."""
-    shared = {id(tensor): tensor for tensor in (*peft_model.parameters(), *peft_model.buffers())}
-    base: Any = copy.deepcopy(peft_model, shared).unload()  # type: ignore[arg-type]
-    plans = {name: plan_adapter(base, name, config) for name, config in configs.items()}
-    refuse_offloaded(base, plans)
-    for name, plan in plans.items():
-        check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, weights[name])
+def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """The base model, with PEFT's layers in it, and the adapters' configs."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraModel
+
+    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
+        raise ValueError("peft_model: is converted already; use mlora_ext.add_adapter to add an adapter")
+    configs = getattr(model, "peft_config", None) if isinstance(model, PeftModel) else None
+    configs = configs or vars(model).get("peft_config")
+    if not configs or not isinstance(configs, Mapping):
+        raise ValueError(
+            "peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
+            f"inject_adapter_in_model or add_adapter, got {type(model).__name__}, which is none; "
+            "mlora_ext.convert_model takes a plain model"
+        )
+    for name, config in configs.items():
+        check_name(name)
+        check_kind(name, config)
+        check_config(name, without_start(config))
+    base: Any = model
+    if isinstance(base, PeftModel):
+        check_untouched("peft_model", base)
+        base = base.base_model
+    if isinstance(base, LoraModel):
+        check_untouched("peft_model: its LoraModel", base)
+        base = base.model
+    return base, {name: without_start(config) for name, config in configs.items()}
+
+
+def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
+    """PEFT freezes the base: whoever unfroze a part of it since wants to train it."""
+    adapters = {id(parameter) for parameter in layers.parameters()}
+    for key, parameter in base.named_parameters():
+        if parameter.requires_grad and id(parameter) not in adapters:
+            raise ValueError(
+                f"peft_model: {key.replace('.base_layer.', '.')} of the base requires a gradient, and "
+                "conversion freezes the base, which adapters share: call requires_grad_(False) on it first"
+            )
+
+
+@contextmanager
+def _unwrapped(base: nn.Module, layers: PeftLayers) -> Iterator[None]:
+    """Take PEFT's layers out of the base; what is refused inside puts them back."""
+    fields = {field: vars(base).pop(field) for field in _PEFT_FIELDS if field in vars(base)}
+    _put(base, layers.bases())
+    try:
+        yield
+    except ValueError:
+        _put(base, layers.layers)
+        vars(base).update(fields)
+        raise
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for key, module in modules.items():
+        parent, _, child = key.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+
+
+def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
+    """Frozen parameters, training mode and hooks."""
+    for key, theirs in layers.layers.items():
+        layer: Any = model.get_submodule(key)
+        for name in theirs.lora_A:
+            for bank in ("lora_A", "lora_B"):
+                trains = layers.trains(name, getattr(theirs, bank)[name].weight)
+                getattr(layer, bank).parameter_of(name).requires_grad_(trains)
+        layer.train(layers.drops(key) or theirs.training)
+        move_hooks(theirs, layer)
+    if any(layers.drops(key) for key in layers.layers):
+        model.training = True  # of this module alone: its forward passes count the steps of dropout

@@ -47,6 +47,9 @@ _NEUTRAL = {
     "qalora_group_size",
     "megatron_core",
 }
+START_VALUES = ("orthogonal", "eva")
+"""PEFT's ways to draw A and B that change nothing else: of no matter once there are weights to load."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
@@ -69,6 +72,18 @@ def check_name(name: str) -> None:
         )
 
 
+def check_kind(name: str, config: object) -> None:
+    """Refuse what is not PEFT's own `LoraConfig`, whose fields are known.
+
+    Raises:
+        ValueError: naming the adapter and the type.
+    """
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
+
+
 def check_config(name: str, config: LoraConfig) -> None:
     """Refuse what is not supported, field by field: nothing in a config is ignored.
 
@@ -77,8 +92,14 @@ def check_config(name: str, config: LoraConfig) -> None:
     """
     from peft import LoraConfig
 
-    if type(config) is not LoraConfig:
-        raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
+    check_kind(name, config)
+    _check_start(name, config)
+    custom = getattr(config, "_custom_modules", None)
+    if custom:
+        raise ValueError(
+            f"adapter {name!r}: _register_custom_module ({', '.join(k.__name__ for k in custom.values())}) "
+            "is not supported, since nobody knows here what such layers compute; give a config without it"
+        )
     default = LoraConfig()
     for item in dataclasses.fields(config):
         if item.name in _HONOURED | _NEUTRAL:
@@ -88,11 +109,6 @@ def check_config(name: str, config: LoraConfig) -> None:
         # PEFT itself writes None, {}, [] or False for "not given".
         if value != usual and (value or usual):
             raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
-    if init_kind(config) not in (True, False, "gaussian"):
-        raise ValueError(
-            f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported; "
-            "expected True, False or 'gaussian'"
-        )
     if config.task_type in _TRAINED_HEADS:
         raise ValueError(
             f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: PEFT would train the "
@@ -109,6 +125,26 @@ def check_config(name: str, config: LoraConfig) -> None:
             raise ValueError(f"adapter {name!r}: lora_alpha: expected a finite number, got {alpha!r}")
     check_probability(f"adapter {name!r}: lora_dropout", config.lora_dropout)
     _check_selection(name, config)
+
+
+def _check_start(name: str, config: LoraConfig) -> None:
+    """Refuse ways to draw A and B that are not ours, above all those that change the base."""
+    how = init_kind(config)
+    if how in (True, False, "gaussian"):
+        return
+    reason = "expected True, False or 'gaussian'"
+    if how in START_VALUES:
+        reason += "; a folder of an adapter that began with it can be loaded"
+    elif how == "mica":
+        reason = "with it PEFT never trains lora_B"
+    elif isinstance(how, str) and how.startswith(_CHANGE_THE_BASE):
+        reason = (
+            "with it PEFT changes weights of the base, which adapters share here; PEFT's save_pretrained "
+            "has path_initial_model_for_weight_conversion= to make a plain LoRA folder of most of these"
+        )
+    raise ValueError(
+        f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"
+    )
 
 
 def _check_selection(name: str, config: LoraConfig) -> None:
@@ -189,6 +225,8 @@ def _no_match(model: nn.Module, config: LoraConfig) -> str:
     others = [key for key in ("exclude_modules", "layers_to_transform") if getattr(config, key) is not None]
     beside = f" (with {', '.join(others)})" if others else ""
     hint = f"did you mean {', '.join(map(repr, dict.fromkeys(near)))}? " if near else ""
+    if isinstance(wanted, str) and wanted in known:
+        hint = f"a string is a pattern for whole names; did you mean [{wanted!r}]? "
     return (
         f"target_modules={wanted!r}{beside} match nothing; {hint}"
         f"linear layers of this model: {', '.join(known) or 'none'}"

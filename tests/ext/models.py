@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_up_to_rounding
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import mlora_ext as mx
 
@@ -52,6 +53,11 @@ def gpt2() -> GPT2LMHeadModel:
             attn_pdrop=0.0,
         )
     )
+
+
+def norm_in_any_dtype(self: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+    """What Transformers computes in fp32 in a model of fp64, too."""
+    return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
 def peft_model(base: nn.Module, configs: Mapping[str, LoraConfig]) -> nn.Module:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from models import VOCABULARY, copy_weights, gpt2, llama, peft_model, token_ids
+from models import VOCABULARY, copy_weights, gpt2, llama, norm_in_any_dtype, peft_model, token_ids
 from peft import LoraConfig
 from tolerances import assert_as_exact, assert_same_up_to_rounding, in_other_orders
 from torch import nn
@@ -40,11 +40,6 @@ GPT2 = {
 
 def config(**fields: object) -> LoraConfig:
     return LoraConfig(**{"r": 4, "lora_alpha": 8, **fields})
-
-
-def norm_in_any_dtype(self: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """What Transformers computes in fp32 in a model of fp64, too."""
-    return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 SECONDS = 5.0
@@ -38,6 +39,27 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
     reason = _hub_says(name)
     if reason:
         raise ValueError(f"{nowhere}, and the hub does not give {name}: {reason}")
+
+
+def refuse_quantized(name: str, config: Any) -> None:
+    """Refuse a base model whose config says that its weights are quantized, before any are loaded.
+
+    Args:
+        name: a folder or a hub id, for the message.
+        config: its Transformers config.
+
+    Raises:
+        ValueError: it is; in one line that names the method.
+    """
+    for part in (config, config.get_text_config()):
+        said = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
+        if said:
+            method = said.get("quant_method") if isinstance(said, dict) else None
+            raise ValueError(
+                f"base_model: {name} is quantized ({method or 'its config.json has a quantization_config'}), "
+                "and quantized bases are not supported yet; give the model that it was made of, in bf16, "
+                "fp16 or fp32"
+            )
 
 
 def _hub_says(name: str) -> str | None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mlora.base.hub import check_base
+from mlora.base.hub import check_base, refuse_quantized
 
 
 def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -28,11 +28,11 @@ def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
         The model, on the CPU.
 
     Raises:
-        ValueError: if it cannot be loaded, or weights are missing; in one line.
+        ValueError: if it cannot be loaded, is quantized, or weights are missing; in one line.
     """
     check_base(source)
+    _config(source)
     with told_in_one_line(source):
-        AutoConfig.from_pretrained(source)
         found: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
     model, loaded = found
     refuse_missing(source, sorted(loaded["missing_keys"]))
@@ -51,12 +51,19 @@ def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
         The model in evaluation mode; parameters are on the meta device, buffers are real.
 
     Raises:
-        ValueError: if its config cannot be read; in one line.
+        ValueError: if its config cannot be read or says that it is quantized; in one line.
     """
     check_base(source)
+    config = _config(source)
+    with told_in_one_line(source):
+        return _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def _config(source: str) -> Any:
     with told_in_one_line(source):
         config = AutoConfig.from_pretrained(source)
-        return _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+    refuse_quantized(source, config)
+    return config
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -47,8 +47,6 @@ def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype
         ValueError: if it cannot be loaded, is quantized, has no safetensors, or weights are missing.
     """
     model = skeleton(source, dtype)
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(f"base_model: {source} is quantized, and quantized models cannot be cut into stages")
     cut = cut_model(model, span)
     with told_in_one_line(source), ExitStack() as stack:
         files = _files(source, getattr(model.config, "transformers_weights", None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mlora.base.hub import check_base
+from mlora.base.hub import check_base, refuse_quantized
 from mlora.errors import RunError, first_line
 from mlora.fields.lora_fields import build_lora
 
@@ -24,7 +24,7 @@ class BaseInfo:
         config: its Transformers config.
 
     Raises:
-        RunError: nothing is there, or Transformers cannot read it.
+        RunError: nothing is there, Transformers cannot read it, or it is quantized.
     """
 
     def __init__(self, name: str, folder: str | None = None) -> None:
@@ -42,6 +42,10 @@ class BaseInfo:
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
             raise RunError(f"base_model: cannot load {name}: {reason}") from error
+        try:
+            refuse_quantized(name, self.config)
+        except ValueError as error:
+            raise RunError(str(error)) from error
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property

@@ -49,3 +49,28 @@ def test_base_model_whose_config_is_wrong(
     line = only_line(run("train", path))
     assert line.startswith(f"error: base_model: cannot load {tmp_path}/odd: ")
     assert expected in line
+
+
+@pytest.mark.parametrize("command", ["validate", "train"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+        {"quant_method": "fp8"},  # Transformers loads it itself, without another package
+        {"quant_method": "unheard-of"},
+        {"bits": 4},
+    ],
+)
+def test_quantized_base(run: Run, tiny_base: Path, tmp_path: Path, method: dict, command: str) -> None:
+    """The same line with and without the package that loads such weights: nothing is loaded."""
+    shutil.copytree(tiny_base, tmp_path / "few-bits")
+    config = tmp_path / "few-bits" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": method}))
+    path = write_run(tmp_path, run_data(tmp_path / "few-bits", tmp_path))
+    named = method.get("quant_method", "its config.json has a quantization_config")
+    assert only_line(run(command, path)) == (
+        f"error: base_model: {tmp_path}/few-bits is quantized ({named}), and quantized bases are not "
+        "supported yet; give the model that it was made of, in bf16, fp16 or fp32"
+    )

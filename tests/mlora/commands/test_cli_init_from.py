@@ -100,3 +100,21 @@ def test_folder_of_an_older_peft_agrees_with_the_defaults(
     data["adapters"][0] |= {"init_from": str(folder), "lora": {"r": 4, "use_rslora": False}}
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 0, result.stderr
+
+
+def test_how_an_adapter_began_is_past(run: Run, trained: Path, tiny_base: Path, tmp_path: Path) -> None:
+    """A folder whose A and B began orthogonal is trained on; one for which PEFT changed the base is not."""
+    folder = shutil.copytree(trained / "adapters" / "first", tmp_path / "mine")
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"lora": None, "init_from": str(folder)}
+    path = write_run(tmp_path, data)
+    (folder / "adapter_config.json").write_text(json.dumps(saved | {"init_lora_weights": "orthogonal"}))
+    assert run("validate", path).exit_code == 0
+    assert run("train", path).exit_code == 0
+    (folder / "adapter_config.json").write_text(json.dumps(saved | {"init_lora_weights": "pissa"}))
+    for command in ("validate", "train"):
+        result = run(command, path, "--set", f"output_dir={tmp_path}/again")
+        assert result.exit_code == 1
+        assert "init_lora_weights='pissa' is not supported: with it PEFT changes weights of" in result.stderr
+        assert "Traceback" not in result.stderr
