@@ -19,11 +19,9 @@ from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
 TOLERANCE = 1e-5
 PATHS = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS}
 LASTING = ("wide", "queries", "head", "deep")
 COMMAND = """
-import torch
-torch.set_num_threads(1)
 {before}
 sys.argv = ["mlora", *{arguments!r}]
 from mlora.cli import main
