@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mlora_ext import _ops, backend
-
 if not torch.cuda.is_available():
-    # Triton reads it when kernels are defined: they run in its interpreter, on CPU tensors.
+    # Triton reads it when it is imported, as by torch for `mlora_ext`: then kernels run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+from mlora_ext import _ops, backend
 
 # A shell starts background jobs with SIGINT ignored; here it works as in the foreground.
 signal.signal(signal.SIGINT, signal.default_int_handler)
