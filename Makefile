@@ -1,12 +1,13 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
+# make nightly:    the tests under other instruction sets and numbers of threads, in random orders
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test check format soak bench clean
+.PHONY: env quickstart test check format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -27,6 +28,10 @@ check: $(STAMP)
 test: export PYTHONDONTWRITEBYTECODE =
 test: check
 	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
+
+nightly: export PYTHONDONTWRITEBYTECODE =
+nightly: $(STAMP)
+	$(BIN)/python .ci/matrix.py -n auto --maxprocesses 8 --dist worksteal
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak

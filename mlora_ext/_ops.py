@@ -40,6 +40,21 @@ def check_library() -> None:
         )
 
 
+def dense_rows(rows: Tensor) -> Tensor:
+    """Returns `rows`, copied where there are gaps between elements or, on a CPU, between 16-bit rows.
+
+    Products of 16 bits pad their tiles. On processors with AMX, PyTorch's own `F.linear` then takes in a NaN
+    that lies beside rows of 88 columns in a wider tensor, where the next row's adapter may have put it.
+
+    Args:
+        rows: `[T, D]`.
+    """
+    dense = rows.stride(0) == rows.shape[1] or rows.device.type != "cpu" or rows.element_size() != 2
+    if dense and rows.stride(1) == 1:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the stride of a single row
+
+
 def forward(
     backend: Backend,
     x: Tensor,
@@ -101,9 +116,7 @@ def gradients(
     into: Gradients | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
     """The autograd formula: dx, and dA and dB of every adapter, as far as they are wanted."""
-    if dy.stride(-1) != 1:
-        dy = dy.contiguous()
-    dx, da, db = backward(backend, dy, x, weight, lora_a, lora_b, s, plan, wanted, packed, into)
+    dx, da, db = backward(backend, dense_rows(dy), x, weight, lora_a, lora_b, s, plan, wanted, packed, into)
     none: Sequence[None] = (None,) * len(lora_a)
     return dx if wanted[0] else None, da or none, db or none
 

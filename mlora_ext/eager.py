@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._ops import NOT_PACKED, PLAN, Gradients, Packed, PlanTensors, check_library, forward, gradients
+from ._ops import (
+    NOT_PACKED,
+    PLAN,
+    Gradients,
+    Packed,
+    PlanTensors,
+    check_library,
+    dense_rows,
+    forward,
+    gradients,
+)
 from .backend import Backend, gpu_operator
 from .gpu.operator import Batch, Into, Layer
 
@@ -178,7 +188,7 @@ class _LoRASiblings(torch.autograd.Function):
         if len(used) < len(dys):
             s = s[used]
             batch = replace(batch, layers=None if batch.layers is None else batch.layers[used])
-        rows = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys if dy is not None]
+        rows = [dense_rows(dy) for dy in dys if dy is not None]
         with torch._C._AutoDispatchBelowAutograd():
             dx, da, db = gpu_operator(ctx.backend).backward(rows, x, layers, lora_a, s, batch, wanted, into)
         result: list[Tensor | None] = [dx if wanted[0] else None, *nothing[1:]]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import eager, reference
+from ._ops import dense_rows
 from .backend import backend_for
 from .dropout import LoRADropout
 from .eager import LayerOperands
@@ -96,9 +97,7 @@ def lora_linear_rows(
         if tensor.dtype is not x.dtype and tensor.dtype is not torch.float32:
             lora_a, lora_b = [a.to(x.dtype) for a in lora_a], [b.to(x.dtype) for b in lora_b]
             break
-    x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if x_TD.stride(-1) != 1:
-        x_TD = x_TD.contiguous()
+    x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
     backend = backend_for(x.device, x.dtype, (weight.shape[1], weight.shape[0]))
     if backend == "reference":
@@ -127,9 +126,7 @@ def lora_linear_siblings(
     Returns:
         `[..., d_out]` of each layer.
     """
-    x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if x_TD.stride(-1) != 1:
-        x_TD = x_TD.contiguous()
+    x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
     shape = (x_TD.shape[1], max(layer.weight.shape[0] for layer in operands))
     ys = eager.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)

@@ -137,7 +137,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
         `[T, O]`.
     """
     if _serves(x):
-        return torch.ops.mlora_ext.base_linear(x, weight, bias, packed)
+        return torch.ops.mlora_ext.base_linear(_ops.dense_rows(x), weight, bias, packed)
     return F.linear(x, weight, bias)
 
 
@@ -153,7 +153,7 @@ def linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None = None) -> Tenso
         `[T, D]`.
     """
     if _serves(dy):
-        return torch.ops.mlora_ext.base_linear_dx(dy, weight, packed)
+        return torch.ops.mlora_ext.base_linear_dx(_ops.dense_rows(dy), weight, packed)
     return dy @ weight
 
 

@@ -1,4 +1,6 @@
-"""Fixtures for all tests: fresh random inputs that a failure can repeat, and torch left as it was found."""
+"""Options and fixtures for all tests: threads and kernels, fresh random inputs that a failure can repeat, and
+everything left as it was found.
+"""
 
 import os
 import random
@@ -9,11 +11,51 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads it when kernels are defined: they run in its interpreter, on CPU tensors.
+    # Triton reads it when it is imported, as by torch for `mlora_ext`: then kernels run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+from mlora_ext import _ops, backend
 
 # A shell starts background jobs with SIGINT ignored; here it works as in the foreground.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--threads", type=int, default=1, help="of each process; more make tiny shapes slower")
+    parser.addoption("--cpu-isa", help="instruction set of our CPU kernels; default: the best there is")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    threads = config.getoption("threads")
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
+    if config.getoption("cpu_isa"):
+        torch.ops.mlora_ext.use_cpu_isa(config.getoption("cpu_isa"))
+
+
+def shared_state() -> dict[str, object]:
+    """What one test could change for the next ones in its process."""
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "backend": backend._choice.name,
+        "CPU kernels": torch.ops.mlora_ext.cpu_isa() if _ops.LOADED else None,
+        "environment": {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
+        "working folder": os.getcwd(),
+        "handlers of signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that changes what others in its process meet: they would depend on the order."""
+    before = shared_state()
+    yield
+    after = shared_state()
+    assert after == before, {name: after[name] for name in after if after[name] != before[name]}
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +66,14 @@ def fresh_seed(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.manual_seed(seed)
     yield seed
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A build without the CUDA kernels, also where an earlier test has loaded the emulator of tests/cuda."""
+    monkeypatch.setattr(backend, "_has_kernel", lambda key: False)
+    backend.gpu_operator.cache_clear()
+    backend._faster.cache_clear()
+    yield
+    backend.gpu_operator.cache_clear()
+    backend._faster.cache_clear()

@@ -22,6 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DRAWS = 4
+STEADY_EPSILON = 1e-4
+"""Adam's epsilon where trained weights are compared. Adam divides each gradient by its own size: with 1e-8,
+the sign of a gradient that is only rounding decides a whole step, and processors round differently."""
 
 FACTOR = torch.tensor([2.0, 2.0], dtype=torch.float64)
 FACTOR_OF_ONE_DRAW = torch.tensor([2.0, 4.0], dtype=torch.float64)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 OURS = "ours, cpu"
 
 
@@ -163,11 +162,12 @@ def test_time_limit_is_told_of(tmp_path: Path) -> None:
     assert "out of time, not run: 8 rows, first linears: quick q/o" in (tmp_path / "suite.txt").read_text()
 
 
+@pytest.mark.usefixtures("no_cuda_kernels")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["nonsense"], "SECTION: expected of operators, linears"),
-        (["--backend", "cuda"], "--backend: backend 'cuda'"),
+        (["--backend", "cuda"], "--backend: backend 'cuda': this build has no CUDA kernels"),
         (["choose"], "choose: expected a CUDA device and the backends triton and cuda, got cpu with cpu"),
         (["linears", "--write"], "expected the section choose alone"),
         (["--from", "x.json"], "--from: expected --write"),

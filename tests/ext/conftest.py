@@ -1,20 +1,6 @@
-"""One thread: the shapes here are tiny, and waiting for a second one takes longer than the work.
-
-In Triton's interpreter, which is slow, parameters that change nothing of what it runs are for `make soak`.
-"""
-
-from collections.abc import Iterator
+"""In Triton's interpreter, which is slow, parameters that change nothing of what runs are for `make soak`."""
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ from cases import make
 
 import mlora_ext as mx
 from mlora_ext import backend, choice
-from mlora_ext.backend import backend_for, gpu_operator
+from mlora_ext.backend import backend_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -46,14 +46,12 @@ def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend_for(GPU, torch.bfloat16, (4096, 4096)) == "triton"
 
 
-def test_a_backend_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_has_kernel", lambda key: False)
-    gpu_operator.cache_clear()
+@pytest.mark.usefixtures("no_cuda_kernels")
+def test_a_backend_that_is_missing_is_refused() -> None:
     with pytest.raises(ValueError, match="backend 'cuda': this build has no CUDA kernels"):
         mx.use_backend("cuda")
     with pytest.raises(ValueError, match="backend: expected one of reference, cpu, triton, cuda, got 'tpu'"):
         mx.use_backend("tpu")  # type: ignore[arg-type]
-    gpu_operator.cache_clear()
 
 
 def test_the_interpreter_must_be_on_before_python_starts() -> None:

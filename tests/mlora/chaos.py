@@ -302,7 +302,6 @@ def attempt(seed: int) -> tuple[bool, str]:
     Returns:
         Whether a fault ended it, and what is wrong: empty if nothing is.
     """
-    torch.set_num_threads(1)
     rng = random.Random(seed)
     plan, base = draw(rng), model(seed)
     before = set(threading.enumerate())

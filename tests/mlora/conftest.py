@@ -1,21 +1,10 @@
 """Fixtures of the training system's tests."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Run, invoke
 from tiny_run import run_data, save_base, write_run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread: models this small gain nothing from a second one, and lose on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

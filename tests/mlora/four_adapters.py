@@ -9,6 +9,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.mlora.tiny_models import VOCABULARY, samples
+from tests.tolerances import STEADY_EPSILON
 
 TOLERANCE = 1e-5
 NAMES = ("a", "b", "c", "d")
@@ -37,7 +38,8 @@ def llama(**changes: Any) -> PreTrainedModel:
 
 
 def create(engine: Engine, name: str) -> None:
-    config = OptimConfig(2e-3, max_grad_norm=0.3, warmup_steps=1, total_steps=STEPS[name], **OPTIM[name])
+    shared: dict[str, Any] = {"max_grad_norm": 0.3, "warmup_steps": 1, "adam_epsilon": STEADY_EPSILON}
+    config = OptimConfig(2e-3, total_steps=STEPS[name], **shared, **OPTIM[name])
     engine.create_adapter(name, LoraConfig(**LORA[name]), config, seed=7)
 
 

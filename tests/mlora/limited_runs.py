@@ -26,6 +26,7 @@ from mlora.scheduler.estimate import DryRun
 from mlora.tasks import Task
 
 from tests.mlora.tiny_run import run_data
+from tests.tolerances import STEADY_EPSILON
 
 MIB = 2**20
 TASK = 100 * MIB
@@ -77,6 +78,7 @@ def five_tasks(base: Path, folder: Path, *, fit: int = 2, **changes: Any) -> dic
     data["adapters"] += more
     data["adapters"][0] |= {"max_steps": 3}
     data["adapters"][1] |= {"max_steps": 7}
+    data["defaults"]["adam_epsilon"] = STEADY_EPSILON
     data["scheduler"] = {"memory_limit": limit_for(fit)}
     return data | changes
 

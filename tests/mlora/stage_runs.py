@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 
 from tests.mlora.stages import ROOT, Stages, stages
 from tests.mlora.tiny_run import random_tokens, save_base, write_jsonl
+from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
 TOLERANCE = 1e-5
 PATHS = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS}
 LASTING = ("wide", "queries", "head", "deep")
 COMMAND = """
-import torch
-torch.set_num_threads(1)
 {before}
 sys.argv = ["mlora", *{arguments!r}]
 from mlora.cli import main
@@ -58,7 +57,13 @@ def many_kinds(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "output_dir": str(folder / "run"),
         "seed": 3,
         "device": "cpu",
-        "defaults": {"max_steps": 6, "learning_rate": 2e-3, "logging_steps": 2, "save_steps": 2},
+        "defaults": {
+            "max_steps": 6,
+            "learning_rate": 2e-3,
+            "adam_epsilon": STEADY_EPSILON,
+            "logging_steps": 2,
+            "save_steps": 2,
+        },
         "datasets": write_data(folder),
         "adapters": [
             {
@@ -127,20 +132,20 @@ def tensors(run: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {file.parent.name: load_file(file) for file in files}
 
 
-def assert_alike(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
+def assert_alike(run: Path, expected: Path) -> None:
     """Metrics and adapters of two runs agree, to rounding."""
     found, wanted = by_adapter(run), by_adapter(expected)
     assert found.keys() == wanted.keys()
     for name, records in wanted.items():
         assert len(found[name]) == len(records), name
         for record, other in zip(found[name], records, strict=True):
-            assert record == pytest.approx(other, rel=tolerance, abs=tolerance), name
+            assert record == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE), name
     weights, others = tensors(run), tensors(expected)
     assert weights.keys() == others.keys()
     for name, adapter in others.items():
         assert weights[name].keys() == adapter.keys()
         for key, tensor in adapter.items():
-            torch.testing.assert_close(weights[name][key], tensor, rtol=tolerance, atol=tolerance)
+            assert_same_up_to_rounding(weights[name][key], tensor, f"{name}: {key}", TOLERANCE)
         first, second = (
             (folder / "adapters" / name / "adapter_config.json").read_text() for folder in (run, expected)
         )

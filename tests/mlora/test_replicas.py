@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def mlora(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlora", *map(str, arguments)]
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
 

@@ -9,8 +9,6 @@ import pytest
 from command_line import Run, only_line
 from tiny_run import random_tokens, run_data, write_jsonl, write_run
 
-from mlora_ext import backend
-
 
 def test_validate_writes_nothing(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
@@ -79,6 +77,7 @@ def test_a_rank_beyond_memory(run: Run, tiny_base: Path, tmp_path: Path) -> None
     assert line == "error: first: out of memory for its weights; lower lora.r"
 
 
+@pytest.mark.usefixtures("no_cuda_kernels")
 def test_the_default_device_is_never_another_one_silently(
     run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,15 +88,10 @@ def test_the_default_device_is_never_another_one_silently(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, "mlora_ext.triton", None)  # as where triton is not installed
-    monkeypatch.setattr(backend, "_has_kernel", lambda key: False)  # and without the CUDA kernels
-    backend.gpu_operator.cache_clear()
-    backend._faster.cache_clear()
     line = only_line(run("validate", path))
     assert line.startswith("error: device: cuda, the default because this torch sees CUDA: backend 'triton' ")
     assert line.endswith("; set device: cpu (generate: --device cpu)")
     assert run("validate", path, "--set", "device=cpu").exit_code == 0
-    backend.gpu_operator.cache_clear()
-    backend._faster.cache_clear()
 
 
 def test_output_folders_that_cannot_be_written(run: Run, tiny_base: Path, tmp_path: Path) -> None:

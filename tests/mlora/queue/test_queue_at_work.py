@@ -1,6 +1,5 @@
 """What runs at work do with their queue: requests are taken while they train, and again after a kill."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -108,7 +107,6 @@ def at_work(folder: Path, path: Path) -> Iterator[subprocess.Popen[str]]:
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # a second one makes it slow on a busy machine
         )
     try:
         yield process
