@@ -25,6 +25,17 @@ def install(model: nn.Module) -> None:
         model.__dict__["generate"] = Generate(model)
 
 
+def uninstall(model: nn.Module) -> None:
+    """Take all that off a copy that is to be a plain model."""
+    for handlers, ours in (
+        (model._forward_pre_hooks, _before_forward),
+        (model._forward_hooks, _after_forward),
+    ):
+        for key in [key for key, hook in handlers.items() if hook is ours]:
+            del handlers[key]
+    model.__dict__.pop("generate", None)
+
+
 class Generate:
     """A converted model's `generate`: the model's own, with one adapter per prompt.
 
