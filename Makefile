@@ -1,12 +1,13 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
+# make trl:        tests with TRL's SFTTrainer, in an environment of their own beside .venv
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test check format soak bench clean
+.PHONY: env quickstart test trl check format soak bench clean
 
 env: $(STAMP)
 
@@ -28,6 +29,13 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: check
 	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
 
+# what .venv has is seen from the new environment: only TRL and what it needs besides is installed
+trl: $(STAMP)
+	$(BIN)/python -m venv .venv-trl
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/caller.pth
+	.venv-trl/bin/python -m pip install --disable-pip-version-check -q "trl>=1.0"
+	.venv-trl/bin/python -m pytest tests/ext/test_trl.py -rs
+
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
 
@@ -41,5 +49,5 @@ bench: $(STAMP)
 	$(BIN)/python bench/bench_train.py
 
 clean:
-	rm -rf build .venv
+	rm -rf build .venv .venv-trl
 	find mlora_ext -name '*.so' -delete

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from . import checkpoint_file
+from .linear import MultiLoRALinear
 from .routing import Router, router_of
 from .weights import adapter_parameters
 
@@ -262,6 +263,20 @@ class AdapterInterface:
         from .merging import merge_and_unload
 
         return merge_and_unload(self.model, adapter_name, safe_merge=safe_merge)
+
+
+def refuse_bypassed_head(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse TRL's fused head, which multiplies by the head's weight itself, past an adapter on it.
+
+    Raises:
+        ValueError: if it was asked for, and an adapter is on the head.
+    """
+    head = model.get_output_embeddings() if arguments.get("fused_lm_head") else None  # type: ignore[operator]
+    if isinstance(head, MultiLoRALinear) and head.specs:
+        raise ValueError(
+            f"layer {head.name}: TRL multiplies by its weight itself (fused_lm_head), so the adapters on it "
+            f"({', '.join(head.specs)}) would do nothing; take this layer out of their target_modules"
+        )
 
 
 def one_adapter(model: nn.Module, name: str | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapter_interface import refuse_bypassed_head
 from .routing import router_of
 
 _BATCH_ARGUMENTS = ("input_ids", "inputs_embeds", "inputs", "input_features", "pixel_values")
@@ -80,6 +81,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     router = router_of(model)
     router.leave_interrupted()
     router.turn.check()
+    refuse_bypassed_head(model, kwargs)
     names = kwargs.pop("adapter_names", None)
     shape = _batch_shape(args, kwargs)
     route = None
