@@ -29,11 +29,9 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: check
 	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
 
-# what .venv has is seen from the new environment: only TRL and what it needs besides is installed
+# sees the packages of .venv, so that only TRL and what it needs besides is installed
 trl: $(STAMP)
-	$(BIN)/python -m venv .venv-trl
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/caller.pth
-	.venv-trl/bin/python -m pip install --disable-pip-version-check -q "trl>=1.0"
+	$(PYTHON) .ci/make_trl_env.py .venv .venv-trl
 	.venv-trl/bin/python -m pytest tests/ext/test_trl.py -rs
 
 soak: $(STAMP)
