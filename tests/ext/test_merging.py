@@ -1,11 +1,13 @@
 """merge_and_unload: PEFT's numbers, in a plain copy."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from models import CONFIGS, copy_weights, gpt2, llama, peft_model, token_ids
 from peft import LoraConfig
+from tolerances import assert_same_up_to_rounding
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -43,6 +45,15 @@ def test_merged_weights_are_pefts_bit_for_bit(family: str, dtype: torch.dtype) -
     memory = {parameter.data_ptr() for parameter in model.parameters()}
     assert not memory & {parameter.data_ptr() for parameter in merged.parameters()}
     assert {type(m) for m in merged.modules()} == {type(m) for m in base.modules()}
+
+
+def test_the_layers_own_scaling_counts_and_not_that_of_the_config() -> None:
+    model = mx.convert_model(llama(), {"a": CONFIGS["a"]})
+    layer = model.model.layers[1].self_attn.q_proj
+    layer.specs["a"] = dataclasses.replace(layer.specs["a"], scaling=3.0)
+    merged = mx.merge_and_unload(model).model.layers[1].self_attn.q_proj.weight
+    change = layer.lora_B.parameter_of("a") @ layer.lora_A.parameter_of("a")
+    assert_same_up_to_rounding(merged, layer.weight + 3 * change, "merged weight")
 
 
 def test_the_copy_is_a_plain_model() -> None:
