@@ -1,13 +1,14 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
 # make nightly:    the tests under other instruction sets and numbers of threads, in random orders
+# make trl:        tests with TRL's SFTTrainer, in an environment of their own beside .venv
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test check format nightly soak bench clean
+.PHONY: env quickstart test trl check format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -33,6 +34,11 @@ nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
 	$(BIN)/python .ci/matrix.py -n auto --maxprocesses 8 --dist worksteal
 
+# sees the packages of .venv, so that only TRL and what it needs besides is installed
+trl: $(STAMP)
+	$(PYTHON) .ci/make_trl_env.py .venv .venv-trl
+	.venv-trl/bin/python -m pytest tests/ext/test_trl.py -rs
+
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
 
@@ -46,5 +52,5 @@ bench: $(STAMP)
 	$(BIN)/python bench/bench_train.py
 
 clean:
-	rm -rf build .venv
+	rm -rf build .venv .venv-trl
 	find mlora_ext -name '*.so' -delete

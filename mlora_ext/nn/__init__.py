@@ -1,10 +1,12 @@
 """Modules: `MultiLoRALinear`, converting models, routes, and PEFT's folders."""
 
+from .adapter_interface import disable_adapter, print_trainable_parameters
 from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
 from .convert import add_adapter, convert_model, remove_adapter
 from .folder import load_adapter, save_adapter
 from .linear import MultiLoRALinear
+from .merging import merge_and_unload
 from .packing import pack_base
 from .peft_model import from_peft
 from .routing import route
@@ -17,9 +19,12 @@ __all__ = [
     "add_adapter",
     "checkpoint_contexts",
     "convert_model",
+    "disable_adapter",
     "from_peft",
     "load_adapter",
+    "merge_and_unload",
     "pack_base",
+    "print_trainable_parameters",
     "remove_adapter",
     "route",
     "save_adapter",

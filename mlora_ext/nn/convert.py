@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..gemm import PackedWeight
-from . import checkpointing, forward
+from . import adapter_interface, checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
 from .linear import MultiLoRALinear
@@ -92,6 +92,7 @@ def convert_model(
     stop_batch_statistics(model)
     forward.install(model)
     checkpointing.install(model)
+    adapter_interface.install(model)
     _convert_layers(model, plans, autocast_adapter_dtype, every_linear)
     for name, config in adapters.items():
         _join(model, name, config, plans[name], seed)
@@ -139,6 +140,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         layer.lora_B.remove(name)
         del layer.specs[name]
     del router.adapters[name]
+    router.default = None if router.default == name else router.default
     _regroup(model)
 
 
@@ -294,6 +296,7 @@ def _regroup(model: nn.Module) -> None:
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
     router.siblings = _find_siblings(layers)
+    adapter_interface.refresh(model)
 
 
 def _find_siblings(layers: Mapping[str, MultiLoRALinear]) -> list[Siblings]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapter_interface import refuse_bypassed_head
 from .linear import MultiLoRALinear
 from .routes import Route
 from .routing import Router, router_of
@@ -41,6 +42,17 @@ def install(model: nn.Module) -> None:
         encoder.register_forward_pre_hook(_before_encoder, with_kwargs=True)
     if callable(getattr(model, "generate", None)):
         model.__dict__["generate"] = Generate(model)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Take all that off a copy that is to be a plain model."""
+    for handlers, ours in (
+        (model._forward_pre_hooks, _before_forward),
+        (model._forward_hooks, _after_forward),
+    ):
+        for key in [key for key, hook in handlers.items() if hook is ours]:
+            del handlers[key]
+    model.__dict__.pop("generate", None)
 
 
 class Generate:
@@ -87,6 +99,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     router = router_of(model)
     router.leave_interrupted()
     router.turn.check()
+    refuse_bypassed_head(model, kwargs)
     names = kwargs.pop("adapter_names", None)
     contents = _contents(args, kwargs)
     batch = next(iter(contents.values()), None)

@@ -56,6 +56,8 @@ class Router:
         groups: distinct sets of adapters among the layers.
         step: dropout step of foreign training loops; the top-level training forward advances it. No state
             dict holds it: a loop that stops and resumes stores it and sets it again, else it counts from 0.
+        default: the adapter of every row of a forward that names none; None: the model's only one.
+        disabled: whether forwards that begin now leave all adapters out, whatever names they are given.
         accumulates: whether backward may add to the `grad` of adapters itself, in place and past hooks on
             them; for loops that use `Tensor.backward` only.
         siblings: sets of layers that are given the same x.
@@ -68,6 +70,8 @@ class Router:
         self.adapters: dict[str, AdapterInfo] = {}
         self.groups: list[LayerGroup] = []
         self.step = 0
+        self.default: str | None = None
+        self.disabled = False
         self.packs_base = False
         self.accumulates = False
         self.siblings: list[Siblings] = []
@@ -112,7 +116,9 @@ class Router:
             )
         if steps is not None and len(steps) != len(names):
             raise ValueError(f"steps: expected one per name ({len(names)}), got {len(steps)}")
-        if default:
+        if self.disabled:
+            layout = layout.remap([-1] * len(names))
+        if default or self.disabled:
             names, steps, layout = _only_used(names, steps, layout)
         return self._route(names, steps, layout=layout, rows=layout.total_rows)
 
@@ -124,6 +130,8 @@ class Router:
         """
         used = set(adapter_names) - {BASE}
         self.check_names("adapter_names", sorted(used))
+        if self.disabled:
+            used, adapter_names = set(), [BASE] * len(adapter_names)
         names = tuple(name for name in self.adapters if name in used)
         samples = tuple(-1 if name == BASE else names.index(name) for name in adapter_names)
         return self._route(names, None, samples=samples, rows=rows)
@@ -229,14 +237,18 @@ class Router:
         return active, place, route.batch
 
     def _only_adapter(self, samples: int) -> Route:
-        """All samples belong to the model's only adapter, or to none if it has none."""
-        if len(self.adapters) > 1:
+        """All samples belong to the default or only adapter, or to none if there is none or all are off."""
+        names = () if self.disabled else (self.default,) if self.default else tuple(self.adapters)
+        if len(names) > 1:
             raise ValueError(
-                f"this model has {len(self.adapters)} adapters ({', '.join(self.adapters)}) and no active "
+                f"this model has {len(names)} adapters ({', '.join(names)}) and no active "
                 "route: pass adapter_names=[...] (one per sample) to the forward call, or call it inside "
                 "mlora_ext.route(...)"
             )
-        return self._route(tuple(self.adapters), None, samples=(0 if self.adapters else -1,) * samples)
+        return self._route(names, None, samples=(0 if names else -1,) * samples)
+
+    def _knows_all_rows(self) -> bool:
+        return self.disabled or self.default is not None or len(self.adapters) <= 1
 
     def _unrouted(self, layer: MultiLoRALinear, samples: int) -> Route:
         """The only adapter's route, for a layer called outside of the model's forward and of any route."""
@@ -291,7 +303,7 @@ class Router:
         self.turn.take()
         before = self.active, self._entered_in_backward
         self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
-        if route is None and self.active is None and len(self.adapters) <= 1:
+        if route is None and self.active is None and self._knows_all_rows():
             route = self._only_adapter(samples)
         if route is None and self.active is not None and self.active.layout is None:
             route = self.active

@@ -1,0 +1,167 @@
+"""`save_pretrained` writes PEFT folders, which PEFT and Transformers load with equal logits."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS, converted, llama, token_ids
+from peft import PeftModel
+from safetensors.torch import load_file
+from tolerances import assert_same_up_to_rounding
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import mlora_ext as mx
+from mlora_ext.nn.folder import adapter_state
+
+FOLDER = {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def logits(model: nn.Module, ids: torch.Tensor, **named: object) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, **named).logits
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> LlamaForCausalLM:
+    """A base model that lies in a folder, which adapters then name."""
+    llama().save_pretrained(tmp_path / "base")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+
+
+@pytest.mark.parametrize("name", ["a", "default"])
+def test_one_adapter_lies_in_the_folder_itself(name: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
+    out, ids = tmp_path / "out", token_ids(2, 6)
+    model = mx.convert_model(copy.deepcopy(base), {name: CONFIGS["a"]})
+    expected = logits(model, ids)
+    model.save_pretrained(out)
+    assert set(os.listdir(out)) == {*FOLDER, "model.safetensors"}
+    native = copy.deepcopy(base)
+    native.load_adapter(str(out), name)
+    ours = copy.deepcopy(base)
+    mx.load_adapter(ours, name, out)
+    for other in (
+        PeftModel.from_pretrained(copy.deepcopy(base), out),
+        AutoModelForCausalLM.from_pretrained(out),
+        native,
+        ours,
+    ):
+        assert_same_up_to_rounding(logits(other, ids), expected, type(other).__name__)
+    difference = (logits(base, ids) - expected).norm() / expected.norm()
+    assert difference > 0.01, "the adapter counts"
+
+
+def test_several_lie_as_peft_lays_them_out(base: LlamaForCausalLM, tmp_path: Path) -> None:
+    out, ids = tmp_path / "out", token_ids(2, 6)
+    configs = {"default": CONFIGS["a"], "b": CONFIGS["b"]}
+    model = mx.convert_model(copy.deepcopy(base), configs)
+    model.save_pretrained(out)
+    assert set(os.listdir(out)) == {*FOLDER, "model.safetensors", "b"}
+    assert set(os.listdir(out / "b")) == FOLDER
+    peft = PeftModel.from_pretrained(copy.deepcopy(base), out)
+    peft.load_adapter(str(out / "b"), "b")
+    for name in configs:
+        peft.set_adapter(name)
+        expected = logits(model, ids, adapter_names=[name] * 2)
+        assert_same_up_to_rounding(logits(peft, ids), expected, name)
+    again = mx.from_peft(peft)
+    again.save_pretrained(tmp_path / "again")
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name], tensor), name
+
+
+def test_without_default_nothing_lies_in_the_folder_itself(tmp_path: Path) -> None:
+    model = converted()
+    model.set_adapter("a")
+    model.save_pretrained(tmp_path / "both")
+    assert set(os.listdir(tmp_path / "both")) == {"a", "b", "model.safetensors"}
+    model.save_pretrained(tmp_path / "one", selected_adapters=["b"])
+    assert set(os.listdir(tmp_path / "one")) == {*FOLDER, "model.safetensors"}
+    assert json.loads((tmp_path / "one" / "adapter_config.json").read_text())["r"] == CONFIGS["b"].r
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_state_dict_is_what_is_written(tmp_path: Path) -> None:
+    model = converted(a=CONFIGS["a"])
+    given = {key: value + 1 if "lora_" in key else value for key, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=given)
+    for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
+        assert torch.equal(value, adapter_state(model, "a")[key] + 1), key
+    with pytest.raises(ValueError, match="is not in this process"):
+        model.save_pretrained(tmp_path, state_dict={})
+
+
+def test_the_file_beside_them_restores_all_adapters_and_the_step(tmp_path: Path) -> None:
+    model = converted()
+    model.mlora_router.step = 7
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    other = converted()
+    assert other.load_state_dict(stored, strict=True).missing_keys == []
+    assert other.mlora_router.step == 7
+    for name in CONFIGS:
+        mine = mx.adapter_parameters(other, name)
+        assert all(torch.equal(p, mine[key]) for key, p in mx.adapter_parameters(model, name).items())
+    key = next(key for key in stored if ".b." in key)
+    del stored[key]
+    result = other.load_state_dict(stored, strict=False)
+    assert result.missing_keys == [key], "a missing adapter is still told"
+    assert result.unexpected_keys == []
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({}, strict=True)
+
+
+def test_the_weights_of_another_model_are_not_overwritten(base: LlamaForCausalLM, tmp_path: Path) -> None:
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    model = mx.convert_model(base, {"a": CONFIGS["a"]})
+    with pytest.raises(ValueError, match="holds the weights of a model, which would be lost"):
+        model.save_pretrained(tmp_path / "base")
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "base" / "adapter_config.json").exists()
+    model.save_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "out")
+    assert not [name for name in os.listdir(tmp_path / "out") if name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"push_to_hub": True},
+        {"safe_serialization": False},
+        {"max_shard_size": "1MB"},
+        {"variant": "fp16"},
+        {"save_peft_format": False},
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_served_are_refused(options: dict, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*not supported with adapters"):
+        converted().save_pretrained(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_at_their_usual_value_are_accepted(tmp_path: Path) -> None:
+    converted().save_pretrained(
+        tmp_path, token=None, variant=None, safe_serialization=True, save_peft_format=True
+    )
+    assert (tmp_path / "a" / "adapter_config.json").exists()
+
+
+def test_a_model_whose_adapters_have_left_writes_the_base(base: LlamaForCausalLM, tmp_path: Path) -> None:
+    model = mx.convert_model(copy.deepcopy(base), {"a": CONFIGS["a"]})
+    model.delete_adapter("a")
+    model.save_pretrained(tmp_path / "out")
+    ids = token_ids(1, 5)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(again, ids), logits(base, ids))
+
+
+def test_changes_of_the_configs_are_written(tmp_path: Path) -> None:
+    model = converted(a=CONFIGS["a"])
+    model.peft_config["a"].revision = "main"
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] == "main"
