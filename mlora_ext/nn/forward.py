@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter_interface import refuse_bypassed_head
+from .control import refuse_bypassed_head
 from .routing import router_of
 
 _BATCH_ARGUMENTS = ("input_ids", "inputs_embeds", "inputs", "input_features", "pixel_values")
