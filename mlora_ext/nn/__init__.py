@@ -1,8 +1,8 @@
 """Modules: `MultiLoRALinear`, converting models, routes, and PEFT's folders."""
 
-from .adapter_interface import disable_adapter, print_trainable_parameters
 from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
+from .control import disable_adapter, print_trainable_parameters
 from .convert import add_adapter, convert_model, remove_adapter
 from .folder import load_adapter, save_adapter
 from .linear import MultiLoRALinear

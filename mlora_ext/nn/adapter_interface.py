@@ -1,20 +1,19 @@
 """Transformers' adapter interface (`PeftAdapterMixin`) on a converted model.
 
 The methods sit on the instance, bound to one object that is copied and pickled with its model. A plain
-`nn.Module` gets none of them; the functions here work on it, too.
+`nn.Module` gets none of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from . import checkpoint_file
-from .linear import MultiLoRALinear
+from .control import disable, disable_adapter, one_adapter, print_trainable_parameters
 from .routing import Router, router_of
 from .weights import adapter_parameters
 
@@ -118,7 +117,7 @@ class AdapterInterface:
         Raises:
             ValueError: if a route is active: it was built with its adapters.
         """
-        _disable(self._router)
+        disable(self._router)
 
     def enable_adapters(self) -> None:
         """Undo `disable_adapters`."""
@@ -263,80 +262,3 @@ class AdapterInterface:
         from .merging import merge_and_unload
 
         return merge_and_unload(self.model, adapter_name, safe_merge=safe_merge)
-
-
-def refuse_bypassed_head(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse TRL's fused head, which multiplies by the head's weight itself, past an adapter on it.
-
-    Raises:
-        ValueError: if it was asked for, and an adapter is on the head.
-    """
-    head = model.get_output_embeddings() if arguments.get("fused_lm_head") else None  # type: ignore[operator]
-    if isinstance(head, MultiLoRALinear) and head.specs:
-        raise ValueError(
-            f"layer {head.name}: TRL multiplies by its weight itself (fused_lm_head), so the adapters on it "
-            f"({', '.join(head.specs)}) would do nothing; take this layer out of their target_modules"
-        )
-
-
-def one_adapter(model: nn.Module, name: str | None) -> str:
-    """The adapter of that name; for None the one that `set_adapter` named, or the only one.
-
-    Raises:
-        ValueError: if the model has no such adapter, or it has several and none is named.
-    """
-    router = router_of(model)
-    chosen = name or router.default
-    if chosen is None and len(router.adapters) != 1:
-        known = ", ".join(router.adapters) or "none"
-        raise ValueError(f"adapter_name: expected one of the model's adapters ({known}), got {name!r}")
-    chosen = chosen or next(iter(router.adapters))
-    router.check_names("adapter_name", [chosen])
-    return chosen
-
-
-@contextmanager
-def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Leave all adapters out of forward calls inside the context: the base model alone computes.
-
-    `adapter_names` may be given and are checked, but change nothing.
-
-    Args:
-        model: converted by `convert_model`.
-
-    Raises:
-        ValueError: if a route is active: it was built with its adapters.
-
-    Example:
-        >>> with disable_adapter(model):
-        ...     reference = model(input_ids=ids, adapter_names=names).logits
-    """
-    router = router_of(model)
-    before = router.disabled
-    _disable(router)
-    try:
-        yield
-    finally:
-        router.disabled = before
-
-
-def _disable(router: Router) -> None:
-    if router.active is not None:
-        raise ValueError("a route is active: disable the adapters before mlora_ext.route(...) begins")
-    router.disabled = True
-
-
-def print_trainable_parameters(model: nn.Module) -> None:
-    """Print how many parameters train, of how many, as `PeftModel` does; of several adapters, also of each.
-
-    Args:
-        model: converted by `convert_model`.
-    """
-    groups = {"trainable params": list(model.parameters())}
-    names = list(router_of(model).adapters)
-    for name in names if len(names) > 1 else ():
-        groups[f"adapter {name}"] = list(adapter_parameters(model, name).values())
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    for title, parameters in groups.items():
-        count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        print(f"{title}: {count:,d} || all params: {whole:,d} || trainable%: {100 * count / whole:.4f}")

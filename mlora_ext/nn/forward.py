@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter_interface import refuse_bypassed_head
+from .control import refuse_bypassed_head
 from .linear import MultiLoRALinear
 from .routes import Route
 from .routing import Router, router_of

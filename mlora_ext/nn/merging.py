@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import adapter_interface, checkpointing, forward
+from .control import one_adapter
 from .folder import adapter_config
 from .linear import MultiLoRALinear
 from .weights import adapter_layers
@@ -37,7 +38,7 @@ def merge_and_unload(
     """
     from peft import LoraModel
 
-    name = adapter_interface.one_adapter(model, adapter_name)
+    name = one_adapter(model, adapter_name)
     layers = adapter_layers(model, name)
     _refuse_tied(model, layers)
     config = adapter_config(model, name)

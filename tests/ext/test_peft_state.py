@@ -165,7 +165,7 @@ def add_hooks(layer: nn.Module) -> list[Any]:
         return (args[0] * 1.5,), kwargs
 
     def after(module: nn.Module, args: tuple, kwargs: dict, y: torch.Tensor) -> torch.Tensor:
-        return y.tanh() + args[0].mean()
+        return y.tanh() + args[0].mean(-1, keepdim=True)
 
     def gradient(module: nn.Module, dx: tuple, dy: tuple) -> tuple:
         return (dx[0] * 0.5,)
