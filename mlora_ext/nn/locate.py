@@ -1,0 +1,117 @@
+"""Letting a route know where the samples of a forward pass lie in the layers' inputs: see `samples`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .linear import MultiLoRALinear
+from .routes import Route
+from .routing import Router, router_of
+from .samples import Call, Places, SampleDim, find_places
+
+_CONTENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "inputs",
+    "input_features",
+    "input_values",
+    "pixel_values",
+    "past_values",
+    "X",
+    "decoder_input_ids",
+    "decoder_inputs_embeds",
+)
+"""What Transformers' models call the tensors that samples are made of."""
+
+
+def install(model: nn.Module) -> None:
+    """Have the encoder of an encoder-decoder located, too, where `generate` calls it by itself."""
+    encoder = _encoder(model)
+    if encoder is not None:
+        encoder.register_forward_pre_hook(_before_encoder, with_kwargs=True)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo `install`."""
+    hooks: dict[int, Any] = getattr(_encoder(model), "_forward_pre_hooks", {})
+    for key in [key for key, hook in hooks.items() if hook is _before_encoder]:
+        del hooks[key]
+
+
+def _encoder(model: nn.Module) -> nn.Module | None:
+    """The encoder of an encoder-decoder, which `generate` calls by itself."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    encoder = getattr(model, "get_encoder", lambda: None)()
+    return encoder if isinstance(encoder, nn.Module) and encoder is not model else None
+
+
+@torch.compiler.disable
+def _before_encoder(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    router = router_of(encoder)
+    contents = contents_of(args, kwargs)
+    if router.active is not None and not router.is_called and router.observer is None and contents:
+        locate(router, router.active, encoder, (args, kwargs), contents)
+
+
+def locate(
+    router: Router, route: Route, module: nn.Module, call: Call, contents: Mapping[str, Tensor]
+) -> None:
+    """Let a route know where the samples of this forward pass lie in the layers' inputs.
+
+    Args:
+        router: of the model.
+        route: that the forward pass goes along.
+        module: the model, or its encoder.
+        call: its arguments.
+        contents: `contents_of` these.
+
+    Raises:
+        ValueError: if that cannot be found out.
+    """
+    first = next(iter(contents.values()))
+    route.batch, route.places = first.shape[0], None
+    several = rows_per_sample(first) > 1
+    if not route.mixed or first.is_meta or (route.layout is not None and (route.batch == 1 or not several)):
+        return
+    kind = type(module), tuple((name, tensor.dim()) for name, tensor in contents.items())
+    # What holds for several rows of each sample holds for one, but not the other way round.
+    key = (*kind, several or (*kind, True) in router.places)
+    if key not in router.places:
+        router.places[key] = find_places(module, call, route.batch, list(contents.values()), router.observed)
+        _mark_eager(module, router.places[key])
+    route.places = router.places[key]
+
+
+def _mark_eager(module: nn.Module, places: Places) -> None:
+    """Let layers know for which inputs a compiled graph cannot serve several adapters."""
+    for layer in module.modules():
+        if isinstance(layer, MultiLoRALinear):
+            layer.eager_dims |= {
+                dims
+                for (name, dims), place in places.items()
+                if name == layer.name and not (isinstance(place, SampleDim) and place.is_plain)
+            }
+
+
+def contents_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that samples are made of, by name; the first one says how many there are."""
+    given = {name: t for name, t in kwargs.items() if isinstance(t, Tensor) and t.dim() > 0}
+    if args and isinstance(args[0], Tensor) and args[0].dim() > 0:
+        given["0"] = args[0]
+    known = [name for name in (*_CONTENTS, "0") if name in given]
+    known = known or [name for name in given if "mask" not in name][:1]
+    return {name: given[name] for name in known if given[name].shape[0] == given[known[0]].shape[0]}
+
+
+def rows_per_sample(value: Tensor) -> int:
+    """Rows that layers see of each sample, as far as a tensor of the batch says it."""
+    if value.dim() == 1:
+        return 1
+    integers = value.dtype in (torch.int64, torch.int32)
+    return math.prod(value.shape[1:] if integers else value.shape[1:-1])
