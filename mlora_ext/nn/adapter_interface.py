@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _METHODS = (
-    "active_adapters",
     "add_adapter",
     "delete_adapter",
     "disable_adapter",
@@ -52,13 +51,14 @@ def install(model: nn.Module) -> None:
     interface = AdapterInterface(model)
     for name in _METHODS:
         model.__dict__[name] = getattr(interface, name)
+    model.__dict__["active_adapters"] = ActiveAdapters(model)
     checkpoint_file.install(model)
     refresh(model)
 
 
 def uninstall(model: nn.Module) -> None:
     """Take the interface off a copy that is to be a plain model."""
-    for name in (*_METHODS, *_FACTS):
+    for name in (*_METHODS, *_FACTS, "active_adapters"):
         model.__dict__.pop(name, None)
     checkpoint_file.uninstall(model)
 
@@ -70,6 +70,37 @@ def refresh(model: nn.Module) -> None:
     adapters = router_of(model).adapters
     model.__dict__["peft_config"] = {name: info.config for name, info in adapters.items()}
     model.__dict__["_hf_peft_config_loaded"] = bool(adapters)
+
+
+class ActiveAdapters:
+    """`active_adapters`, which Transformers calls and PEFT's own helpers iterate, as that of a `PeftModel`.
+
+    Args:
+        model: converted, one of Transformers'.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> list[str]:
+        """Returns the adapter that `set_adapter` named; all of them where it was not called."""
+        router = router_of(self.model)
+        return list(router.adapters) if router.default is None else [router.default]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the model's only adapter.
+
+        Raises:
+            ValueError: if it has several: `create_lorafa_optimizer` would pair A of one with that of another.
+        """
+        names = list(router_of(self.model).adapters)
+        if len(names) > 1:
+            raise ValueError(
+                f"active_adapters: this model has {len(names)} adapters ({', '.join(names)}), and PEFT's "
+                "optimizer helpers are made for one; give mlora_ext.adapter_parameters(model, name) to an "
+                "optimizer of your own for each"
+            )
+        return iter(names)
 
 
 class AdapterInterface:
@@ -105,11 +136,6 @@ class AdapterInterface:
             )
         self._router.check_names("adapter_name", names)
         self._router.default = names[0]
-
-    def active_adapters(self) -> list[str]:
-        """Returns the adapter that `set_adapter` named; all of them where it was not called."""
-        default = self._router.default
-        return list(self._router.adapters) if default is None else [default]
 
     def disable_adapters(self) -> None:
         """Leave all adapters out of every forward call from now on, also of those with `adapter_names`.

@@ -77,6 +77,11 @@ class MultiLoRALinear(nn.Module):
         """The frozen weight as `[d_out, d_in]`."""
         return self.weight.t() if self.fan_in_fan_out else self.weight
 
+    @property
+    def scaling(self) -> dict[str, float]:
+        """Scaling by adapter, as PEFT's layers have it."""
+        return {name: spec.scaling for name, spec in self.specs.items()}
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to packed or batched rows.
 
