@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,11 @@ class Route:
     batch: int = 1
     places: Places | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
+
+    def advanced(self, step: int) -> Route:
+        """The same rows at the router's next step."""
+        steps = (step,) * len(self.names)
+        return replace(self, steps=steps, recorded=True, called=False, trained=False, _built={})
 
     @torch.inference_mode(False)  # cached: tensors of inference mode could not train later
     def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
@@ -207,3 +212,15 @@ def _first_rows(samples: Sequence[int], stride: int) -> list[int]:
         seen[adapter] = ordinal + 1
         row0.append(ordinal * stride % (1 << 32))
     return row0
+
+
+def only_used(
+    names: tuple[str, ...], steps: Sequence[int] | None, layout: SegmentLayout
+) -> tuple[tuple[str, ...], Sequence[int] | None, SegmentLayout]:
+    """Leave out the adapters without rows, so that they get no gradient and meet nobody's backward."""
+    used = sorted({i for i, rows in zip(layout.adapters, layout.lengths, strict=True) if rows and i >= 0})
+    if len(used) == len(names):
+        return names, steps, layout
+    place = {index: position for position, index in enumerate(used)}
+    layout = layout.remap([place.get(index, -1) for index in range(len(names))])
+    return tuple(names[i] for i in used), None if steps is None else [steps[i] for i in used], layout

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..segments import SegmentLayout
 from .flights import Flights, attach_token
-from .routes import BASE, LayerGroup, Route, RouteTensors
+from .routes import BASE, LayerGroup, Route, RouteTensors, only_used
 from .samples import Observer, Places, SampleDim
 from .turn import Turn, calling_frame, is_running
 
@@ -119,7 +119,7 @@ class Router:
         if self.disabled:
             layout = layout.remap([-1] * len(names))
         if default or self.disabled:
-            names, steps, layout = _only_used(names, steps, layout)
+            names, steps, layout = only_used(names, steps, layout)
         return self._route(names, steps, layout=layout, rows=layout.total_rows)
 
     def sampled(self, adapter_names: Sequence[str], rows: int | None = None) -> Route:
@@ -326,7 +326,7 @@ class Router:
             if route is not None and token is not None:
                 self._flights.record(route, token)
             if before is not None and before.automatic:
-                before = self._advanced(before)
+                before = before.advanced(self.step)
         self._set(before, in_backward)
         self.turn.give()
 
@@ -335,31 +335,6 @@ class Router:
         while self._calls and self._calls[-1].interrupted():
             self._set(*self._calls.pop().before)
             self.turn.give()
-
-    def _advanced(self, route: Route) -> Route:
-        steps = (self.step,) * len(route.names)
-        return Route(
-            route.names,
-            route.seeds,
-            steps,
-            route.layout,
-            route.samples,
-            automatic=True,
-            recorded=True,
-            rows=route.rows,
-        )
-
-
-def _only_used(
-    names: tuple[str, ...], steps: Sequence[int] | None, layout: SegmentLayout
-) -> tuple[tuple[str, ...], Sequence[int] | None, SegmentLayout]:
-    """Leave out the adapters without rows, so that they get no gradient and meet nobody's backward."""
-    used = sorted({i for i, rows in zip(layout.adapters, layout.lengths, strict=True) if rows and i >= 0})
-    if len(used) == len(names):
-        return names, steps, layout
-    place = {index: position for position, index in enumerate(used)}
-    layout = layout.remap([place.get(index, -1) for index in range(len(names))])
-    return tuple(names[i] for i in used), None if steps is None else [steps[i] for i in used], layout
 
 
 def _in_backward() -> bool:
