@@ -1,0 +1,83 @@
+"""Rows inside wider tensors: no 16-bit product of a CPU reads them, since some take in NaN from beside."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from backends import BACKENDS, serving
+from cases import Case, make
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mlora_ext as mx
+from mlora_ext import gemm
+from mlora_ext.eager import LayerOperands
+from mlora_ext.functional import lora_linear_siblings
+
+OURS = ("base_linear", "base_linear_dx", "lora_linear", "lora_linear_backward")
+PRODUCTS = {"mm", "addmm", "addmm_", "linear", *OURS}
+
+
+@pytest.fixture(params=BACKENDS, autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
+    with serving(request.param, monkeypatch) as name:
+        yield name
+
+
+class Products(TorchDispatchMode):
+    """Notes the storages that matrix products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function._schema.name.partition("::")[2] in PRODUCTS:
+            tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+            self.read |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return function(*arguments, **(named or {}))
+
+    def assert_none_of(self, *tensors: torch.Tensor) -> None:
+        assert self.read, "the products were not seen"
+        if tensors[0].device.type == "cpu":
+            assert self.read.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def inside_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """The same rows with NaN before, behind and beside each."""
+    wide = torch.full((tensor.shape[0] + 2, tensor.shape[1] + 24), torch.nan, dtype=tensor.dtype)
+    return wide[1:-1, 8:-16].copy_(tensor.detach())
+
+
+def case_of(rows: int, dtype: torch.dtype) -> Case:
+    return make([5, 16], [rows, 0], [0, 1], dtype=dtype, d_in=72, d_out=88)
+
+
+@pytest.mark.parametrize("rows", [1, 97])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_never_read_rows_inside_wider_tensors(dtype: torch.dtype, rows: int) -> None:
+    case = case_of(rows, dtype)
+    expected = case.run()
+    case.x, case.dy = inside_nan(case.x), inside_nan(case.dy)
+    case.require_grad()
+    with Products() as products:
+        found = case.run()
+        gemm.linear(case.x, case.weight, case.bias)
+        gemm.linear_dx(case.dy, case.weight)
+    products.assert_none_of(case.x, case.dy)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)  # `cpu` computes each layer alone
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_nor_do_those_of_layers_that_share_x(dtype: torch.dtype) -> None:
+    case = case_of(97, dtype)
+    operands = [LayerOperands(case.weight, case.bias, case.lora_a, case.lora_b)] * 2
+    plan = case.operator_arguments()[5:7]
+    results = []
+    for wrap in (torch.Tensor.detach, inside_nan):
+        x, dy = wrap(case.x).requires_grad_(), wrap(case.dy)
+        with Products() as products:
+            ys = lora_linear_siblings(x, operands, *plan, None, None, None)
+            results.append([*ys, *torch.autograd.grad(ys, x, [dy, dy])])
+    products.assert_none_of(x, dy)
+    assert all(map(torch.equal, *results))
