@@ -234,8 +234,8 @@ class RunMemory:
         bounds = self._by_samples(task) if as_loaded else self._bounds(task)
         states, lengths = self.tasks.admitted(task.name), self.tasks.largest(task)
         taken = (
-            f"of scheduler.memory_limit {in_units(self.limit)}, {in_units(max(at_base))} are taken by the base"
-            f" model and libraries, and {in_units(self.reserved)} kept in reserve"
+            f"of scheduler.memory_limit {in_units(self.limit)}, {in_units(max(at_base))} are taken by the "
+            f"base model and libraries, and {in_units(self.reserved)} kept in reserve"
         )
         if math.inf in bounds:
             return (

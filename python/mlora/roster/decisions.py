@@ -113,9 +113,8 @@ class Decisions:
             self._sweep.load_state(state["sweep"], self._roster.tasks)
         other = state["of"] != journal_key(self._config)
         admission = _admission_of(state["admission"])
-        waits = (
-            bool(self._roster.running()) and not admission.slots
-        )  # for memory, which this process may have
+        # who waits alone for memory may find it in this process
+        waits = bool(self._roster.running()) and not admission.slots
         self._asked = state["due"] or other or waits
         here = {task.name for task in self._roster.running()}  # without a limit nothing is decided at an end
         slots = {name: slot for name, slot in admission.slots.items() if name in here}

@@ -126,8 +126,8 @@ class Roster:
         left = [task.name for task in tasks if task.name not in self.unfit]
         if left:
             self._reporter.warn(
-                f"{some(left)}: waiting for memory that this process has taken since it began and does not give "
-                f"back; a new one has it: mlora resume {self._folder.path}"
+                f"{some(left)}: there is no room in this process, which takes more than when it began; train "
+                f"what is left in a new one: mlora resume {self._folder.path}"
             )
 
     def needs(self, tasks: Sequence[Task]) -> list[Need]:

@@ -255,10 +255,12 @@ def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
     # a mebibyte for each of its sequences
     watching = Watching()
     config = resolve_config(data, folder=tmp_path)
-    monkeypatch.setattr(
-        "mlora.scheduler.estimate.MemoryEstimate.activations",
-        lambda self, lengths, among: [sum(map(sum, lengths.values())) * MIB / 20],
-    )
+    for name in ("activations", "by_samples"):
+        monkeypatch.setattr(
+            MemoryEstimate,
+            name,
+            lambda self, lengths, among: [sum(map(sum, lengths.values())) * MIB / 20],
+        )
     result = train(config, reporter=watching)
     told = [line for line in watching.lines if "refused" in line]
     assert len(told) == 1
