@@ -9,9 +9,11 @@ from drifting_runs import drift
 from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
 from mlora.config_file import resolve_config
 from mlora.engine import Engine
+from mlora.errors import RunError
 from mlora.memory.run_memory import RunMemory
 from mlora.memory.task_memory import TaskMemory
 from mlora.run import resume, train
+from mlora.validation import validate
 from tiny_run import lines, run_data, weights
 
 MIB = 2**20
@@ -62,6 +64,37 @@ def test_a_task_runs_after_its_twin_though_the_process_has_grown(
     assert first == ["first", "second"]
     assert [name for name, _ in watching.steps] == sorted(name for name, _ in watching.steps)
     assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("spare", [-1, 1])
+def test_validate_and_train_agree_on_who_never_fits(
+    data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    """With the least reserve, 32 MiB; of validate's own process only what it had before adapters counts."""
+    data["scheduler"]["memory_limit"] = TASK + 32 * MIB + spare * MIB
+    config = resolve_config(data, folder=tmp_path)
+    adapters: list[str] = []
+    create = Engine.create_adapter
+
+    def count(engine: Engine, name: str, *args: Any, **more: Any) -> None:
+        adapters.append(name)
+        create(engine, name, *args, **more)
+
+    monkeypatch.setattr(Engine, "create_adapter", count)
+    for module in ("prepare", "validation"):
+        monkeypatch.setattr(f"mlora.{module}.used_memory", lambda _: len(adapters) * TASK)
+    _, plan = validate(config)
+    assert plan is not None
+    assert adapters == ["first", "second"]
+    never = {"first", "second"} if spare < 0 else set()
+    assert {task.name for task in plan.never} == never
+    watching = Watching()
+    if never:
+        with pytest.raises(RunError, match="every adapter was refused"):
+            train(config, reporter=watching)
+    else:
+        assert train(config, reporter=watching).exit_code == 0
+    assert {line.split(":")[0] for line in watching.lines if "refused" in line} == never
 
 
 def test_what_a_process_has_no_room_for_any_more_goes_on_in_a_new_one(
