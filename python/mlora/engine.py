@@ -148,6 +148,11 @@ class Engine:
             used for replica in replicas for used in self._pipeline.control("memory", {}, replica=replica)
         ]
 
+    def release_memory(self) -> None:
+        """Let each stage give memory back that nothing uses."""
+        for replica in range(self.replicas):
+            self._pipeline.control("release_memory", {}, replica=replica)
+
     @property
     def memory_after(self) -> list[int]:
         """What each stage had in use after the micro-batch that came back last, in bytes; empty before, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import TokenBalanced
 from mlora.step.crew import Crew, PartOptions
-from mlora.step.process_memory import peak_memory
+from mlora.step.process_memory import peak_memory, used_memory
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Prepared:
         decisions: about them.
         iteration: iterations made.
         seconds: wall time of earlier parts.
+        loaded: bytes that this process had in use with its base model, before any adapter.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Prepared:
         decisions: Decisions,
         iteration: int = 0,
         seconds: float = 0.0,
+        loaded: int = 0,
     ) -> None:
         self.config = config
         self.base = base
@@ -68,6 +70,7 @@ class Prepared:
         self.decisions = decisions
         self.iteration = iteration
         self.seconds = seconds
+        self.loaded = loaded
 
 
 def prepare(
@@ -113,6 +116,7 @@ def prepare(
         with warnings_to(reporter):
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
+            loaded = used_memory(engine.device)
             memory = run_memory(config, engine)
             folder = RunFolder(config.output_dir)
             roster = Roster(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
@@ -133,7 +137,7 @@ def prepare(
         if not roster.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
-    return Prepared(config, base, engine, roster, decisions)
+    return Prepared(config, base, engine, roster, decisions, loaded=loaded)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
@@ -190,20 +194,28 @@ def run_memory(config: RunConfig, engine: Engine, *, measured: bool = False) -> 
             "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, "
             "or under torchrun"
         )
-    limit, samples, pieces = config.scheduler.limit_bytes, None, 0
+    limit = config.scheduler.limit_bytes
     assert limit is not None
-    if measured or engine.device.type != "cpu":
-        samples = MeasuredSamples(engine, limit)
-        pieces = 0 if engine.device.type == "cpu" else limit // PIECES
+    measures = measured or engine.device.type != "cpu"
+    samples = MeasuredSamples(engine, limit)
+    pieces = 0 if engine.device.type == "cpu" else limit // PIECES
     options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
     try:
         stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
-        if samples:
+        if measures:
             samples.warm_up()
     except ValueError as error:
         raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error
     base, peak = engine.used_memory(), peak_memory(engine.device)
-    return RunMemory(config, TaskMemory(stages, samples), base, peak, pieces)
+
+    def look(*, first: bool) -> Sequence[int]:
+        if first and not measures:
+            with suppress(ValueError):  # there is no room: the base says so
+                samples.warm_up()
+        engine.release_memory()
+        return engine.used_memory()
+
+    return RunMemory(config, TaskMemory(stages, samples if measures else None), base, peak, pieces, look)
 
 
 def _tasks(

@@ -65,7 +65,7 @@ def _plan(config: RunConfig, prepared: Prepared, before: int) -> MemoryPlan | No
         memory = TaskMemory(stages)
         packed = 4 if config.pack_base else 1  # twice, and oneDNN pads
         held = [packed * stage.base_bytes for stage in stages]
-        libraries = max(0, used_memory(engine.device) - before - sum(held))  # what loading has made them take
+        libraries = max(0, prepared.loaded - before - sum(held))  # what loading has made them take
         base = [before + libraries + size for size in held]
         return memory_plan(config, prepared.roster.tasks, memory, base)
     except ValueError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -96,6 +97,65 @@ def run_of(dice: random.Random, folder: Path, base: Path, tasks: int, limit: int
         "datasets": datasets,
         "adapters": adapters,
         "scheduler": {"memory_limit": limit, "policy": dice.choice(["fcfs", "shortest_first"])},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@pytest.mark.soak  # a minute
+@pytest.mark.timeout(600)
+def test_what_validate_calls_ready_trains_after_the_process_has_grown(tmp_path: Path) -> None:
+    """Large twins under a limit that holds one of them as a process begins, with little to spare."""
+    path = _twins(tmp_path)
+    needed = _needed(path, 9999)
+    for spare in (45, 100):  # 32 are the least reserve, 5 the margin
+        limit = needed + spare
+        _needed(path, limit)
+        with hard_limit(limit * MIB) as before:
+            command = [*before, sys.executable, "-c", RUN, str(tmp_path / "peak")]
+            more = ["--overwrite", "--set", f"scheduler.memory_limit={limit}MiB"]
+            done = _run([*command, "train", str(path), *more])
+            peak = int((tmp_path / "peak").read_text()) / 1024
+            if grown := done.returncode == 130:  # the second twin has to wait for a new process
+                assert "there is no room in this process" in done.stderr
+                done = _run([*command, "resume", str(tmp_path / "run")])
+                peak = max(peak, int((tmp_path / "peak").read_text()) / 1024)
+        assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+        print(f"{spare} MiB to spare: limit {limit} MiB, peak {peak:.0f} MiB, resumed: {grown}")
+        assert peak <= limit
+
+
+def _needed(path: Path, limit: int) -> int:
+    """What validate says that the base and the largest task need; all are ready."""
+    command = [sys.executable, "-m", "mlora", "validate", str(path)]
+    shown = _run([*command, "--set", f"scheduler.memory_limit={limit}MiB"]).stdout
+    assert "4 adapters are ready to train" in shown
+    sizes = re.findall(r"^(base|large).* (\d+) MiB", shown, re.MULTILINE)
+    return int(sizes[0][1]) + max(int(size) for _, size in sizes[1:])
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _twins(folder: Path) -> Path:
+    """Two large tasks and two small ones."""
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = LlamaConfig(**shape, num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=512)
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    dice = random.Random(0)
+    samples = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(12, 24))] for _ in range(200)]
+    (folder / "d.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in samples))
+    large = {"per_device_train_batch_size": 64, "lora": {"r": 128, "target_modules": "all-linear"}}
+    small = {"per_device_train_batch_size": 4, "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]}}
+    kinds = {"large-0": large, "large-1": large, "small-0": small, "small-1": small}
+    data = {
+        "base_model": str(folder / "base"),
+        "output_dir": "run",
+        "device": "cpu",
+        "datasets": [{"name": "d", "path": "d.jsonl", "format": "tokens"}],
+        "adapters": [{"name": name, "dataset": "d", "max_steps": 6, **kind} for name, kind in kinds.items()],
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(data))

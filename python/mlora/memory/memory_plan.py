@@ -118,11 +118,8 @@ def memory_plan(
 def _never(
     config: RunConfig, tasks: Sequence[Task], memory: TaskMemory, base: Sequence[int]
 ) -> dict[str, str]:
-    """Why tasks never fit; where others run, those wait that may fit once more is known."""
+    """Why tasks never fit: those that a run refuses before its first step."""
     run = RunMemory(config, memory, base, 0)
-    doubted = {task.name: run.refusal(task) for task in tasks if not run.fits(task)}
-    if len(doubted) == len(tasks):
-        return doubted
     found = {}
     for task in tasks:
         try:

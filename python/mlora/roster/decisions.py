@@ -112,8 +112,10 @@ class Decisions:
         if self._sweep:
             self._sweep.load_state(state["sweep"], self._roster.tasks)
         other = state["of"] != journal_key(self._config)
-        self._asked = state["due"] or other
         admission = _admission_of(state["admission"])
+        # who waits alone for memory may find it in this process
+        waits = bool(self._roster.running()) and not admission.slots
+        self._asked = state["due"] or other or waits
         here = {task.name for task in self._roster.running()}  # without a limit nothing is decided at an end
         slots = {name: slot for name, slot in admission.slots.items() if name in here}
         admission = replace(admission, slots=slots)
@@ -280,7 +282,9 @@ class Decisions:
         """Tell of a task that has begun and goes on alone though it does not fit: the limit is lower now, or
         the process takes more."""
         for task in self._roster.running() if len(admission.slots) == 1 else ():
-            if task.name not in admission.slots or self._memory is None or self._memory.fits(task):
+            if task.name not in admission.slots or self._memory is None:
+                continue
+            if self._memory.fits(task) or self._memory.fits_barely(task):
                 continue
             if task.name not in self._beyond:
                 self._beyond.add(task.name)

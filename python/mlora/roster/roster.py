@@ -13,7 +13,7 @@ from mlora.memory.run_memory import RunMemory
 from mlora.process.device import is_out_of_memory
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
-from mlora.report import Reporter
+from mlora.report import Reporter, some
 from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
 from mlora.run_folder import RunFolder
 from mlora.scheduler import NOBODY, Admission, Need
@@ -97,16 +97,38 @@ class Roster:
         return [task for task in self.tasks if task.alive]
 
     def candidates(self) -> list[Task]:
-        """Return the running tasks that fit alone, or have begun. The others wait until more is known of what
-        the process itself takes; where there is nobody to learn that from, they are refused."""
+        """Return the running tasks that fit alone, or have begun. The others wait. Where there are no others,
+        processes give back what nobody uses, and those are tried that barely fit, of which one runs alone.
+
+        A task that fits no more because the process has grown waits for another process."""
         running = self.running()
-        if self.memory is None:
+        if self.memory is None or not running:
             return running
         begun = set(self._engine.adapters)
         found = [t for t in running if t.kept is not None or t.name in begun or self.memory.fits(t)]
-        for task in [] if found else running:
-            self.unfits(task, self.memory.refusal(task))
+        if found:
+            return found
+        self.memory.look_again(self.admitted())
+        found = [t for t in running if self.memory.fits(t)]
+        found = found or [t for t in running if self.memory.fits_barely(t)]
+        if not found:
+            self._none_fits(running)
         return found
+
+    def _none_fits(self, tasks: Sequence[Task]) -> None:
+        """Refuse tasks that no process could train; where this one has grown, another may train the rest."""
+        assert self.memory is not None
+        for task in tasks:
+            if self.memory.fresh:
+                self.unfits(task, self.memory.refusal(task))
+            else:
+                self._check(task)
+        left = [task.name for task in tasks if task.name not in self.unfit]
+        if left:
+            self._reporter.warn(
+                f"{some(left)}: there is no room in this process, which takes more than when it began; train "
+                f"what is left in a new one: mlora resume {self._folder.path}"
+            )
 
     def needs(self, tasks: Sequence[Task]) -> list[Need]:
         """Return what tasks need.
@@ -139,10 +161,15 @@ class Roster:
                 if task.name in unfit:
                     self.unfits(task, unfit[task.name])
                 continue
-            try:
-                self.memory.check(task)
-            except ValueError as error:
-                self.unfits(task, str(error))
+            self._check(task)
+
+    def _check(self, task: Task) -> None:
+        """Refuse a task that never fits."""
+        assert self.memory is not None
+        try:
+            self.memory.check(task)
+        except ValueError as error:
+            self.unfits(task, str(error))
 
     def _is_known(self, task: Task) -> bool:
         """Let memory know a task, and say whether its adapter can be put on the base."""

@@ -92,6 +92,16 @@ class Bound:
             size = max(size, self.model.at_by_seeds(extent))
         return (1 + self._margin(extent, beyond)) * size
 
+    def by_samples(self, lengths: Sequence[int]) -> float:
+        """Return the bytes that a micro-batch needs at most as seeds say, whatever was measured since.
+
+        Args:
+            lengths: of its sequences.
+        """
+        extent = Extent.of(lengths)
+        margin = SEEDED_MARGIN + PER_DOUBLING * extent.doublings(self.seeds)
+        return (1 + margin) * self.model.at_by_seeds(extent)
+
     def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
         """Take in a sample.
 

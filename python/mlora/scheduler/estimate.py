@@ -129,6 +129,14 @@ class MemoryEstimate:
         mixture = self._adopted_of(key[0], among, max(together))
         return self._over(key, mixture) if key[0] in self._adopted else self._unknown()
 
+    def by_samples(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
+        """As `activations`, from samples alone, so that it is the same before and after measurements."""
+        together, key = _together(lengths), self._key(among)
+        mixture = self._adopted_of(key, among, max(together))
+        if key not in self._adopted:
+            return self._unknown()
+        return [bound.by_samples(together) for bound in mixture.places]
+
     def _unknown(self) -> list[float]:
         return [math.inf] * self._places
 

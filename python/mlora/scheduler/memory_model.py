@@ -84,7 +84,7 @@ class MemoryModel:
             bytes: that it took.
 
         Raises:
-            ValueError: if there is no sequence, a length is below 1, or `bytes` is.
+            ValueError: if there is no sequence, a length is below 1, or `bytes` is no number of at least 1.
         """
         features, size = self._features(Extent.of(lengths)), _positive(bytes)
         if self.seeded or self.count >= len(features):
@@ -344,6 +344,6 @@ def _whitening(gram: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _positive(size: int) -> int:
-    if size < 1:
-        raise ValueError(f"bytes: expected at least 1, got {size}")
+    if not (math.isfinite(size) and size >= 1):
+        raise ValueError(f"bytes: expected a finite number of at least 1, got {size}")
     return size

@@ -18,7 +18,7 @@ from mlora.step.live_memory import WorkMemory, work_memory
 from mlora.step.optim_config import OptimConfig
 from mlora.step.optimizer import AdapterOptimizer, Update
 from mlora.step.packing import PackedRows
-from mlora.step.process_memory import PeakMemory, used_memory
+from mlora.step.process_memory import PeakMemory, release_memory, used_memory
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_state
 from mlora_ext.nn.routing import router_of
@@ -106,6 +106,7 @@ class StagePart(Hooks):
             "weights": self._weights,
             "base_gemm": self._choose_gemm,
             "memory": self._used_memory,
+            "release_memory": self._release_memory,
         }
         if verb not in verbs:
             return super().control(verb, arguments)
@@ -224,6 +225,9 @@ class StagePart(Hooks):
 
     def _used_memory(self) -> int:
         return used_memory(self.device)
+
+    def _release_memory(self) -> None:
+        release_memory(self.device)
 
     def _choose_gemm(self, dtype: str, library: str) -> None:
         gemm.choose({dtype: library})

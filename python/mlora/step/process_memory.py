@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 import sys
 from pathlib import Path
@@ -50,6 +52,20 @@ def used_memory(device: torch.device) -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except FileNotFoundError:  # not Linux
         return peak_memory(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give memory that nothing uses back to the system, or to the device's driver.
+
+    Args:
+        device: a CUDA device, or the CPU: what glibc's malloc holds in free pages; another C library decides
+            for itself.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 class PeakMemory:

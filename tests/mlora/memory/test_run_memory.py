@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from mlora.config_file import resolve_config
 from mlora.memory.run_memory import MIB, RunMemory
 from mlora.queue.board import Board
@@ -14,12 +15,12 @@ from mlora.scheduler.estimate import DryRun
 from tiny_run import run_data
 
 
-def memory_of(tiny_base: Path, folder: Path, estimate: Any) -> RunMemory:
+def memory_of(tiny_base: Path, folder: Path, estimate: Any, look: Any = None) -> RunMemory:
     data = run_data(tiny_base, folder, scheduler={"memory_limit": "4GiB"})
     tasks: Any = SimpleNamespace(
         estimate=estimate, at_rest=lambda name: (0,), admitted=lambda name: (5,), knows=lambda name: True
     )
-    return RunMemory(resolve_config(data, folder=folder), tasks, [500 * MIB], 500 * MIB)
+    return RunMemory(resolve_config(data, folder=folder), tasks, [500 * MIB], 500 * MIB, look=look)
 
 
 def test_growth_that_was_seen_as_a_peak_counts_once(tiny_base: Path, tmp_path: Path) -> None:
@@ -83,3 +84,66 @@ def test_what_is_published_samples_nothing(tiny_base: Path, tmp_path: Path) -> N
     assert views["a"]["batch_bytes"] == estimate.predict({"a": [6]}, ["a"])[0] > 0
     assert views["b"]["batch_bytes"] == 0
     assert run["memory"]["predicted_bytes"] == 500 * MIB + 5 + views["a"]["batch_bytes"]
+
+
+def test_a_task_is_refused_for_what_never_changes_only(tiny_base: Path, tmp_path: Path) -> None:
+    """The base as it was loaded, and samples: neither growth of the process nor a margin that has grown."""
+    samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
+    estimate = MemoryEstimate("+".join, lambda names: DryRun([[None]], samples))
+    task: Any = SimpleNamespace(name="a")
+    memory = memory_of(tiny_base, tmp_path, estimate)
+    memory.tasks.largest = lambda task: [80]  # type: ignore[method-assign]
+    memory.limit = 500 * MIB + 32 * MIB + 84 * MIB
+    memory.check(task)
+    assert memory.fits_barely(task)
+    assert not memory.fits(task)
+    memory.took([], [100 * MIB], peak=500 * MIB, after=[600 * MIB])
+    estimate.observe([80], ["a"], [[78 * MIB]])
+    estimate.adopt()
+    memory.check(task)
+    assert not memory.fits_barely(task)
+    memory.limit -= MIB
+    with pytest.raises(ValueError, match="500 MiB are taken by the base model and libraries, and 32"):
+        memory.check(task)
+
+
+def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
+    estimate = MemoryEstimate("+".join, lambda names: DryRun([[None]], samples))
+    task: Any = SimpleNamespace(name="a")
+    used = [610 * MIB]
+    memory = memory_of(tiny_base, tmp_path, estimate, look=lambda *, first: used)
+    memory.tasks.largest = lambda task: [80]  # type: ignore[method-assign]
+    memory.limit = 500 * MIB + 32 * MIB + 84 * MIB
+    memory.took([], [100 * MIB], peak=500 * MIB, after=[610 * MIB])
+    for now, fits in ((610, False), (540, False), (532, True), (500, True)):
+        used[:] = [now * MIB]
+        memory.look_again([])
+        assert memory.base == [now * MIB]
+        assert memory.fits_barely(task) is fits, now
+        assert not memory.fits(task)
+
+
+def test_a_new_process_forgets_what_another_one_had_taken(tiny_base: Path, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def look(*, first: bool) -> list[int]:
+        asked.append(first)
+        return [510 * MIB]
+
+    memory = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False))
+    for _ in range(9):
+        memory.took([], [100 * MIB], peak=900 * MIB, after=[700 * MIB])
+    assert memory.reserved == 100 * MIB
+    state = {"estimate": {}, **memory._figures()}
+    again = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False, load_state=lambda state: 0), look)
+    again.load_state(state)
+    assert again.base == [700 * MIB]
+    again.look_again([])
+    assert again.base == [510 * MIB]
+    assert again.reserved == 86 * MIB  # of 96, less what has become base
+    again.took([], [100 * MIB], peak=500 * MIB, after=())
+    again.look_again([])
+    assert asked == [True, False]

@@ -28,6 +28,7 @@ from mlora.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.memory.run_memory import RunMemory
 from mlora.result import RunResult
 from mlora.run import resume, train
+from mlora.scheduler import MemoryEstimate
 from mlora.tasks import Task
 from stage_runs import assert_alike, by_adapter, commands, save_deep_base, tensors
 from tiny_run import lines, weights, write_jsonl, write_run
@@ -249,25 +250,27 @@ def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
 ) -> None:
     write_jsonl(tmp_path / "even.jsonl", [{"input_ids": [1 + n] * 20} for n in range(40)])
     data["datasets"].append({"name": "even", "path": "even.jsonl", "format": "tokens"})
-    data["adapters"][4] |= {"dataset": "even", "per_device_train_batch_size": 32}
+    data["adapters"][4] |= {"dataset": "even", "per_device_train_batch_size": 40}
     del data["adapters"][4]["eval_dataset"]
     data["scheduler"]["memory_limit"] = limit_for(1)
-    # a mebibyte for each of its sequences
+    # two mebibytes for each of its sequences
     watching = Watching()
     config = resolve_config(data, folder=tmp_path)
-    monkeypatch.setattr(
-        "mlora.scheduler.estimate.MemoryEstimate.activations",
-        lambda self, lengths, among: [sum(map(sum, lengths.values())) * MIB / 20],
-    )
+    for name in ("activations", "by_samples"):
+        monkeypatch.setattr(
+            MemoryEstimate,
+            name,
+            lambda self, lengths, among: [sum(map(sum, lengths.values())) * MIB / 10],
+        )
     result = train(config, reporter=watching)
     told = [line for line in watching.lines if "refused" in line]
     assert len(told) == 1
     assert told[0].startswith(
-        "high: refused: needs 132 MiB for its largest micro-batch of 32 sequences with 640"
+        "high: refused: needs 180 MiB for its largest micro-batch of 40 sequences with 800"
     )
     assert told[0].endswith(
         "tokens; of scheduler.memory_limit 206 MiB, 0 bytes are taken by the base model and libraries, and "
-        "96 MiB kept in reserve; per_device_train_batch_size 10 or a limit of 228 MiB would do"
+        "96 MiB kept in reserve; per_device_train_batch_size 5 or a limit of 276 MiB would do"
     )
     assert result.exit_code == 1
     states = {name: adapter.state for name, adapter in result.adapters.items()}

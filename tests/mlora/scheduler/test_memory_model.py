@@ -193,3 +193,17 @@ def test_a_stage_without_a_loss_has_no_such_phase() -> None:
     assert model.count == 0
     with pytest.raises(RuntimeError):
         PeakModel([None]).predict([100])
+
+
+@pytest.mark.parametrize("size", [math.nan, math.inf, -math.inf, 0.5, 0])
+@pytest.mark.parametrize("take", ["observe", "seed"])
+def test_what_is_no_size_is_refused(size: float, take: str) -> None:
+    model, peak = MemoryModel(), PeakModel()
+    expected = f"bytes: expected a finite number of at least 1, got {size}$"
+    with pytest.raises(ValueError, match=expected):
+        getattr(model, take)([4], size)
+    if size:
+        with pytest.raises(ValueError, match=expected):
+            getattr(peak, take)([4], [size])
+    assert not model.count
+    assert not peak.known

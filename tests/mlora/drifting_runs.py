@@ -1,0 +1,253 @@
+"""Runs of random tasks in processes that grow while they train, without a model: what a run learns of its own
+memory is real, what is measured is made up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlora.dataset.sampler import BatchPlan
+from mlora.fields.scheduler_config import SchedulerConfig
+from mlora.groups import Group
+from mlora.memory.run_memory import MIB, RunMemory
+from mlora.queue.task_queue import Request
+from mlora.roster.decisions import Decisions
+from mlora.roster.micro_batches import MicroBatches
+from mlora.roster.roster import Roster
+from mlora.run_folder import RunFolder
+from mlora.scheduler import MemoryEstimate
+from mlora.scheduler.estimate import DryRun
+from mlora.tasks import Progress
+
+from tests.mlora.limited_runs import Watching
+
+LOADED = 500 * MIB
+ROW = MIB // 10  # what a micro-batch takes for each of its rows
+
+
+@dataclass
+class Process:
+    """What a process takes beside its adapters, and the engine that lies in it.
+
+    Args:
+        dice: how it grows.
+        states: bytes of each task's states, by name.
+    """
+
+    dice: random.Random
+    states: dict[str, int]
+    kept: int = 0
+    loose: int = 0
+    adapters: list[str] = field(default_factory=list)
+    replicas: int = 1
+    idle: bool = True
+    registry: None = None
+    peak_memory: int = LOADED
+
+    def create_adapter(self, name: str, *_: Any, **__: Any) -> None:
+        self.adapters.append(name)
+
+    def remove_adapter(self, name: str) -> None:
+        self.adapters.remove(name)
+
+    @property
+    def memory_after(self) -> list[int]:
+        return [LOADED + self.kept + self.loose + sum(self.states[name] for name in self.adapters)]
+
+    def look(self, *, first: bool) -> list[int]:
+        self.kept += self.dice.randint(5, 15) * MIB if first else 0
+        self.loose = 0
+        return self.memory_after
+
+    def train(self, rows: int) -> int:
+        """Pass a micro-batch; returns what the process had in use at most."""
+        used = self.memory_after[0] + int(ROW * rows * self.dice.uniform(0.99, 1.01))
+        self.peak_memory = max(self.peak_memory, used)
+        self.kept += self.dice.randint(0, 6) * MIB + rows * ROW // 20
+        self.loose = self.dice.randint(0, 20) * MIB
+        return used
+
+
+class Tasks:
+    """What tasks need, as `mlora.memory.task_memory.TaskMemory` says it."""
+
+    def __init__(self, states: dict[str, int]) -> None:
+        self._states = states
+        shapes = [[40], [200], [10] * 8, [20, 300]]
+        dry = DryRun([[None]], [(shape, [[ROW * sum(shape)]]) for shape in shapes])
+        self.estimate = MemoryEstimate(lambda names: "all", lambda names: dry)
+
+    def know(self, task: Any) -> None:
+        """All are known."""
+
+    def knows(self, name: str) -> bool:
+        return name in self._states
+
+    def admitted(self, name: str) -> tuple[int, ...]:
+        return (2 * self._states[name],)
+
+    def at_rest(self, name: str) -> tuple[int, ...]:
+        return (self._states[name],)
+
+    def largest(self, task: Any) -> list[int]:
+        found: list[int] = task.next_lengths()
+        return found
+
+    def size(self, name: str, lengths: Sequence[int]) -> float:
+        return float(ROW * sum(lengths))
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Args:
+        states: of its tasks, by name.
+        lines: that were told.
+        processes: that it took.
+        tried: how often a task began alone that only barely fitted.
+        beginnings: what the process had in use in each task's first micro-batch, as a share of the limit.
+    """
+
+    states: dict[str, str]
+    lines: list[str]
+    processes: int
+    tried: int
+    beginnings: list[float]
+
+
+def drift(seed: int, patch: pytest.MonkeyPatch) -> Outcome:
+    """Run random tasks to their end, in as many processes as that takes."""
+    patch.setattr("mlora.roster.roster.submitted", lambda name, _: (SimpleNamespace(name=name), []))
+    patch.setattr("mlora.roster.roster.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
+    patch.setattr("mlora.roster.roster.bring_back", lambda e, t, *_: e.create_adapter(t.name))
+    dice = random.Random(seed)
+    kinds = [(dice.randint(10, 60) * MIB, dice.randint(100, 1500)) for _ in range(dice.randint(1, 3))]
+    states, coming = {}, {}
+    for number in range(dice.randint(3, 9)):  # some are twins
+        states[f"t{number}"], rows = dice.choice(kinds)
+        coming[f"t{number}"] = _task(f"t{number}", dice.randint(0, 2), rows, dice.randint(2, 12))
+    most = max(2 * states[name] + 1.06 * ROW * sum(one.next_lengths()) for name, one in coming.items())
+    limit = LOADED + 32 * MIB + int(most) + dice.randint(1, 40) * MIB
+    return _Run(dice, limit, states, coming, dice.choice(["fcfs", "shortest_first"])).to_its_end()
+
+
+class _Run:
+    def __init__(
+        self, dice: random.Random, limit: int, states: dict[str, int], coming: dict[str, Any], policy: Any
+    ) -> None:
+        self.dice, self.states, self.limit, self.coming = dice, states, limit, coming
+        pipeline = {"processes": 1, "stages": 1, "replicas": 1, "schedule": "lorapp", "micro_batches": 1}
+        self.config: Any = SimpleNamespace(
+            adapters=[SimpleNamespace(name=name, priority=0) for name in coming],
+            sweep=None,
+            at_once=len(coming),
+            scheduler=SchedulerConfig(memory_limit=limit, policy=policy),
+            pipeline=SimpleNamespace(**pipeline),
+        )
+        self.asked: list[Request] = []
+        self.journal: dict[int, Any] = {}
+        self.told = Watching()
+        self.later = list(coming)[dice.randint(1, len(coming)) :]
+        self.iteration, self.outcome = 0, Outcome({}, self.told.lines, 0, 0, [])
+
+    # the queue
+
+    def show(self, views: Any, run: Any) -> None:
+        """Nobody looks."""
+
+    def requests(self, after: int = 0) -> list[Request]:
+        return [request for request in self.asked if request.number > after]
+
+    def changed(self) -> bool:
+        return True
+
+    def write_entry(self, iteration: int, entry: Any) -> None:
+        assert iteration not in self.journal
+        self.journal[iteration] = entry
+
+    # the run
+
+    def to_its_end(self) -> Outcome:
+        checkpoint, tasks = None, [self.coming[n] for n in self.coming if n not in self.later]
+        while self.later or any(task.alive for task in tasks):
+            self.outcome.processes += 1
+            assert self.outcome.processes <= len(self.coming) + 1
+            checkpoint, tasks = self._process(checkpoint, tasks)
+        self.outcome.states = {name: task.progress.state for name, task in self.coming.items()}
+        return self.outcome
+
+    def _process(self, checkpoint: Any, tasks: list[Any]) -> tuple[Any, list[Any]]:
+        """Train until nobody is left, or only such as this process has no room for."""
+        engine, builder = Process(self.dice, self.states), SimpleNamespace(warnings=[], build=self._build)
+        known: Any = Tasks(self.states)
+        memory = RunMemory(self.config, known, [LOADED], LOADED, look=engine.look)
+        parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
+        self.roster, self.memory, self.engine = Roster(*parts), memory, engine
+        self.decisions = Decisions(self.config, engine, self.roster, self.told)  # type: ignore[arg-type]
+        if checkpoint is None:
+            self.decisions.start()
+        else:
+            self.decisions.restore({"roster": checkpoint, "adapters": {}})
+        queue: Any = self
+        self.decisions.begin(queue, self.iteration, None if checkpoint is None else {})
+        while self._decide():
+            self._iterate()
+        return self.decisions.state(self.iteration), self.roster.tasks
+
+    def _build(self, adapter: Any, _: Any) -> Any:
+        return self.coming[adapter.name]
+
+    def _decide(self) -> bool:
+        if self.later and (self.dice.random() < 0.2 or not self.roster.members()):
+            number = len(self.asked) + 1
+            self.asked.append(Request(number, "submit", self.later.pop(0), {}, 0.0))
+        self.decisions.asked()
+        while (due := self.decisions.due(self.iteration)) is not None:
+            self.decisions.decide(due, at_once=due > self.iteration)
+            self.iteration = due
+        return bool(self.roster.members())
+
+    def _iterate(self) -> None:
+        micro_batches = MicroBatches(self.roster, self.engine)  # type: ignore[arg-type]
+        for slot, members in self.roster.members().items():
+            chosen = micro_batches.choose(Group(slot, members, self.iteration))
+            new = [task for task in chosen if not task.progress.batches]
+            self.outcome.tried += any(not self.memory.fits(task) for task in new)
+            micro_batches.worth_measuring(chosen)
+            used = self.engine.train(sum(task.next_lengths()[0] for task in chosen))
+            if new:
+                self.outcome.beginnings.append(used / self.limit)
+            micro_batches.passed([])
+            for task in chosen:
+                self._step(task)
+        self.iteration += 1
+
+    def _step(self, task: Any) -> None:
+        task.progress.step += 1
+        task.progress.batches += 1
+        if task.progress.step == task.total_steps:
+            task.progress.state, task.alive = "finished", False
+            self.engine.remove_adapter(task.name)
+
+
+def _task(name: str, priority: int, rows: int, steps: int) -> Any:
+    lengths = [rows]
+    return SimpleNamespace(
+        name=name,
+        config=SimpleNamespace(priority=priority, init_from=None),
+        lora=None,
+        kept=None,
+        eval_data=None,
+        data=SimpleNamespace(samples=[SimpleNamespace(input_ids=range(rows))]),
+        usual_lengths=lengths,
+        plan=BatchPlan(1, 1, 1, False, 0),
+        total_steps=steps,
+        progress=Progress(),
+        next_lengths=lambda: lengths,
+        alive=True,
+    )

@@ -1,0 +1,145 @@
+"""A process takes more the longer it trains: that makes tasks wait, and none is refused for it."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drifting_runs import drift
+from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
+from mlora.config_file import resolve_config
+from mlora.engine import Engine
+from mlora.errors import RunError
+from mlora.memory.run_memory import RunMemory
+from mlora.memory.task_memory import TaskMemory
+from mlora.run import resume, train
+from mlora.validation import validate
+from tiny_run import lines, run_data, weights
+
+MIB = 2**20
+TOOK = RunMemory.took
+
+
+class Meter:
+    """What the process has in use: nothing at first, and `grows` once a micro-batch has passed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        replace_memory(patch)
+        self.used, self.grows, self.gives_back = 0, 0, 0
+        patch.setattr(Engine, "used_memory", lambda _: [self.used])
+        patch.setattr(Engine, "release_memory", lambda _: self.release())
+        patch.setattr(TaskMemory, "at_rest", lambda *_: (0,))
+        patch.setattr(RunMemory, "took", lambda memory, *_: self.took(memory))
+
+    def release(self) -> None:
+        self.used -= min(self.used, self.gives_back)
+
+    def took(self, memory: RunMemory) -> None:
+        self.used = self.grows
+        TOOK(memory, [], [0.0], 0, [self.used])
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
+    return Meter(monkeypatch)
+
+
+@pytest.fixture
+def data(tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
+    """Two tasks, of which each fits alone, with the least reserve and 20 MiB to spare."""
+    return run_data(tiny_base, tmp_path) | {"scheduler": {"memory_limit": TASK + 52 * MIB}}
+
+
+@pytest.mark.parametrize(("grows", "gives_back"), [(40, 0), (90, 50)])
+def test_a_task_runs_after_its_twin_though_the_process_has_grown(
+    data: dict[str, Any], tmp_path: Path, meter: Meter, grows: int, gives_back: int
+) -> None:
+    meter.grows, meter.gives_back = grows * MIB, gives_back * MIB
+    result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
+    assert {name: adapter.state for name, adapter in result.adapters.items()} == {
+        "first": "finished",
+        "second": "finished",
+    }
+    first = list(dict.fromkeys(name for name, _ in watching.steps))
+    assert first == ["first", "second"]
+    assert [name for name, _ in watching.steps] == sorted(name for name, _ in watching.steps)
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("spare", [-1, 1])
+def test_validate_and_train_agree_on_who_never_fits(
+    data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    """With the least reserve, 32 MiB; of validate's own process only what it had before adapters counts."""
+    data["scheduler"]["memory_limit"] = TASK + 32 * MIB + spare * MIB
+    config = resolve_config(data, folder=tmp_path)
+    adapters: list[str] = []
+    create = Engine.create_adapter
+
+    def count(engine: Engine, name: str, *args: Any, **more: Any) -> None:
+        adapters.append(name)
+        create(engine, name, *args, **more)
+
+    monkeypatch.setattr(Engine, "create_adapter", count)
+    for module in ("prepare", "validation"):
+        monkeypatch.setattr(f"mlora.{module}.used_memory", lambda _: len(adapters) * TASK)
+    _, plan = validate(config)
+    assert plan is not None
+    assert adapters == ["first", "second"]
+    never = {"first", "second"} if spare < 0 else set()
+    assert {task.name for task in plan.never} == never
+    watching = Watching()
+    if never:
+        with pytest.raises(RunError, match="every adapter was refused"):
+            train(config, reporter=watching)
+    else:
+        assert train(config, reporter=watching).exit_code == 0
+    assert {line.split(":")[0] for line in watching.lines if "refused" in line} == never
+
+
+def test_what_a_process_has_no_room_for_any_more_goes_on_in_a_new_one(
+    data: dict[str, Any], tmp_path: Path, meter: Meter
+) -> None:
+    meter.grows = 60 * MIB
+    result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
+    assert {name: adapter.state for name, adapter in result.adapters.items()} == {
+        "first": "finished",
+        "second": "running",
+    }
+    run = tmp_path / "run"
+    assert result.status == "interrupted"
+    (told,) = [line for line in watching.lines if "no room" in line]
+    assert told.startswith("second: there is no room in this process, which takes more than when it began")
+    assert told.endswith(f"mlora resume {run}")
+    meter.used = 0
+    again = resume(run)
+    assert again.exit_code == 0
+    assert again.adapters["second"].state == "finished"
+
+
+def test_what_was_measured_anew_is_in_the_journal(
+    data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on after a kill, in a process of another size, does the same."""
+    meter.grows = 40 * MIB
+    data["defaults"]["save_steps"] = None
+    run = tmp_path / "run"
+    with pytest.raises(ConnectionAbortedError):
+        train(resolve_config(data, folder=tmp_path), reporter=Watching({("second", 1): die}))
+    assert [names for names, _ in groupby(decisions(run).values())] == [["first"], ["second"]]
+    meter.used, meter.grows = 0, 49 * MIB
+    assert resume(run).exit_code == 0
+    monkeypatch.setattr(Engine, "used_memory", lambda _: [10**12])
+    again = undisturbed(run, tmp_path / "again")
+    assert lines(again) == lines(run)
+    assert weights(again) == weights(run)
+
+
+def test_twenty_random_runs_train_all_that_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [drift(seed, monkeypatch) for seed in range(20)]
+    for seed, outcome in enumerate(outcomes):
+        assert set(outcome.states.values()) == {"finished"}, seed
+        assert not [line for line in outcome.lines if "refused" in line], seed
+        assert max(outcome.beginnings) <= 1.0, seed
+    assert sum(outcome.tried for outcome in outcomes) >= 20  # else nobody was in doubt
+    assert max(outcome.processes for outcome in outcomes) > 1
