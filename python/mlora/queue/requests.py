@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mlora.config import RunConfig
 from mlora.errors import RunError
-from mlora.fields.lora_fields import nearest
+from mlora.fields.aliases import nearest
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import TaskQueue

@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlora.config import AdapterConfig, RunConfig
-from mlora.config_file import read_yaml, resolve_config
+from mlora.config_file import resolve_config
 from mlora.errors import RunError, first_fault, first_line
 from mlora.fields.dataset_config import DatasetConfig
 from mlora.fields.sweep_config import is_trial
+from mlora.yaml_file import read_yaml
 
 
 def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> dict[str, Any]:

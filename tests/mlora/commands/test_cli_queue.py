@@ -161,7 +161,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ),
         ({"name": "a b"}, "name: 'a b' is not a plain name"),
         ({"name": None}, "name: is missing"),
-        ({"name": ["a"]}, "name: must be a valid string"),
+        ({"name": ["a"]}, "name: must be text, got ['a']"),
         ({"dataset": "on"}, "dataset: no dataset is named 'on'; datasets: one, two"),
         ({"learning_rat": 1}, "learning_rat: unknown key; did you mean 'learning_rate'?"),
         ({"lora": {"rr": 1}}, "lora.rr: unknown key; did you mean 'r'?"),
