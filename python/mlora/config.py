@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.base.hub import is_hub_id
 from mlora.fields.aliases import nearest
@@ -201,12 +201,13 @@ class RunConfig(Strict):
     def _fill_adapters(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        defaults, adapters, sweep = data.get("defaults"), data.get("adapters"), data.get("sweep")
+        defaults, adapters, sweep = _plain(data.get("defaults")), data.get("adapters"), data.get("sweep")
         fields = defaults if isinstance(defaults, dict) else {}
         known = {key: value for key, value in fields.items() if key in TrainingFields.model_fields}
         filled = dict(data)
         if isinstance(adapters, list):
-            filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in adapters]
+            owns = [_plain(own) for own in adapters]
+            filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in owns]
         if isinstance(sweep, dict):
             filled.setdefault("adapters", [])
         return filled
@@ -301,6 +302,11 @@ class RunConfig(Strict):
         if faults:
             raise KeyPathErrors(faults)
         return self
+
+
+def _plain(value: Any) -> Any:
+    """What was given to a model that was built in Python; anything else as it is."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -138,8 +138,7 @@ def read_status(run_dir: Path | str) -> RunStatus:
         RunError: the folder holds no run, or a file in it cannot be read.
     """
     folder = RunFolder(Path(run_dir).resolve())
-    if not folder.config.is_file():
-        raise RunError(f"{folder.path}: holds no config.yaml, so there is no run")
+    folder.check_is_run()
     values = read_yaml(folder.config)
     own = _own(folder, values)
     at_work = is_running(folder.metrics)  # before the summary, which may say meanwhile that it has ended
