@@ -123,3 +123,16 @@ def test_a_csv_refuses_its_adapters_only(run: Run, tiny_base: Path, tmp_path: Pa
 
 def test_help_is_not_cut(run: Run) -> None:
     assert "..." not in run("--help").stdout.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--steps", "9" * 30], "forward passes of stages, 10000000 at most; give fewer --steps, --adapters"),
+        (["--adapters", "9" * 30], "forward passes of stages, 10000000 at most"),
+        (["--forward", ""], "--forward: expected milliseconds such as 1.5 or 1,2,2,1, got ''"),
+        (["--backward", ""], "--backward: expected milliseconds such as 1.5 or 1,2,2,1, got ''"),
+    ],
+)
+def test_wrong_options_of_simulate(run: Run, options: list[str], expected: str) -> None:
+    assert expected in only_line(run("simulate", *options))
