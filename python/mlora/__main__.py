@@ -1,6 +1,15 @@
-"""``python -m mlora``: the command line."""
+"""``python -m mlora`` and ``mlora``: the command line."""
 
-from mlora.cli import main
+from mlora.process.imports import end_imports_at_once
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it in one line even while its imports are under way."""
+    end_imports_at_once()
+    from mlora.cli import main
+
+    main()
+
 
 if __name__ == "__main__":
     main()

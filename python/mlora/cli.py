@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,6 @@ from mlora.errors import RunError
 from mlora.process.imports import end_imports_at_once
 
 app = typer.Typer(
-    help="Train many LoRA adapters together over one frozen base model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,18 +25,51 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's con
 Overwrite = Annotated[bool, typer.Option(help="replace an earlier run in output_dir")]
 Stages = Annotated[
     int | None,
-    typer.Option(min=1, metavar="K", help="cut the model over K processes, as --set pipeline.stages=K does"),
+    typer.Option(
+        min=1, metavar="K", help="cut the model over K processes; short for --set pipeline.stages=K"
+    ),
 ]
 Trace = Annotated[
     bool,
-    typer.Option("--trace", help="write what the stages did when: trace.json, timeline.png, times.json"),
+    typer.Option("--trace", help="write what each stage did and when: trace.json, timeline.png, times.json"),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="override the config: adapters.sums-r8.learning_rate=1e-3"
+        "--set",
+        metavar="KEY=VALUE",
+        help="override the config, for example adapters.sums-r8.learning_rate=1e-3; may be repeated",
     ),
 ]
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and leave.
+
+    Args:
+        wanted: whether it was asked for.
+
+    Raises:
+        typer.Exit: after it was printed.
+    """
+    if not wanted:
+        return
+    with command():
+        try:
+            found = version("mlora-ext")
+        except PackageNotFoundError as error:
+            raise RunError("mlora-ext is not installed; its version is not known") from error
+        print(f"mlora-ext {found}")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Train many LoRA adapters together over one frozen base model."""
 
 
 def main() -> None:
@@ -124,7 +157,10 @@ def resume(run_dir: RunDir) -> None:
 
 @app.command()
 def validate(run: RunFile, set_: Overrides = None) -> None:
-    """Check a config, its data, its base model and its adapters; train nothing and write nothing."""
+    """Check a config, its data, its base model and its adapters.
+
+    Trains nothing and writes nothing.
+    """
     with command():
         from mlora.config_file import load_config
 
@@ -186,11 +222,15 @@ def generate(
     base_model: Annotated[
         str | None, typer.Option(help="the base model; default: the one that SOURCE names")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="most tokens to add to a prompt")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token each time")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 draws from all tokens")] = 0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="draw from the most likely tokens that together have this probability")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="draw from this many of the most likely tokens; 0: from all")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the random draws")] = 0,
     chat: Annotated[
         bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
     ] = False,
@@ -231,7 +271,7 @@ app.command()(simulate)
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def bench(context: typer.Context) -> None:
-    """Run the benchmarks of the source checkout; `mlora bench --help` tells more."""
+    """Run the benchmarks of the source checkout."""
     with command():
         from mlora.commands.benchmarks import run_suite
 

@@ -8,18 +8,20 @@ key. What stands under ``datasets``, ``scheduler``, ``pipeline`` and ``sweep`` i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.base.hub import is_hub_id
+from mlora.fields.aliases import nearest
 from mlora.fields.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
 from mlora.fields.lora_fields import check_lora
 from mlora.fields.paths import resolve_path
 from mlora.fields.pipeline_config import PipelineConfig
 from mlora.fields.scheduler_config import SchedulerConfig
-from mlora.fields.strict import MOST, KeyPathError, Strict
+from mlora.fields.strict import MOST, KeyPathError, KeyPathErrors, Strict
 from mlora.fields.sweep_config import SweepConfig
 
 
@@ -199,12 +201,13 @@ class RunConfig(Strict):
     def _fill_adapters(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        defaults, adapters, sweep = data.get("defaults"), data.get("adapters"), data.get("sweep")
+        defaults, adapters, sweep = _plain(data.get("defaults")), data.get("adapters"), data.get("sweep")
         fields = defaults if isinstance(defaults, dict) else {}
         known = {key: value for key, value in fields.items() if key in TrainingFields.model_fields}
         filled = dict(data)
         if isinstance(adapters, list):
-            filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in adapters]
+            owns = [_plain(own) for own in adapters]
+            filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in owns]
         if isinstance(sweep, dict):
             filled.setdefault("adapters", [])
         return filled
@@ -221,6 +224,8 @@ class RunConfig(Strict):
     @field_validator("base_model")
     @classmethod
     def _base_model(cls, value: str, info: ValidationInfo) -> str:
+        if "://" in value:
+            raise ValueError(f"{value} is a web address; expected a folder or a model's name on the hub")
         folder = resolve_path(value, info)
         if Path(folder).is_dir():
             return folder
@@ -286,22 +291,36 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _datasets_serve(self) -> RunConfig:
         formats = {dataset.name: dataset.format for dataset in self.datasets}
+        faults: list[KeyPathError] = []
+        told: set[tuple[str, str]] = set()
         for index, adapter in enumerate(self.adapters):
-            for key in ("dataset", "eval_dataset"):
-                name = getattr(adapter, key)
-                if name is not None and name not in formats:
-                    known = ", ".join(formats)
-                    raise ValueError(
-                        f"adapters[{index}].{key}: no dataset is named {name!r}; datasets: {known}"
-                    )
-                if name is not None and adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
-                    raise ValueError(
-                        f"adapters[{index}].assistant_only_loss: needs a {key} of messages "
-                        f"({', '.join(WITH_MESSAGES)}), got {formats[name]!r}"
-                    )
-            if adapter.eval_exact_match and formats[str(adapter.eval_dataset)] not in WITH_PROMPTS:
-                raise ValueError(
-                    f"adapters[{index}].eval_exact_match: needs an eval_dataset of format "
-                    f"{' or '.join(WITH_PROMPTS)}, got {formats[str(adapter.eval_dataset)]!r}"
-                )
+            for fault in _data_faults(adapter, formats):
+                if fault not in told:  # one that comes from the defaults is told of once
+                    key, reason = fault
+                    faults.append(KeyPathError(f"adapters[{index}].{key}", reason))
+                    told |= {fault} if key in TrainingFields.model_fields else set()
+        if faults:
+            raise KeyPathErrors(faults)
         return self
+
+
+def _plain(value: Any) -> Any:
+    """What was given to a model that was built in Python; anything else as it is."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
+def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Keys of an adapter that do not go with its data, and why."""
+    for key in ("dataset", "eval_dataset"):
+        name = getattr(adapter, key)
+        if name is None:
+            continue
+        if name not in formats:
+            yield key, f"no dataset is named {name!r}; {nearest(name, list(formats), 'datasets')}"
+        elif adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
+            kinds = ", ".join(WITH_MESSAGES)
+            yield "assistant_only_loss", f"needs a {key} of messages ({kinds}), got {formats[name]!r}"
+    found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
+    if adapter.eval_exact_match and found not in WITH_PROMPTS:
+        kinds = " or ".join(WITH_PROMPTS)
+        yield "eval_exact_match", f"needs an eval_dataset of format {kinds}, got {found!r}"

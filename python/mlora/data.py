@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.dataset.formats import parser_of
-from mlora.dataset.record import FormatError, Prompt, Record, Sample, check_ids, text_of_key
-from mlora.errors import RunError, first_line
+from mlora.dataset.kinds import refuse_other_kinds
+from mlora.dataset.record import (
+    FormatError,
+    Prompt,
+    Record,
+    Sample,
+    check_ids,
+    json_name,
+    text_of_key,
+)
+from mlora.errors import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +81,7 @@ def load_dataset(
         parse = parser_of(format, tokenizer, assistant_only_loss=assistant_only_loss)
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
+    refuse_other_kinds(path)
     records = []
     for line, fields in _read_lines(path):
         try:
@@ -139,6 +150,7 @@ def read_prompt_lines(path: Path) -> list[str]:
     Raises:
         RunError: the file cannot be read, or a line has no prompt.
     """
+    refuse_other_kinds(path, plain_text=path.suffix != ".jsonl")
     if path.suffix != ".jsonl":
         try:
             return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -158,19 +170,25 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not raw.strip():
             continue
         try:
-            fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+            fields = json.loads(raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
-        except json.JSONDecodeError as error:  # its own line is always 1, or 2 at the end of this one
-            raise RunError(
-                f"{path}:{number}: is not JSON: {error.msg} at character {error.pos + 1}; "
-                "expected one JSON object a line"
-            ) from error
-        except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits
-            raise RunError(f"{path}:{number}: is not JSON: {first_line(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{path}:{number}: is not JSON: {_json_fault(error, raw)}") from error
         if not isinstance(fields, dict):
-            raise RunError(f"{path}:{number}: must be a JSON object, got {type(fields).__name__}")
+            raise RunError(f"{path}:{number}: must be a JSON object, got {json_name(fields)}")
         yield number, fields
+
+
+def _json_fault(error: Exception, line: bytes) -> str:
+    if line.strip() == b"{":
+        return "an object goes on in the next line; write each object in one line"
+    if isinstance(error, json.JSONDecodeError):  # its own line is always 1, or 2 at the end of this one
+        reason = error.msg.removesuffix(" at")
+        return f"{reason} at character {error.pos + 1}; expected one JSON object a line"
+    if isinstance(error, RecursionError):
+        return "brackets are nested too deeply"
+    return f"a number has more than {sys.get_int_max_str_digits()} digits"
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:

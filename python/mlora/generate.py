@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,8 @@ class Sampling:
         Raises:
             ValueError: naming the value that is out of range.
         """
-        if self.temperature < 0:
-            raise ValueError(f"temperature: must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature: must be at least 0 and finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:

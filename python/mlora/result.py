@@ -49,7 +49,7 @@ class RunResult:
     Args:
         status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped, or
             all trials of a sweep;
-            ``paused`` when all that is left is paused; ``interrupted`` when a signal ended it after a
+            ``paused`` when only paused tasks remain; ``interrupted`` when a signal ended it after a
             checkpoint.
         output_dir: its folder.
         seconds: wall time, all parts of a resumed run together.

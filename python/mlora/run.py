@@ -68,14 +68,14 @@ def train(
     Raises:
         RunError: the config, the base model or the output folder is wrong, every adapter was refused, or a
             file cannot be written.
+        TypeError: ``config`` is neither.
 
     Example:
         >>> result = train("run.yaml")
         >>> result.adapters["sums-r8"].eval_loss
         {'before': 3.1, 'after': 0.2}
     """
-    if not isinstance(config, RunConfig):
-        config = load_config(config)
+    config = _read(config)
     check_replicas(config, member)
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
@@ -90,6 +90,17 @@ def train(
         with TaskQueue(folder.queue) as queue:
             prepared.decisions.begin(queue, prepared.iteration)
             return _run(prepared, folder, metrics, reporter, member, trace=trace)
+
+
+def _read(config: RunConfig | Path | str) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, str | Path):
+        return load_config(config)
+    more = "; make one of it: RunConfig.model_validate(values)" if isinstance(config, dict) else ""
+    raise TypeError(
+        f"config: expected a RunConfig or the path of a YAML file, got {type(config).__name__}{more}"
+    )
 
 
 def _measured(prepared: Prepared) -> Prepared:

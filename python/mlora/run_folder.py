@@ -98,7 +98,8 @@ class RunFolder:
             )
         if not self.config.is_file():
             raise RunError(
-                f"output_dir: {self.path} holds no config.yaml, so it is no run's and is not overwritten"
+                f"output_dir: {self.path} holds no config.yaml, so it is not a run folder; refusing to "
+                "overwrite it"
             )
         for root, folders, files in os.walk(self.path):
             for name in folders + files:
@@ -171,14 +172,27 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"output_dir: {self.path} cannot be cleared: {error.strerror}") from error
 
+    def check_is_run(self) -> None:
+        """Check that a run is here.
+
+        Raises:
+            RunError: there is none; with what is here instead.
+        """
+        if os.path.isfile(self.config):
+            return
+        if os.path.isfile(self.path):
+            raise RunError(f"{self.path}: is a file; give the run's output_dir, which is a folder")
+        if not os.path.exists(self.path):
+            raise RunError(f"{self.path}: there is no such folder; give the run's output_dir")
+        raise RunError(f"{self.path}: is no run's output_dir: it holds no config.yaml")
+
     def read_config(self) -> RunConfig:
         """Return the run's config, with the folder's place of today.
 
         Raises:
             RunError: there is none, or it is wrong.
         """
-        if not self.config.is_file():
-            raise RunError(f"{self.path}: holds no config.yaml, so there is no run to resume")
+        self.check_is_run()
         return load_config(self.config).model_copy(update={"output_dir": str(self.path)})
 
     def write_config(self, config: RunConfig) -> None:

@@ -105,11 +105,14 @@ def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path)
     ("line", "expected"),
     [
         ('{"input_ids": [1, 2', "is not JSON"),
-        ("[", "; expected one JSON object a line"),
-        ("[" + "1" * 5000 + "]", "is not JSON: Exceeds the limit (4300 digits)"),
-        ("[1, 2]", "must be a JSON object, got list"),
+        ("{]", "; expected one JSON object a line"),
+        ("{", "is not JSON: an object goes on in the next line; write each object in one line"),
+        ('{"text": "x', "is not JSON: Unterminated string starting at character 1"),
+        ("[" * 100_000, "is not JSON: brackets are nested too deeply"),
+        ("[" + "1" * 5000 + "]", "is not JSON: a number has more than 4300 digits"),
+        ("[1, 2]", "must be a JSON object, got a list"),
         ('{"ids": [1]}', "'input_ids' is missing; the line has 'ids'"),
-        ('{"input_ids": 3}', "'input_ids' must be a list of whole numbers, got int"),
+        ('{"input_ids": 3}', "'input_ids' must be a list of whole numbers, got a number"),
         ('{"input_ids": [1, NaN]}', "'input_ids' must hold whole numbers, got nan"),
         ('{"input_ids": [1, true]}', "'input_ids' must hold whole numbers, got True"),
         ('{"input_ids": [1, 260]}', "token id 260 is outside the base model's vocabulary of 260"),
@@ -132,8 +135,11 @@ def test_malformed_lines_give_file_and_number(tmp_path: Path, line: str, expecte
     ("record", "expected"),
     [
         ({"prompt": "a"}, "'completion' is missing; the line has 'prompt'"),
-        ({"prompt": "a", "completion": None}, "'completion' must be text, got NoneType"),
-        ({"prompt": "ab\ud800", "completion": "c"}, "1: 'prompt' is no text: half of a surrogate pair at"),
+        ({"prompt": "a", "completion": None}, "'completion' must be text, got null"),
+        (
+            {"prompt": "ab\ud800", "completion": "c"},
+            "1: 'prompt' is not valid text: half of a surrogate",
+        ),
     ],
 )
 def test_malformed_prompts_are_named(tmp_path: Path, tokenizer, record: dict, expected: str) -> None:

@@ -164,7 +164,7 @@ def finish(result: RunResult) -> None:
             print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
         elif result.status == "paused":
             paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
-            print(f"all that is left is paused; continue with {how_to_go_on(result.output_dir, paused)}")
+            print(f"only paused tasks remain; continue with {how_to_go_on(result.output_dir, paused)}")
     raise typer.Exit(result.exit_code)
 
 

@@ -14,7 +14,10 @@ Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of th
 def status(
     run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False
 ) -> None:
-    """Show how far a run has come and what waits in its queue, from its files."""
+    """Show how far a run has come and what waits in its queue.
+
+    Reads the run's files, whether the run is at work or not.
+    """
     with command():
         from mlora.commands.status import read_status
 
@@ -32,7 +35,8 @@ def submit(
     tasks: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TASK.yaml...", help="what stands below adapters for one task, and its datasets"
+            metavar="TASK.yaml...",
+            help="one task each: an adapter's keys (name, dataset, lora, ...) and datasets the run lacks",
         ),
     ],
 ) -> None:
@@ -52,7 +56,10 @@ def cancel(run_dir: RunDir, names: Names) -> None:
 
 
 def pause(run_dir: RunDir, names: Names) -> None:
-    """Set tasks of a run aside until they are unpaused; their memory is free for others."""
+    """Set tasks of a run aside until they are unpaused.
+
+    Meanwhile other tasks use their memory.
+    """
     with command():
         from mlora.queue.requests import change
 

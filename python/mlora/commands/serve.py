@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -10,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlora.config_file import read_yaml
 from mlora.data import read_prompt_lines
 from mlora.dataset.chat import ChatTemplate
 from mlora.dataset.record import FormatError
 from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.generate import Request, Sampling, complete, end_token, text_of
+from mlora.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,11 +76,11 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
     Raises:
         RunError: it is neither.
     """
-    if (source / "config.yaml").is_file():
+    if os.path.isfile(source / "config.yaml"):
         folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
         found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
         return str(read_yaml(source / "config.yaml").get("base_model", "")), found
-    if (source / "adapter_config.json").is_file():
+    if os.path.isfile(source / "adapter_config.json"):
         try:
             saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
             if not isinstance(saved, dict):

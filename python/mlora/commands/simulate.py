@@ -19,39 +19,52 @@ def simulate(
         int,
         typer.Option(
             min=1,
-            help="streams of lorapp: adapters, or groups that share batches, as mlora train makes of more "
-            "than 2 * stages; 1f1b and gpipe run all adapters as one batch",
+            help="lorapp: how many streams run at once, each an adapter or a group of adapters (mlora train "
+            "makes groups of more than 2 * stages adapters); 1f1b, gpipe: all adapters are one batch",
         ),
     ] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1, help="of each optimizer step")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches in each optimizer step")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of each adapter")] = 20,
     forward: Annotated[
-        str | None, typer.Option(metavar="MS[,MS...]", help="of a micro-batch: one, or each stage's [1]")
+        str | None,
+        typer.Option(
+            metavar="MS[,MS...]",
+            help="forward time of a micro-batch in ms: one value, or one for each stage [1]",
+        ),
     ] = None,
-    backward: Annotated[str | None, typer.Option(metavar="MS[,MS...]", help="the same [1]")] = None,
-    latency: Annotated[float | None, typer.Option(metavar="MS", help="between neighbours [0]")] = None,
+    backward: Annotated[
+        str | None, typer.Option(metavar="MS[,MS...]", help="backward time, given likewise [1]")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(metavar="MS", help="latency in ms between neighbouring stages [0]")
+    ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(metavar="GBIT/S", help="of each direction between neighbours [any]")
+        float | None, typer.Option(metavar="GBIT/S", help="each way between neighbouring stages [unlimited]")
     ] = None,
-    message_bytes: Annotated[float | None, typer.Option("--bytes", help="sent for a micro-batch")] = None,
+    message_bytes: Annotated[
+        float | None, typer.Option("--bytes", help="bytes sent for each micro-batch")
+    ] = None,
     hidden: Annotated[
-        int | None, typer.Option(min=1, help="instead of --bytes: hidden * rows * itemsize")
+        int | None, typer.Option(min=1, help="hidden size; instead of --bytes, send hidden * rows * itemsize")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="tokens of a micro-batch [1]")] = None,
-    itemsize: Annotated[int | None, typer.Option(min=1, help="bytes of a number [2]")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="tokens in a micro-batch [1]")] = None,
+    itemsize: Annotated[int | None, typer.Option(min=1, help="bytes of each number [2]")] = None,
     in_flight: Annotated[
         int | None,
         typer.Option(
-            min=1, help="the most micro-batches at once, for lorapp [adapters * micro-batches, as in a run]"
+            min=1, help="lorapp: most micro-batches in flight at once [adapters * micro-batches, as in a run]"
         ),
     ] = None,
     times: Annotated[
-        Path | None, typer.Option(help="measured times of stages and links: times.json of train --trace")
+        Path | None, typer.Option(help="use measured times: the times.json that train --trace wrote")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
 ) -> None:
-    """Predict what a pipeline does, without running it: bubbles, throughput, micro-batches in flight."""
+    """Predict what a pipeline does, without running it.
+
+    Prints bubbles, throughput and micro-batches in flight.
+    """
     with command():
         from mlora.timelines.forecast import Options, forecast
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from mlora.checkpoint import list_checkpoints
 from mlora.commands.result_table import result_table
-from mlora.config_file import read_yaml
 from mlora.errors import RunError
 from mlora.queue.known_tasks import KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.run_folder import RunFolder, is_running, read_metrics
 from mlora.sweep.progress import SweepProgress, sweep_progress
+from mlora.yaml_file import read_yaml
 
 MIB = 2**20
 
@@ -138,8 +138,7 @@ def read_status(run_dir: Path | str) -> RunStatus:
         RunError: the folder holds no run, or a file in it cannot be read.
     """
     folder = RunFolder(Path(run_dir).resolve())
-    if not folder.config.is_file():
-        raise RunError(f"{folder.path}: holds no config.yaml, so there is no run")
+    folder.check_is_run()
     values = read_yaml(folder.config)
     own = _own(folder, values)
     at_work = is_running(folder.metrics)  # before the summary, which may say meanwhile that it has ended

@@ -13,6 +13,7 @@ from mlora.dataset.record import (
     Record,
     Sample,
     common_start,
+    json_name,
     objects_of_key,
     text_of_key,
 )
@@ -201,7 +202,7 @@ class ChatTemplate:
 
         options = fields.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
-            raise FormatError(f"'chat_template_kwargs' must be an object, got {type(options).__name__}")
+            raise FormatError(f"'chat_template_kwargs' must be an object, got {json_name(options)}")
         for key in NOT_THE_TEMPLATES:
             if key in options:
                 raise FormatError(f"'chat_template_kwargs': {key!r} is no variable of a template; remove it")

@@ -61,6 +61,22 @@ class Record:
     doubt: str = ""
 
 
+JSON_NAMES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def json_name(value: Any) -> str:
+    """Return what a value is called in JSON."""
+    return JSON_NAMES.get(type(value), type(value).__name__)
+
+
 def text_of_key(fields: dict[str, Any], key: str, name: str | None = None) -> str:
     """Return a field that holds text.
 
@@ -75,11 +91,13 @@ def text_of_key(fields: dict[str, Any], key: str, name: str | None = None) -> st
     name = name or repr(key)
     value = _value(fields, key, name)
     if not isinstance(value, str):
-        raise FormatError(f"{name} must be text, got {type(value).__name__}")
+        raise FormatError(f"{name} must be text, got {json_name(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise FormatError(f"{name} is no text: half of a surrogate pair at character {error.start}") from None
+        raise FormatError(
+            f"{name} is not valid text: half of a surrogate pair at character {error.start}"
+        ) from None
     return value
 
 
@@ -95,7 +113,7 @@ def ids_of_key(fields: dict[str, Any], key: str) -> tuple[int, ...]:
     """
     values = _value(fields, key, repr(key))
     if not isinstance(values, list):
-        raise FormatError(f"{key!r} must be a list of whole numbers, got {type(values).__name__}")
+        raise FormatError(f"{key!r} must be a list of whole numbers, got {json_name(values)}")
     for value in values:
         if type(value) is not int:
             raise FormatError(f"{key!r} must hold whole numbers, got {value!r}")
@@ -114,12 +132,12 @@ def objects_of_key(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """
     values = _value(fields, key, repr(key))
     if not isinstance(values, list):
-        raise FormatError(f"{key!r} must be a list of objects, got {type(values).__name__}")
+        raise FormatError(f"{key!r} must be a list of objects, got {json_name(values)}")
     if not values:
         raise FormatError(f"{key!r} is empty; at least one message is needed")
     for index, value in enumerate(values):
         if not isinstance(value, dict):
-            raise FormatError(f"{key}[{index}] must be an object, got {type(value).__name__}")
+            raise FormatError(f"{key}[{index}] must be an object, got {json_name(value)}")
     return values
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mlora.base.hub import check_base, refuse_quantized
 from mlora.errors import RunError, first_line
 from mlora.fields.lora_fields import build_lora
+from mlora.fields.strict import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -36,6 +37,8 @@ class BaseInfo:
             check_base(name, folder)
         except ValueError as error:
             raise RunError(str(error)) from error
+        except OSError as error:  # a name that is too long, a folder that is closed
+            raise RunError(f"base_model: {shown(name)} cannot be reached: {error.strerror}") from error
         try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
         except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:

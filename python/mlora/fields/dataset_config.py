@@ -36,4 +36,6 @@ class DatasetConfig(Strict):
     @field_validator("path")
     @classmethod
     def _path(cls, value: str, info: ValidationInfo) -> str:
+        if "://" in value:
+            raise ValueError(f"{value} is a web address; download the file and give its path")
         return resolve_path(value, info)

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlora.fields.strict import KeyPathError
+from mlora.fields.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
 LARGEST = sys.float_info.max
-
-
-def nearest(word: str, words: list[str], what: str = "known keys") -> str:
-    """Return the end of an error line: the nearest of the known words, or all of them.
-
-    Args:
-        word: what came.
-        words: what is known.
-        what: what they are.
-
-    Returns:
-        ``did you mean 'r'?`` or ``known keys: ...``.
-    """
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    if not close:  # "lr" is learning_rate
-        close = [known for known in words if "".join(part[:1] for part in known.split("_")) == word][:1]
-    if not close:
-        close = [known for known in words if word.startswith(known) and len(word) <= len(known) + 2][:1]
-    return f"did you mean {close[0]!r}?" if close else f"{what}: {', '.join(words)}"
 
 
 # The fields of PEFT's LoraConfig, written down because importing PEFT takes seconds; a test compares them.
@@ -95,38 +76,33 @@ def check_lora(values: dict[str, Any]) -> dict[str, Any]:
         The same values.
 
     Raises:
-        KeyPathError: an unknown key (with the nearest name), a rank below 1, an alpha of 0, a dropout outside
-            ``[0, 1)`` or a value of the wrong type.
+        KeyPathErrors: unknown keys, a rank below 1, an alpha of 0, a dropout outside
+            ``[0, 1)`` or a value of the wrong type: all of them.
     """
+    faults = []
     for key, value in values.items():
-        if key not in CHOICES and key not in NOTES:
-            raise KeyPathError(str(key), f"unknown key; {nearest(str(key), CHOICES)}")
-        if key in NOTES and value != NOTES[key]:
-            raise KeyPathError(key, "says nothing that a run could follow; remove the key")
-    _check_rank("r", values.get("r", 8))
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = values.get(key) or {}
-        if not isinstance(pattern, dict):
-            raise KeyPathError(key, f"must be a mapping from module name to number, got {pattern!r}")
-        for module, value in pattern.items():
-            _check_pattern(key, module)
-            (_check_rank if key == "rank_pattern" else _check_alpha)(f"{key}.{module}", value)
-    _check_alpha("lora_alpha", values.get("lora_alpha", 8))
-    dropout = values.get("lora_dropout", 0.0)
-    _check_number("lora_dropout", dropout)
-    if not 0 <= dropout < 1:
-        raise KeyPathError("lora_dropout", f"must be at least 0 and below 1, got {dropout}")
-    for key in ("use_rslora", "fan_in_fan_out", "use_dora"):
-        if not isinstance(values.get(key, False), bool):
-            raise KeyPathError(key, f"must be true or false, got {values[key]!r}")
-    for key in ("target_modules", "exclude_modules"):
-        _check_modules(key, values.get(key))
+        try:
+            _check_field(str(key), value)
+        except KeyPathError as error:
+            faults.append(error)
+    if faults:
+        raise KeyPathErrors(faults)
     return values
+
+
+def _check_field(key: str, value: Any) -> None:
+    if key in NOTES:
+        if value != NOTES[key]:
+            raise KeyPathError(key, "is no setting of a run; remove the key")
+    elif key not in CHOICES:
+        raise UnknownKeyError(key, CHOICES)
+    elif key in CHECKS:
+        CHECKS[key](key, value)
 
 
 def _check_rank(key: str, value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise KeyPathError(key, f"a rank must be a whole number of at least 1, got {value!r}")
+        raise KeyPathError(key, f"a rank must be a whole number of at least 1, got {shown(value)}")
     if value >= 2**31:
         raise KeyPathError(key, f"a rank must be below 2^31, got {value}")
 
@@ -137,18 +113,40 @@ def _check_alpha(key: str, value: Any) -> None:
         raise KeyPathError(key, "must not be 0, which scales the adapter away: nothing would be trained")
 
 
+def _check_dropout(key: str, value: Any) -> None:
+    _check_number(key, value)
+    if not 0 <= value < 1:
+        raise KeyPathError(key, f"must be at least 0 and below 1, got {value}")
+
+
 def _check_number(key: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise KeyPathError(key, f"must be a number, got {value!r}")
+        raise KeyPathError(key, f"must be a number, got {shown(value)}")
+
+
+def _check_switch(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise KeyPathError(key, f"must be true or false, got {shown(value)}")
+
+
+def _check_patterns(key: str, value: Any) -> None:
+    if not isinstance(value or {}, dict):
+        raise KeyPathError(key, f"must be a mapping from module name to number, got {shown(value)}")
+    for module, number in (value or {}).items():
+        _check_pattern(key, module)
+        (_check_rank if key == "rank_pattern" else _check_alpha)(f"{key}.{module}", number)
 
 
 def _check_modules(key: str, value: Any) -> None:
     names = value if isinstance(value, list) else [value]
     if value is not None and not all(isinstance(name, str) and name for name in names):
-        raise KeyPathError(key, f"must be a name, a pattern or a list of names, got {value!r}")
+        raise KeyPathError(key, f"must be a name, a pattern or a list of names, got {shown(value)}")
     if value == []:
         raise KeyPathError(key, "must not be empty")
     if isinstance(value, str):
+        words = re.split(r"[\s,]+", value.strip())
+        if len(words) > 1 and all(re.fullmatch(r"[\w.]+", word) for word in words):
+            raise KeyPathError(key, f"{shown(value)} is one pattern; did you mean [{', '.join(words)}]?")
         _check_pattern(key, value)
 
 
@@ -157,6 +155,20 @@ def _check_pattern(key: str, value: Any) -> None:
         re.compile(str(value))
     except re.error as error:
         raise KeyPathError(key, f"{value!r} is not a regular expression: {error}") from error
+
+
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "r": _check_rank,
+    "lora_alpha": _check_alpha,
+    "lora_dropout": _check_dropout,
+    "rank_pattern": _check_patterns,
+    "alpha_pattern": _check_patterns,
+    "use_rslora": _check_switch,
+    "fan_in_fan_out": _check_switch,
+    "use_dora": _check_switch,
+    "target_modules": _check_modules,
+    "exclude_modules": _check_modules,
+}
 
 
 def build_lora(values: dict[str, Any]) -> LoraConfig:

@@ -17,11 +17,15 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
     Raises:
         ValueError: the place cannot be reached.
     """
+    if "\0" in value:
+        raise ValueError(f"{value!r} is no path: it holds a NUL character")
     try:
         path = (Path((info.context or {}).get("folder", ".")) / Path(value).expanduser()).resolve()
         path.exists()
     except OSError as error:  # a name that is too long, a folder that is closed
-        raise ValueError(f"{value} cannot be reached: {error.strerror}") from error
+        raise ValueError(
+            f"{value if len(value) <= 100 else value[:99] + '…'} cannot be reached: {error.strerror}"
+        ) from error
     except RuntimeError as error:
         raise ValueError(f"{value}: there is no such user's folder") from error
     return str(path)

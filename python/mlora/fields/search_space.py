@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from mlora.fields.strict import KeyPathError
+from mlora.fields.aliases import known_as
+from mlora.fields.strict import KeyPathError, shown
 
 Number = int | float
 Param = int | float | str
@@ -115,9 +116,13 @@ def read_space(search: Mapping[str, Any]) -> Space:
 def _leaves(keys: tuple[str, ...], node: Any) -> Iterator[tuple[str, Leaf]]:
     path = ".".join(keys)
     if not isinstance(node, Mapping) or (keys and not node):
+        called = known_as(keys[-1], sorted(LEAF_KEYS)) if keys else None
+        if called:
+            raise KeyPathError(path, f"unknown key; did you mean {called!r}?")
         raise KeyPathError(
             path,
-            f"must be {{choice: [...]}} or {{low: , high: }}, got {node!r}; what is fixed stands in adapter",
+            "must be {choice: [...]} or {low: ..., high: ...}, "
+            f"got {shown(node)}; a value that is not searched belongs in sweep.adapter",
         )
     if LEAF_KEYS.isdisjoint(node) or not keys:
         for key, inner in node.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from mlora.config import RunConfig
 from mlora.errors import RunError
-from mlora.fields.lora_fields import nearest
+from mlora.fields.aliases import nearest
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import TaskQueue
@@ -92,13 +93,14 @@ def change(run_dir: Path | str, kind: Change, names: Sequence[str]) -> list[str]
 def _run(run_dir: Path | str) -> tuple[RunFolder, RunConfig]:
     folder = RunFolder(Path(run_dir).resolve())
     end = time.monotonic() + PATIENCE
-    while not folder.config.is_file():
+    while os.path.isdir(folder.path) and not folder.config.is_file():
         if not is_running(folder.metrics) or time.monotonic() > end:
             raise RunError(
-                f"{folder.path}: holds no config.yaml, so there is no run; give the output_dir of one, or "
-                "begin one with `mlora train`: it can be asked once it has loaded its base model"
+                f"{folder.path}: is no run's output_dir: it holds no config.yaml; a run can be asked "
+                "once it has loaded its base model"
             )
         time.sleep(0.02)
+    folder.check_is_run()
     return folder, folder.read_config()
 
 

@@ -10,10 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlora.config import AdapterConfig, RunConfig
-from mlora.config_file import read_yaml, resolve_config
+from mlora.config_file import resolve_config
 from mlora.errors import RunError, first_fault, first_line
 from mlora.fields.dataset_config import DatasetConfig
+from mlora.fields.strict import shown
 from mlora.fields.sweep_config import is_trial
+from mlora.yaml_file import read_yaml
 
 
 def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> dict[str, Any]:
@@ -36,11 +38,12 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     data = read_yaml(path, "name, dataset and lora")
     if "adapters" in data:
         raise RunError(
-            f"{path}: adapters: a task's file holds one task: what stands below adapters in a run's YAML"
+            f"{path}: adapters: this file describes one task; write the adapter's keys (name, dataset, lora) "
+            "at its top level"
         )
     datasets = data.pop("datasets", [])
     if not isinstance(datasets, list):
-        raise RunError(f"{path}: datasets: must be a list, got {type(datasets).__name__}")
+        raise RunError(f"{path}: datasets: must be a list, got {shown(datasets)}")
     check_name(data.get("name"), taken, str(path))
     if config.sweep and is_trial(str(data.get("name"))):
         raise RunError(f"{path}: name: {data['name']} is a name of the sweep's trials; take another one")

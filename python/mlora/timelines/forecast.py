@@ -162,6 +162,9 @@ class Forecast:
         return until if until < begins[-1] else None
 
 
+MOST_ACTIONS = 10_000_000  # minutes of simulation
+
+
 def forecast(options: Options) -> Forecast:
     """Simulate what the options say.
 
@@ -210,6 +213,13 @@ def _workload(options: Options) -> Workload:
             _message_bytes(options) / rows,
         )
         forward = backward = [link] * (len(stages) - 1)
+    streams = options.adapters if options.schedule == "lorapp" else 1
+    actions = streams * options.steps * options.micro_batches * len(stages)
+    if actions > MOST_ACTIONS:
+        raise RunError(
+            f"--steps: {options.steps} makes {actions} forward passes of stages, {MOST_ACTIONS} at most; "
+            "give fewer --steps, --adapters, --micro-batches or --stages"
+        )
     stream = Stream(options.steps, options.micro_batches, (rows,))
     if options.schedule != "lorapp":
         return Workload(stages, [stream], options.schedule, forward, backward)
@@ -232,8 +242,8 @@ def _check_used(options: Options) -> None:
 
 
 def _stages(options: Options) -> list[StageTime]:
-    forward = _values("forward", options.forward or "1")
-    backward = _values("backward", options.backward or "1")
+    forward = _values("forward", "1" if options.forward is None else options.forward)
+    backward = _values("backward", "1" if options.backward is None else options.backward)
     depth = max(len(forward), len(backward)) if options.stages is None else options.stages
     if options.stages is None and depth == 1:
         depth = 4

@@ -77,10 +77,10 @@ def test_a_run_whose_tasks_are_all_paused(run: Run, done: Path, task_file: Path)
     advice = f"`mlora unpause {done} third`, then `mlora resume {done}`"
     result = run("resume", done)
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == f"all that is left is paused; continue with {advice}"
+    assert result.stdout.splitlines()[-1] == f"only paused tasks remain; continue with {advice}"
     again = run("resume", done)
     assert again.exit_code == 0
-    assert again.stdout.splitlines()[-1] == f"all that is left is paused; continue with {advice}"
+    assert again.stdout.splitlines()[-1] == f"only paused tasks remain; continue with {advice}"
     assert "resuming" not in again.stdout
     assert run("status", done).stdout.splitlines()[0] == f"paused: {done}; continue with {advice}"
     already = run("pause", done, "third")
@@ -161,14 +161,14 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ),
         ({"name": "a b"}, "name: 'a b' is not a plain name"),
         ({"name": None}, "name: is missing"),
-        ({"name": ["a"]}, "name: must be a valid string"),
-        ({"dataset": "on"}, "dataset: no dataset is named 'on'; datasets: one, two"),
+        ({"name": ["a"]}, "name: must be text, got ['a']"),
+        ({"dataset": "on"}, "dataset: no dataset is named 'on'; did you mean 'one'?"),
         ({"learning_rat": 1}, "learning_rat: unknown key; did you mean 'learning_rate'?"),
         ({"lora": {"rr": 1}}, "lora.rr: unknown key; did you mean 'r'?"),
         ({"lora": {"r": 0}}, "lora.r: a rank must be a whole number of at least 1, got 0"),
         ({"lora": None}, "needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)"),
         ({"lora": None, "init_from": "nowhere"}, "nowhere holds no adapter_config.json"),
-        ({"datasets": 3}, "datasets: must be a list, got int"),
+        ({"datasets": 3}, "datasets: must be a list, got 3"),
         (
             {"datasets": [{"name": "one"}]},
             "datasets: the run has a dataset 'one'; leave it out, or take another",
@@ -181,7 +181,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
             {"datasets": [{"name": "x", "path": "x.jsonl", "format": "text"}], "dataset": "x"},
             "the dataset 'x': there is no file ",
         ),
-        ({"adapters": []}, "adapters: a task's file holds one task"),
+        ({"adapters": []}, "adapters: this file describes one task; write the"),
     ],
 )
 def test_a_task_that_is_wrong(
@@ -210,7 +210,7 @@ def test_files_that_are_no_tasks(run: Run, done: Path, tmp_path: Path) -> None:
 def test_no_run_there(run: Run, tmp_path: Path, kind: str) -> None:
     line = only_line(run(kind, tmp_path, "third"))
     assert line.startswith(
-        f"error: {tmp_path}: holds no config.yaml, so there is no run; give the output_dir"
+        f"error: {tmp_path}: is no run's output_dir: it holds no config.yaml; a run can be asked"
     )
     assert list(tmp_path.iterdir()) == []
 

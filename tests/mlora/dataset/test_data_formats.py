@@ -137,8 +137,8 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
     [
         ("messages", {"text": "a"}, "'messages' is missing; the line has 'text'"),
         ("messages", {"messages": []}, "'messages' is empty; at least one message is needed"),
-        ("messages", {"messages": "hi"}, "'messages' must be a list of objects, got str"),
-        ("messages", {"messages": [*ASKED, "hi"]}, "messages[2] must be an object, got str"),
+        ("messages", {"messages": "hi"}, "'messages' must be a list of objects, got text"),
+        ("messages", {"messages": [*ASKED, "hi"]}, "messages[2] must be an object, got text"),
         (
             "messages",
             {"messages": [{"content": "a"}]},
@@ -152,17 +152,21 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
         (
             "messages",
             {"messages": [{"role": "user", "content": 3}]},
-            "messages[0].content must be text, got int",
+            "messages[0].content must be text, got a number",
         ),
         (
             "messages",
             {"messages": [{"role": "bot", "content": "a"}]},
             "messages[0].role must be one of system, ",
         ),
-        ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "content is no text: half of a"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "content is not valid text: half",
+        ),
         ("messages", {"messages": [{"role": "tool", "content": "a"}]}, "the messages: tools may not speak"),
         ("messages", {"messages": ASKED, "tools": "[{"}, "'tools' is not JSON: Expecting property name"),
-        ("messages", {"messages": ASKED, "tools": {"a": 1}}, "'tools' must be a list of objects, got dict"),
+        ("messages", {"messages": ASKED, "tools": {"a": 1}}, "'tools' must be a list of objects, got an obj"),
         (
             "messages",
             {"messages": ASKED, "chat_template_kwargs": 1},
@@ -186,9 +190,13 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
             "'system' must be text",
         ),
         ("alpaca", {"output": "a"}, "'instruction' is missing; the line has 'output'"),
-        ("alpaca", {"instruction": "a", "output": "b", "input": 0}, "'input' must be text, got int"),
+        ("alpaca", {"instruction": "a", "output": "b", "input": 0}, "'input' must be text, got a number"),
         ("prompt_completion", {"prompt": ASKED, "completion": "a"}, "'completion' must be a list of objects"),
-        ("prompt_completion", {"prompt": "a", "completion": [ANSWER]}, "'completion' must be text, got list"),
+        (
+            "prompt_completion",
+            {"prompt": "a", "completion": [ANSWER]},
+            "'completion' must be text, got a l",
+        ),
         ("prompt_completion", {"prompt": [], "completion": [ANSWER]}, "'prompt' is empty"),
     ],
 )

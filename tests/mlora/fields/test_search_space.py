@@ -92,7 +92,7 @@ def test_what_a_space_refuses(search: dict[str, Any], key: str, message: str) ->
     ("changes", "line"),
     [
         ({"trials": None}, "sweep.trials: is missing"),
-        ({"trials": 0}, "sweep.trials: must be greater"),
+        ({"trials": 0}, "sweep.trials: must be at least 1"),
         ({"sampler": "grid"}, "sweep.sampler: grid needs"),
         ({"metric": "eval_exact_match"}, "sweep.adapter.eval_exact_match: must be true"),
         ({"pruner_kwargs": {"a": 1}}, "sweep.pruner_kwargs: pruner has none"),

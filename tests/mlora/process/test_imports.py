@@ -39,3 +39,21 @@ def test_one_that_ignores_it_goes_on(tmp_path: Path) -> None:
     ignores = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     assert run(tmp_path, "import stubborn; print('went on')", ignores) == (0, "went on\n", "")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "importing alone changes nothing"
+
+
+def test_ctrl_c_is_heard_before_the_command_line_is_imported() -> None:
+    code = """
+import signal, sys
+import mlora.__main__ as entry
+
+class Probe:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlora.cli":
+            print("typer" in sys.modules, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+            sys.exit()
+
+sys.meta_path.insert(0, Probe())
+entry.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,183 @@
+"""What pydantic finds wrong with a config, as lines: where it stands, what was expected, what came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mlora.config import AdapterConfig, RunConfig, TrainingFields
+from mlora.fields.aliases import known_as, spelt_alike
+from mlora.fields.dataset_config import DatasetConfig
+from mlora.fields.lora_fields import CHOICES
+from mlora.fields.pipeline_config import PipelineConfig
+from mlora.fields.scheduler_config import SchedulerConfig
+from mlora.fields.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
+from mlora.fields.sweep_config import SweepConfig
+
+MODELS: dict[str, type[BaseModel]] = {
+    "defaults": TrainingFields,
+    "adapters": AdapterConfig,
+    "datasets": DatasetConfig,
+    "scheduler": SchedulerConfig,
+    "pipeline": PipelineConfig,
+    "sweep": SweepConfig,
+}
+
+HOMES: dict[str, Sequence[str]] = {
+    "under defaults or under an adapter": list(TrainingFields.model_fields),
+    "at the top level of the config": list(RunConfig.model_fields),
+    "under an adapter": list(AdapterConfig.model_fields),
+    "under an adapter's lora": CHOICES,
+    "under datasets": list(DatasetConfig.model_fields),
+    "under scheduler": list(SchedulerConfig.model_fields),
+    "under pipeline": list(PipelineConfig.model_fields),
+    "under sweep": list(SweepConfig.model_fields),
+}
+"""Where each key belongs; of several places, the first."""
+
+EXPECTED = {
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "list_type": "must be a list, whose entries begin with '- '",
+    "dict_type": "must be keys and values",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+"""What pydantic expected, by the type of its fault."""
+
+Location = tuple[int | str, ...]
+
+
+def explain(
+    error: ValidationError, data: Mapping[str, Any], where: str, given: Mapping[Location, str]
+) -> list[str]:
+    """Return one line for each fault.
+
+    Args:
+        error: what pydantic raised.
+        data: the config's raw data.
+        where: the name of its source.
+        given: the name of another source by the location of what comes from there.
+
+    Returns:
+        Lines such as ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
+    """
+    lines = []
+    for fault in error.errors():
+        if _comes_from_defaults(fault["loc"], data):
+            continue
+        for location, message in _messages(fault):
+            parts = (_source(location, where, given), path_of(location), message)
+            lines.append(": ".join(part for part in parts if part))
+    return list(dict.fromkeys(lines))
+
+
+def path_of(location: Sequence[Any]) -> str:
+    """Return a location as it is written: ``adapters[1].lora.r``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _source(location: Location, where: str, given: Mapping[Location, str]) -> str:
+    """An override that set the value, or one below an unknown key; else the file."""
+    for end in range(len(location), 0, -1):
+        if location[:end] in given:
+            return given[location[:end]]
+    below = [name for at, name in given.items() if at[: len(location)] == location]
+    return below[0] if below and location else where
+
+
+def _comes_from_defaults(location: Location, data: Mapping[str, Any]) -> bool:
+    if len(location) < 3 or location[0] != "adapters" or not isinstance(location[1], int):
+        return False
+    defaults, adapter = data.get("defaults"), data["adapters"][location[1]]
+    return isinstance(defaults, dict) and location[2] in defaults and location[2] not in adapter
+
+
+def _messages(fault: Any) -> Iterator[tuple[Location, str]]:
+    location: Location = fault["loc"]
+    cause = fault.get("ctx", {}).get("error")
+    if not isinstance(cause, KeyPathError | KeyPathErrors):
+        yield tuple(part for part in location if part != "[key]"), _message(fault, location)
+        return
+    for found in [cause] if isinstance(cause, KeyPathError) else cause.faults:
+        message = unknown_key(found.key, found.known) if isinstance(found, UnknownKeyError) else str(found)
+        yield (*location, *(found.key.split(".") if found.key else ())), message
+
+
+def _message(fault: Any, location: Location) -> str:
+    kind, value = fault["type"], fault["input"]
+    if kind == "extra_forbidden":
+        model = MODELS.get(str(location[0]), RunConfig) if location[1:] else RunConfig
+        return unknown_key(str(location[-1]), list(model.model_fields))
+    if kind == "missing":
+        return "is missing"
+    if kind == "value_error":
+        return str(fault["ctx"]["error"])
+    if kind == "invalid_key" or fault["loc"][-1:] == ("[key]",):
+        return f"a key must be text, got {shown(value)}; put it in quotes"
+    if kind == "literal_error":
+        expected = re.findall(r"'([^']+)'", fault["msg"])
+        return f"must be one of {', '.join(expected)}, got {shown(value)}"
+    if kind == "model_type":
+        return f"must be keys and values{_some_keys(location)}, got {shown(value)}"
+    bounds = {key: f"{bound:.15g}" for key, bound in fault.get("ctx", {}).items() if type(bound) is float}
+    text = EXPECTED.get(kind, fault["msg"]).format(**(fault.get("ctx", {}) | bounds))
+    return text if kind.endswith("too_short") else f"{text}, got {shown(value)}"
+
+
+def _some_keys(location: Location) -> str:
+    model = MODELS.get(str(location[0])) if location else None
+    if model is None:
+        return ""
+    keys: list[str] = [key for key in ("name", "dataset", "lora") if key in model.model_fields]
+    keys += [key for key in model.model_fields if key not in keys]
+    return f" ({', '.join(keys[:5])}{', …' if len(keys) > 5 else ''})"
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """Say what a key may have been meant to be, and where that belongs.
+
+    Args:
+        key: the unknown one.
+        known: those that may stand there.
+    """
+    first, dot, rest = key.partition(".")
+    if dot and first in known:
+        return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
+    for home, keys in HOMES.items():
+        if key in keys and key not in known:
+            return f"unknown key here; it belongs {home}"
+    here = known_as(key, known)
+    elsewhere = _elsewhere(key, known_as) if here is None else None
+    here = here or (None if elsewhere else spelt_alike(key, known))
+    if here:
+        return f"unknown key; did you mean {here!r}?"
+    elsewhere = elsewhere or _elsewhere(key, partial(spelt_alike, alike=0.8))
+    return elsewhere or f"unknown key; known keys: {', '.join(known)}"
+
+
+def _elsewhere(key: str, find: Callable[[str, Sequence[str]], str | None]) -> str | None:
+    for home, keys in HOMES.items():
+        found = find(key, keys)
+        if found:
+            return f"unknown key; did you mean {found!r}? It belongs {home}"
+    return None

@@ -1,0 +1,89 @@
+"""Files that are not what is read, such as csv and parquet: what they are, and how to convert them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlora.errors import RunError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file that is not read.
+
+    Args:
+        name: what it is.
+        convert: a command that makes jsonl of it; ``{file}`` and ``{jsonl}`` are paths.
+    """
+
+    name: str
+    convert: str
+
+
+def _pandas(reader: str) -> str:
+    write = "to_json(sys.argv[2], orient='records', lines=True)"
+    return f'python -c "import pandas, sys; pandas.{reader}(sys.argv[1]).{write}" {{file}} {{jsonl}}'
+
+
+def _rows(rows: str) -> str:
+    print_rows = f"[print(json.dumps(row)) for row in {rows}]"
+    return f'python -c "import csv, json, sys; {print_rows}" < {{file}} > {{jsonl}}'
+
+
+ARRAY = Kind("a JSON array", _rows("json.load(sys.stdin)"))
+BY_START = {
+    b"PAR1": Kind("Parquet", _pandas("read_parquet")),
+    b"ARROW1": Kind("Arrow", _pandas("read_feather")),
+    b"\x1f\x8b": Kind("compressed with gzip", "gunzip -k {file}"),
+    b"\x28\xb5\x2f\xfd": Kind("compressed with zstd", "unzstd {file}"),
+    b"\xfd7zXZ": Kind("compressed with xz", "unxz -k {file}"),
+    b"BZh": Kind("compressed with bzip2", "bunzip2 -k {file}"),
+    b"PK\x03\x04": Kind("a zip archive", "unzip {file}"),
+    b"\xff\xfe": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {jsonl}"),
+    b"\xfe\xff": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {jsonl}"),
+}
+BY_SUFFIX = {
+    ".csv": Kind("CSV", _rows("csv.DictReader(sys.stdin)")),
+    ".tsv": Kind("TSV", _rows("csv.DictReader(sys.stdin, delimiter=chr(9))")),
+    ".xlsx": Kind("an Excel workbook", _pandas("read_excel")),
+}
+
+
+def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
+    """Refuse a file that is clearly not jsonl, before its lines are read.
+
+    Args:
+        path: the file.
+        plain_text: lines of text are read, too, so that one may begin with ``[``.
+
+    Raises:
+        RunError: what it is, what is read, and how to convert it; or that it cannot be read.
+    """
+    if not os.path.isfile(path):  # a pipe can be read once only; what is not there is told of by its reader
+        return
+    try:
+        with open(path, "rb") as file:
+            start = file.read(256)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+    found = _kind(path, start, array=not plain_text or path.suffix.lower() == ".json")
+    if found:
+        jsonl = path.with_suffix(".jsonl") if path.suffix != ".jsonl" else path.with_suffix(".new.jsonl")
+        command = found.convert.format(file=shlex.quote(str(path)), jsonl=shlex.quote(str(jsonl)))
+        what = "jsonl or text of one prompt a line" if plain_text else "jsonl, one JSON object a line"
+        raise RunError(f"{path}: is {found.name}, but what is read is {what}; convert it: {command}")
+
+
+def _kind(path: Path, start: bytes, *, array: bool) -> Kind | None:
+    if path.suffix.lower() == ".xlsx":  # which is a zip archive
+        return BY_SUFFIX[".xlsx"]
+    for magic, kind in BY_START.items():
+        if start.startswith(magic):
+            return kind
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"{"):
+        return None
+    return ARRAY if array and text.startswith(b"[") else BY_SUFFIX.get(path.suffix.lower())

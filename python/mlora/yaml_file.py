@@ -1,0 +1,159 @@
+"""Reading YAML, and saying in one line what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlora.errors import RunError, first_line
+from mlora.fields.strict import shown
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+OTHER_BASE = re.compile(r"[-+]?(0_*\d[\d_]*|\d[\d_]*(:\d+)+(\.\d*)?)")
+
+PLAIN = [
+    (r"found character '\\t'.*", "a tab stands where YAML wants spaces; replace it with spaces"),
+    (r"found character '(.)' that cannot start any token", r"a value cannot begin with \1; put it in quotes"),
+    (
+        r"mapping values are not allowed here",
+        "a ':' is not expected here; see to the line before it and to "
+        "the indentation, or put the value in quotes",
+    ),
+    (r"could not find expected ':'", "a key lacks its ':'"),
+    (r"but found another document", "a second document begins with '---'; a file holds one"),
+    (r"found unhashable key", "a key must be text, not a list or a mapping"),
+    (
+        r"could not determine a constructor for the tag 'tag:yaml.org,2002:value'",
+        "= cannot be read; put it in quotes",
+    ),
+    (
+        r"could not determine a constructor for the tag '(.*)'",
+        r"the tag \1 is not known; put the value in quotes if it is text",
+    ),
+    (r"found undefined alias '(.*)'", r"*\1 has no anchor &\1; put it in quotes if it is text"),
+    (
+        r"expected <block end>, but found .*",
+        "is not indented as the lines before it; keys of one level begin in the same column",
+    ),
+    (r"found unexpected end of stream", "a quote that opens here is not closed"),
+    (r"'<stream end>'", "the end"),
+    (r"'<document start>', but found '<scalar>'", "'---' after a line that begins with %"),
+]
+"""Messages of the YAML library, and what to say instead."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads ``1e-4`` as a number, and refuses a key that stands twice, a date that is none and
+    ``010``, which would be 8."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind, text = node.tag.rpartition(":")[2], str(node.value)
+        try:
+            value = super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise _at(
+                node,
+                f"{text if len(text) <= 60 else text[:59] + '…'} cannot be read as {kind}; "
+                "put it in quotes if it is text",
+            ) from error
+        if kind in ("int", "float") and OTHER_BASE.fullmatch(text):
+            raise _at(node, f"YAML reads {text} as {value}; write {value}, or put it in quotes if it is text")
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen and key_node.value != "<<":
+                    raise _at(key_node, f"the key {key_node.value!r} stands twice")
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+
+
+def _at(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+class YamlFault(Exception):
+    """Text is not YAML.
+
+    Args:
+        reason: in a few words.
+        line: that is at fault, counted from 1; none where it is not known.
+    """
+
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def load_yaml(text: str) -> Any:
+    """Return what YAML says.
+
+    Args:
+        text: one document.
+
+    Raises:
+        YamlFault: it is not YAML.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise YamlFault("brackets are nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.context_mark if error.context == "while scanning a quoted scalar" else error.problem_mark
+        raise YamlFault(_plain(error), mark.line + 1 if mark else None) from error
+    except yaml.reader.ReaderError as error:
+        reason = f"holds the character #x{error.character:04x}, which YAML does not allow"
+        raise YamlFault(reason, text.count("\n", 0, error.position) + 1) from error
+    except yaml.YAMLError as error:
+        raise YamlFault(first_line(error)) from error
+
+
+def _plain(error: yaml.MarkedYAMLError) -> str:
+    text = str(error.problem or error.context)
+    for theirs, ours in PLAIN:
+        text = re.sub(theirs, ours, text)
+    return text
+
+
+def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, Any]:
+    """Read a YAML file that holds one mapping.
+
+    Args:
+        path: the file.
+        keys: some that it should hold, for the error where it holds something else.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        RunError: the file cannot be read, is not YAML, or holds something else; with the line.
+    """
+    try:
+        data = load_yaml(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise RunError(f"{path}: is not text in UTF-8 (byte {error.start}); expected a YAML file") from error
+    except IsADirectoryError as error:
+        of_run = path / "config.yaml"
+        more = f"; the config of this run is {of_run}" if of_run.is_file() else "; expected a YAML file"
+        raise RunError(f"{path}: is a folder{more}") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+    except YamlFault as error:
+        raise RunError(f"{path}{f':{error.line}' if error.line else ''}: {error}") from error
+    if not isinstance(data, dict):
+        raise RunError(f"{path}: must hold keys such as {keys}, got {_kind(data)}")
+    return data
+
+
+def _kind(data: Any) -> str:
+    if isinstance(data, str) and re.search(r":\S", data):
+        return f"the text {shown(data)}; write a space after each ':'"
+    return {type(None): "nothing", list: "a list"}.get(type(data), "a single value")

@@ -1,0 +1,83 @@
+"""Files that are not jsonl: one line says what they are, what is read, and how to convert them."""
+
+import gzip
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlora.data import load_dataset, read_prompt_lines
+from mlora.dataset.kinds import refuse_other_kinds
+from mlora.errors import RunError
+
+ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": 'a "b", ü', "completion": "c"}]
+CSV = 'prompt,completion\n1+1=,2\n"a ""b"", ü",c\n'
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def refusal(path: Path, content: str | bytes) -> str:
+    """What is said of a dataset with this content."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RunError) as error:
+        load_dataset("d", path, "tokens", max_length=8, vocab_size=9)
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("d.csv", CSV, "CSV"),
+        ("d.TSV", CSV.replace(",", "\t"), "TSV"),
+        ("d.parquet", b"PAR1" + bytes(range(200)), "Parquet"),
+        ("d.arrow", b"ARROW1\0\0", "Arrow"),
+        ("d.jsonl.gz", gzip.compress(JSONL.encode()), "compressed with gzip"),
+        ("d.jsonl", gzip.compress(JSONL.encode()), "compressed with gzip"),
+        ("d.zst", b"\x28\xb5\x2f\xfd\0", "compressed with zstd"),
+        ("d.xz", b"\xfd7zXZ\0", "compressed with xz"),
+        ("d.bz2", b"BZh91AY", "compressed with bzip2"),
+        ("d.zip", b"PK\x03\x04", "a zip archive"),
+        ("d.xlsx", b"PK\x03\x04", "an Excel workbook"),
+        ("d.jsonl", JSONL.encode("utf-16"), "text in UTF-16"),
+        ("d.json", json.dumps(ROWS), "a JSON array"),
+        ("d.json", "\ufeff\n" + json.dumps(ROWS, indent=2), "a JSON array"),
+        ("d.jsonl", json.dumps(ROWS), "a JSON array"),
+    ],
+)
+def test_what_a_file_is_and_what_is_read(tmp_path: Path, name: str, content: str | bytes, kind: str) -> None:
+    expected = f"{tmp_path / name}: is {kind}, but what is read is jsonl, one JSON object a line; convert"
+    assert refusal(tmp_path / name, content).startswith(expected)
+
+
+@pytest.mark.parametrize(("name", "content"), [("my d.csv", CSV), ("d.json", json.dumps(ROWS, indent=1))])
+def test_the_command_converts(tmp_path: Path, name: str, content: str) -> None:
+    command = refusal(tmp_path / name, content).partition("convert it: ")[2]
+    assert command.startswith("python ")
+    python = command.replace("python", shlex.quote(sys.executable), 1)
+    subprocess.run(python, shell=True, check=True, env={"PYTHONUTF8": "1"})
+    assert (tmp_path / name).with_suffix(".jsonl").read_text() == JSONL
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.json", "d"])
+def test_objects_line_by_line_are_read_whatever_the_file_is_called(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('\ufeff  {"input_ids": [1, 2]}\n{"input_ids": [3, 4]}\n')
+    assert len(load_dataset("d", tmp_path / name, "tokens", max_length=8, vocab_size=9).samples) == 2
+
+
+def test_prompts_are_jsonl_or_text(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("[1, 2, what comes next?\n\nmore\n")
+    assert read_prompt_lines(path) == ["[1, 2, what comes next?", "more"]
+    for name, content, kind in [("p.csv", CSV, "CSV"), ("p.json", json.dumps(ROWS), "a JSON array")]:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(RunError, match=f"is {kind}, but what is read is jsonl or text of one prompt "):
+            read_prompt_lines(tmp_path / name)
+
+
+def test_what_is_no_file_is_left_to_its_reader(tmp_path: Path) -> None:
+    refuse_other_kinds(tmp_path)
+    refuse_other_kinds(tmp_path / "none")
+    with pytest.raises(RunError, match="cannot be read: Is a directory"):
+        load_dataset("d", tmp_path, "tokens", max_length=8, vocab_size=9)

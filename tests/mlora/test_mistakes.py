@@ -1,0 +1,287 @@
+"""Mistakes in a config, and what is said about each: one line, with the key, what was expected, what came."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from mlora.config import AdapterConfig, RunConfig, TrainingFields
+from mlora.config_file import load_config
+from mlora.errors import RunError
+from mlora.fields.aliases import NAMES
+from mlora.fields.dataset_config import DatasetConfig
+from mlora.fields.lora_fields import CHOICES
+from mlora.fields.pipeline_config import PipelineConfig
+from mlora.fields.scheduler_config import SchedulerConfig
+from mlora.fields.search_space import LEAF_KEYS
+from mlora.fields.sweep_config import SweepConfig
+
+Faults = Callable[..., list[str]]
+RUN = """\
+base_model: model
+output_dir: runs/one
+defaults: {max_steps: 10}
+datasets:
+- {name: d, path: d.jsonl, format: tokens}
+adapters:
+- {name: a, dataset: d, lora: {r: 4}}
+- {name: b, dataset: d, lora: {r: 7, target_modules: [q_proj]}}
+"""
+SWEEP = (
+    RUN[: RUN.index("adapters:")]
+    + """\
+sweep:
+  trials: 3
+  adapter: {dataset: d, eval_dataset: d, lora: {r: 4}}
+  search: {learning_rate: {low: 1e-5, high: 1e-3}}
+"""
+)
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    """What is said of a config's text, or of overrides of one without a fault; without the file's folder."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "d.jsonl").write_text("")
+
+    def read(text: str | bytes = RUN, *overrides: str) -> list[str]:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(RunError) as error:
+            load_config(path, overrides)
+        return str(error.value).replace(f"{tmp_path}/", "").splitlines()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "run.yaml: must hold keys such as base_model and adapters, got nothing"),
+        ("hello", "run.yaml: must hold keys such as base_model and adapters, got a single value"),
+        ("- a\n- b\n", "run.yaml: must hold keys such as base_model and adapters, got a list"),
+        ("base_model:x\nseed:3\n", "'base_model:x seed:3'; write a space after each ':'"),
+        ("adapters:\n\t- a\n", "run.yaml:2: a tab stands where YAML wants spaces; replace it with spaces"),
+        (bytes(range(200)), "run.yaml: is not text in UTF-8 (byte 128); expected a YAML file"),
+        (RUN.encode("utf-16"), "run.yaml: is not text in UTF-8 (byte 0)"),
+        ("base_model: mod\xe8le\n".encode("latin-1"), "run.yaml: is not text in UTF-8 (byte 15)"),
+        ("a: 1\nb: \0", "run.yaml:2: holds the character #x0000, which YAML does not allow"),
+        (RUN + "---\na: 1\n", "run.yaml:9: a second document begins with '---'; a file holds one"),
+        ('a: 1\nbase_model: "x\n', "run.yaml:2: a quote that opens here is not closed"),
+        ("base_model: a: b\n", "run.yaml:1: a ':' is not expected here; see to the line before it"),
+        ("base_model model\nseed: 3\n", "run.yaml:2: a ':' is not expected here"),
+        ("base_model: x\n  seed: 3\n", "run.yaml:2: a ':' is not expected here"),
+        ("a: 1\n b: 2\n", "run.yaml:2: a ':' is not expected here"),
+        ("a:\n  b: 1\n c: 2\n", "run.yaml:3: is not indented as the lines before it"),
+        ("a: 1\nb\nc: 2\n", "run.yaml:3: a key lacks its ':'"),
+        ("a: [1, 2\n", "run.yaml:2: expected ',' or ']', but got the end"),
+        ("a: `x`\n", "run.yaml:1: a value cannot begin with `; put it in quotes"),
+        ("a: @x\n", "run.yaml:1: a value cannot begin with @; put it in quotes"),
+        ("%foo\na: 1\n", "run.yaml:2: expected '---' after a line that begins with %"),
+        ("? [a, b]\n: 4\n", "run.yaml:1: a key must be text, not a list or a mapping"),
+        ("a: !foo x\n", "run.yaml:1: the tag !foo is not known; put the value in quotes if it is text"),
+        ("a: *x\n", "run.yaml:1: *x has no anchor &x; put it in quotes if it is text"),
+        ("a: =\n", "run.yaml:1: = cannot be read; put it in quotes"),
+        (RUN + "seed: 010\n", "run.yaml:9: YAML reads 010 as 8; write 8, or put it in quotes if it is text"),
+        (RUN + "seed: 1:30\n", "run.yaml:9: YAML reads 1:30 as 90; write 90, or put it in quotes"),
+        (RUN + "3: 4\n", "run.yaml: [3]: a key must be text, got 3; put it in quotes"),
+        (RUN + "on: 1\n", "a key must be text, got true; put it in quotes"),
+        (RUN + "~: 1\n", "a key must be text, got nothing; put it in quotes"),
+        (RUN.replace("{r: 4}", "{1: 4}"), "adapters[0].lora[1]: a key must be text, got 1"),
+    ],
+)
+def test_what_is_no_config_says_where_and_why(faults: Faults, text: str | bytes, expected: str) -> None:
+    (line,) = faults(text)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("base_model=", "base_model: must be text, got nothing"),
+        ("base_model=''", "base_model: must not be empty"),
+        ("base_model=[1]", "base_model: must be text, got [1]"),
+        (
+            "base_model=https://x.org/a/b",
+            "https://x.org/a/b is a web address; expected a folder or a model's",
+        ),
+        ("base_model=" + "x" * 300, "cannot be reached: File name too long"),
+        ('output_dir="a\\0b"', r"output_dir: 'a\x00b' is no path: it holds a NUL character"),
+        ("seed=", "seed: must be a whole number, got nothing"),
+        ("seed=many", "seed: must be a whole number, got 'many'"),
+        ("seed=3.5", "seed: must be a whole number, got 3.5"),
+        ("seed=true", "seed: must be a number, got true"),
+        ("seed=-1", "seed: must be at least 0, got -1"),
+        ("seed=1" + "0" * 30, "seed: must be below 9223372036854775808, got 1000"),
+        ("seed=" + "x" * 500, "seed: must be a whole number, got '" + "x" * 58 + "…"),
+        ("save_total_limit=true", "save_total_limit: must be a number, got true"),
+        ("bf16=maybe", "bf16: must be true or false, got 'maybe'"),
+        ("bf16=", "bf16: must be true or false, got nothing"),
+        ("defaults=", "defaults: must be keys and values (per_device_train_batch_size, "),
+        ("defaults=", ", got nothing"),
+        ("defaults.learning_rate=yes", "defaults.learning_rate: must be a number, got true"),
+        ("defaults.learning_rate={}", "defaults.learning_rate: must be a number, got {}"),
+        ("defaults.adam_beta1=1", "defaults.adam_beta1: must be below 1, got 1"),
+        ("defaults.num_train_epochs=0", "defaults.num_train_epochs: must be above 0, got 0"),
+        ("datasets=", "datasets: must be a list, whose entries begin with '- ', got nothing"),
+        ("datasets={a: 1}", "datasets: must be a list, whose entries begin with '- ', got {'a': 1}"),
+        ("datasets=[]", "datasets: must not be empty"),
+        ("datasets[0]=d.jsonl", "datasets[0]: must be keys and values (name, path, format), got 'd.jsonl'"),
+        ("datasets.d.path=s3://x/y.jsonl", "s3://x/y.jsonl is a web address; download the file and give its"),
+        ("adapters=", "adapters: must be a list, whose entries begin with '- ', got nothing"),
+        ("adapters.a=1", "adapters[0]: must be keys and values (name, dataset, lora, "),
+        ("adapters.a.name=3", "adapters[0].name: must be text, got 3"),
+        ("adapters.a.dataset=D2", "adapters[0].dataset: no dataset is named 'D2'; datasets: d"),
+        ("adapters.a.dataset=dd", "adapters[0].dataset: no dataset is named 'dd'; did you mean 'd'?"),
+        ("adapters.a.lora=r=8", "adapters[0].lora: must be keys and values, got 'r=8'"),
+        (
+            "adapters.a.lora.r=",
+            "adapters[0].lora.r: a rank must be a whole number of at least 1, got nothing",
+        ),
+        ("adapters.a.lora.use_dora=", "lora.use_dora: must be true or false, got nothing"),
+        ("adapters.a.lora.lora_alpha='8'", "lora.lora_alpha: must be a number, got '8'"),
+        (
+            "adapters.a.lora.target_modules=q_proj, v_proj",
+            "lora.target_modules: 'q_proj, v_proj' is one pattern; did you mean [q_proj, v_proj]?",
+        ),
+        ("pipeline.stages=true", "pipeline.stages: must be a number, got true"),
+        ("adapters..a=1", "--set adapters..a=1: must be key=value, for example --set defaults.max_steps=20"),
+        (".=1", "--set .=1: must be key=value"),
+        ("seed={a", "--set seed={a: '{a' is not YAML: expected ',' or '}', but got the end"),
+        ("seed==", "'=' is not YAML: = cannot be read; put it in quotes"),
+        ("lora.r=4", "--set lora.r=4: lora: unknown key here; it belongs under an adapter"),
+        ("adapters[x].lora=1", "--set adapters[x].lora=1: adapters[x]: unknown key"),
+        ("adapters.a.lora.r.x=1", "'x' leads nowhere: adapters[0].lora.r is 4, which has no keys"),
+    ],
+)
+def test_wrong_values_say_what_was_expected_and_what_came(
+    faults: Faults, override: str, expected: str
+) -> None:
+    (line,) = faults(RUN, override)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("defaults.lr", "did you mean 'learning_rate'?"),
+        ("adapters.a.lr", "did you mean 'learning_rate'?"),
+        ("lr", "did you mean 'learning_rate'? It belongs under defaults or under an adapter"),
+        ("adapters.a.rank", "did you mean 'r'? It belongs under an adapter's lora"),
+        ("adapters.a.alpha", "did you mean 'lora_alpha'? It belongs under an adapter's lora"),
+        ("adapters.a.dropout", "did you mean 'lora_dropout'? It belongs under an adapter's lora"),
+        ("adapters.a.lora.alpha", "did you mean 'lora_alpha'?"),
+        ("adapters.a.lora.targets", "did you mean 'target_modules'?"),
+        ("adapters.a.r", "unknown key here; it belongs under an adapter's lora"),
+        ("adapters.a.lora.learning_rate", "unknown key here; it belongs under defaults or under an adapter"),
+        ("adapters.a.data", "did you mean 'dataset'?"),
+        ("adapters.a.batch_size", "did you mean 'per_device_train_batch_size'?"),
+        ("defaults.micro_batch_size", "did you mean 'per_device_train_batch_size'?"),
+        ("defaults.eval_batch_size", "did you mean 'per_device_eval_batch_size'?"),
+        ("defaults.epochs", "did you mean 'num_train_epochs'?"),
+        ("defaults.seq_len", "did you mean 'max_length'?"),
+        ("defaults.max_seq_length", "did you mean 'max_length'?"),
+        ("defaults.cutoff_len", "did you mean 'max_length'?"),
+        ("defaults.grad_accum", "did you mean 'gradient_accumulation_steps'?"),
+        ("defaults.grad-accum-steps", "did you mean 'gradient_accumulation_steps'?"),
+        ("defaults.warmup", "did you mean 'warmup_steps'?"),
+        ("defaults.Warmup_Ratio", "did you mean 'warmup_steps'?"),
+        ("defaults.steps", "did you mean 'max_steps'?"),
+        ("defaults.optimizer", "did you mean 'optim'?"),
+        ("defaults.wd", "did you mean 'weight_decay'?"),
+        ("defaults.patience", "did you mean 'early_stopping_patience'?"),
+        ("defaults.gradient_clipping", "did you mean 'max_grad_norm'?"),
+        ("gradient_clipping", "did you mean 'max_grad_norm'? It belongs under defaults or under an adapter"),
+        ("model", "did you mean 'base_model'?"),
+        ("model_name_or_path", "did you mean 'base_model'?"),
+        ("output", "did you mean 'output_dir'?"),
+        ("data", "did you mean 'datasets'?"),
+        ("datasets.d.file", "did you mean 'path'?"),
+        ("datasets.d.type", "did you mean 'format'?"),
+        ("pipeline.num_stages", "did you mean 'stages'?"),
+        ("scheduler.memory", "did you mean 'memory_limit'?"),
+        ("memory_limit", "unknown key here; it belongs under scheduler"),
+        ("stages", "unknown key here; it belongs under pipeline"),
+        ("save", "unknown key; known keys: base_model, output_dir,"),
+    ],
+)
+def test_names_of_other_tools_lead_to_ours(faults: Faults, key: str, expected: str) -> None:
+    (line,) = faults(RUN, f"{key}=1")
+    assert line.startswith("--set ")
+    assert expected in line
+
+
+def test_each_alias_leads_to_a_key_and_is_none_itself() -> None:
+    models = [
+        TrainingFields,
+        AdapterConfig,
+        RunConfig,
+        DatasetConfig,
+        PipelineConfig,
+        SchedulerConfig,
+        SweepConfig,
+    ]
+    keys = {key for model in models for key in model.model_fields} | {*CHOICES, *LEAF_KEYS}
+    assert keys >= NAMES.keys()
+    aliases = " ".join(NAMES.values()).split()
+    assert keys.isdisjoint(aliases)
+    assert sorted(alias for alias in aliases if aliases.count(alias) > 1) == ["data", "data"]
+
+
+def test_all_unknown_keys_of_a_lora_block_are_named_at_once(faults: Faults) -> None:
+    assert faults(RUN, "adapters.a.lora={rank: 8, alpha: 16, dropout: 0.1}") == [
+        f"--set adapters.a.lora={{rank: 8, alpha: 16, dropout: 0.1}}: adapters[0].lora.{key}: unknown key; "
+        f"did you mean {name!r}?"
+        for key, name in [("rank", "r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout")]
+    ]
+
+
+def test_all_faults_of_a_lora_block_are_named_at_once(faults: Faults) -> None:
+    lines = faults(RUN.replace("{r: 4}", "{r: 0, lora_alpha: 0, lora_dropout: 3, target_modules: []}"))
+    assert [line.split(": ")[1] for line in lines] == [
+        "adapters[0].lora.r",
+        "adapters[0].lora.lora_alpha",
+        "adapters[0].lora.lora_dropout",
+        "adapters[0].lora.target_modules",
+    ]
+
+
+def test_all_datasets_that_are_missing_are_named_at_once(faults: Faults) -> None:
+    assert faults(RUN.replace("dataset: d", "dataset: x")) == [
+        f"run.yaml: adapters[{index}].dataset: no dataset is named 'x'; datasets: d" for index in (0, 1)
+    ]
+
+
+def test_a_key_with_dots_is_shown_nested(faults: Faults) -> None:
+    (line,) = faults(RUN.replace("lora: {r: 4}", "init_from: x, lora.r: 4"))
+    assert line == (
+        "run.yaml: adapters[0].lora.r: unknown key; keys are nested, not joined by dots: lora: {r: ...}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("search", "expected"),
+    [
+        ("{learning_rate: {min: 1, max: 2}}", "learning_rate.min: unknown key; did you mean 'low'?"),
+        ("{learning_rate: {values: [1, 2]}}", "learning_rate.values: unknown key; did you mean 'choice'?"),
+        (
+            "{learning_rate: [1, 2]}",
+            "learning_rate: must be {choice: [...]} or {low: ..., high: ...}, got [1, 2]; a value that is "
+            "not searched belongs in sweep.adapter",
+        ),
+        ("{lr: {low: 1, high: 2}}", "sweep.search.lr: unknown key; did you mean 'learning_rate'?"),
+        ("{lora: {rank: {choice: [1]}}}", "sweep.search.lora.rank: unknown key; did you mean 'r'?"),
+        ("{3: {choice: [1]}}", "sweep.search[3]: a key must be text, got 3; put it in quotes"),
+    ],
+)
+def test_mistakes_in_a_search_space(faults: Faults, search: str, expected: str) -> None:
+    (line,) = faults(SWEEP, f"sweep.search={search}")
+    assert expected in line
+
+
+def test_a_run_without_these_mistakes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for text in (RUN, SWEEP):
+        (tmp_path / "run.yaml").write_text(text)
+        assert load_config(tmp_path / "run.yaml").base_model == str(tmp_path / "model")
+    assert yaml.safe_load(RUN)["adapters"][0]["lora"] == {"r": 4}
