@@ -166,6 +166,7 @@ class PlainLines:
         more = "" if exact is None else f" exact match {exact:.1%}"
         self.note(
             f"{task.name}: step {record['step']}/{task.total_steps} eval_loss {record['eval_loss']:.4f}{more}"
+            f"{', the best so far' if 'best' in record else ''}"
         )
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
@@ -179,6 +180,8 @@ class PlainLines:
             self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
         else:
             more = f" ({progress.message})" if progress.message else ""
+            if progress.state == "finished" and task.saved_step != progress.step:
+                more += f", saved as it was at step {task.saved_step}, the best"
             self.note(f"{task.name}: {progress.state} at step {progress.step}{more}")
 
     def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
