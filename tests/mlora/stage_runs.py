@@ -134,6 +134,7 @@ def assert_alike(run: Path, expected: Path, tolerance: float = TOLERANCE) -> Non
     for name, records in wanted.items():
         assert len(found[name]) == len(records), name
         for record, other in zip(found[name], records, strict=True):
+            assert record.pop("best", None) == other.pop("best", None), name
             assert record == pytest.approx(other, rel=tolerance, abs=tolerance), name
     weights, others = tensors(run), tensors(expected)
     assert weights.keys() == others.keys()

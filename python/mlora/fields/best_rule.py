@@ -1,4 +1,4 @@
-"""Which evaluation of an adapter is the best: Transformers' ``metric_for_best_model`` and what goes with it."""
+"""Which evaluation of an adapter is the best: Transformers' ``metric_for_best_model`` and its kin."""
 
 from __future__ import annotations
 

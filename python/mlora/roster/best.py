@@ -100,11 +100,11 @@ def check_best_file(task: Task, folder: Path) -> None:
     Raises:
         RunError: they are not.
     """
-    rule = task.config.best_rule
-    if rule and rule.loads and task.progress.best_step is not None and not _path(task, folder).is_file():
+    rule, step = task.config.best_rule, task.progress.best_step
+    if rule and rule.loads and step is not None and not _path(task, folder).is_file():
         raise RunError(
-            f"{task.name}: its weights of step {task.progress.best_step}, the best so far, are gone: there is "
-            f"no {_path(task, folder)}; put it back, or train anew with --overwrite"
+            f"{task.name}: its weights of step {step}, the best so far, are gone: there is no "
+            f"{_path(task, folder)}; put it back, or train anew with --overwrite"
         )
 
 
