@@ -16,13 +16,13 @@ def simulate(
         int | None, typer.Option(min=1, max=4096, help="default: as many as --forward has values, else 4")
     ] = None,
     adapters: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             help="streams of lorapp: adapters, or groups that share batches, as mlora train makes of more "
-            "than 2 * stages; 1f1b and gpipe run all adapters as one batch",
+            "than 2 * stages; 1f1b and gpipe run all adapters as one batch [as in --times, else 4]",
         ),
-    ] = 4,
+    ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="of each optimizer step")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of each adapter")] = 20,
     forward: Annotated[
@@ -46,7 +46,10 @@ def simulate(
         ),
     ] = None,
     times: Annotated[
-        Path | None, typer.Option(help="measured times of stages and links: times.json of train --trace")
+        Path | None,
+        typer.Option(
+            help="measured times of stages and links, and how many streams: times.json of train --trace"
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
