@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mlora.config import AdapterConfig
+from typing import Any
 
 METRICS = {"eval_loss": "loss", "eval_exact_match": "exact_match (needs eval_exact_match: true)"}
 FIELDS = (
@@ -57,14 +54,14 @@ def metric_key(name: str) -> str:
     return key
 
 
-def best_rule(adapter: AdapterConfig) -> BestRule | None:
+def best_rule(adapter: Any) -> BestRule | None:
     """Return how an adapter's evaluations compare; none where nothing asks for it.
 
     As in ``TrainingArguments`` the metric is ``loss`` unless another is named, and greater is better unless
     its name ends in ``loss``. With early stopping the best is loaded unless the config says otherwise.
 
     Args:
-        adapter: its config.
+        adapter: an `AdapterConfig`.
     """
     stops, loads = adapter.early_stopping_patience is not None, adapter.load_best_model_at_end
     loads = stops if loads is None else loads
@@ -75,11 +72,11 @@ def best_rule(adapter: AdapterConfig) -> BestRule | None:
     return BestRule(metric, not metric.endswith("loss") if greater is None else greater, loads)
 
 
-def check_best(adapter: AdapterConfig) -> None:
+def check_best(adapter: Any) -> None:
     """Check that what an adapter's best evaluation depends on is there.
 
     Args:
-        adapter: its config, which has an ``eval_dataset`` where it asks for evaluations.
+        adapter: an `AdapterConfig`, which has an ``eval_dataset`` where it asks for evaluations.
 
     Raises:
         ValueError: naming the field that lacks something.
