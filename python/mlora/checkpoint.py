@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlora.errors import RunError, first_fault
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 7
+FORMAT = 8
 
 
 class _Payload(BaseModel):

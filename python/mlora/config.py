@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 
 from mlora.base.hub import is_hub_id
 from mlora.fields.aliases import nearest
+from mlora.fields.best_rule import FIELDS, BestRule, best_rule, check_best, metric_key
 from mlora.fields.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
 from mlora.fields.lora_fields import check_lora
 from mlora.fields.paths import resolve_path
@@ -30,7 +31,8 @@ class TrainingFields(Strict):
 
     Steps that are given as a fraction below 1 (``warmup_steps``, ``eval_steps``, ``logging_steps``,
     ``save_steps``) are a ratio of the adapter's total steps, as in Transformers. ``max_length`` and
-    ``assistant_only_loss`` are TRL's.
+    ``assistant_only_loss`` are TRL's. ``load_best_model_at_end`` is true with ``early_stopping_patience``
+    unless it is set, and false without; see :mod:`mlora.fields.best_rule`.
     """
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=MOST)
@@ -65,6 +67,9 @@ class TrainingFields(Strict):
     eval_exact_match: bool = False
     early_stopping_patience: int | None = Field(default=None, ge=1)
     early_stopping_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    load_best_model_at_end: bool | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
     max_length: int = Field(default=1024, ge=2)
     assistant_only_loss: bool = False
     shuffle: bool = True
@@ -76,6 +81,13 @@ class TrainingFields(Strict):
     def _whole_or_ratio(cls, value: float | None) -> float | None:
         if value is not None and value >= 1 and value != int(value):
             raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
+        return value
+
+    @field_validator("metric_for_best_model")
+    @classmethod
+    def _metric(cls, value: str | None) -> str | None:
+        if value is not None:
+            metric_key(value)
         return value
 
     @field_validator("max_steps")
@@ -94,6 +106,11 @@ class AdapterConfig(TrainingFields):
     lora: dict[str, Any] | None = None
     init_from: str | None = None
     priority: int = Field(default=0, ge=-MOST, le=MOST)
+
+    @property
+    def best_rule(self) -> BestRule | None:
+        """How its evaluations compare; none where nothing asks which is the best."""
+        return best_rule(self)
 
     @field_validator("name")
     @classmethod
@@ -124,15 +141,12 @@ class AdapterConfig(TrainingFields):
         evaluates = {
             "eval_steps": self.eval_steps is not None,
             "eval_exact_match": self.eval_exact_match,
-            "early_stopping_patience": self.early_stopping_patience is not None,
+            **{key: getattr(self, key) not in (None, False) for key in FIELDS},
         }
         for key, used in evaluates.items():
             if used and self.eval_dataset is None:
                 raise ValueError(f"{key} needs an eval_dataset")
-        if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ValueError("early_stopping_patience needs eval_steps")
-        if self.early_stopping_threshold and self.early_stopping_patience is None:
-            raise ValueError("early_stopping_threshold needs early_stopping_patience")
+        check_best(self)
         return self
 
 

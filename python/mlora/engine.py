@@ -26,6 +26,7 @@ from mlora_ext.nn.routing import router_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch import Tensor
 
     from mlora.data import Sample
 
@@ -433,16 +434,31 @@ class Engine:
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
 
-    def save(self, name: str, folder: str | os.PathLike[str]) -> None:
-        """Write an adapter as a PEFT folder.
+    def weights(self, name: str) -> dict[str, Tensor]:
+        """Return an adapter's weights under PEFT's keys, as copies on the CPU.
 
         Raises:
             ValueError: if there is no adapter of this name.
-            OSError: if the folder cannot be written.
         """
         self._accounts.at_rest(name)
         self._flush(name)
-        weights = _merged(self._control("weights", name))
+        return _merged(self._control("weights", name))
+
+    def save(
+        self, name: str, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write an adapter as a PEFT folder.
+
+        Args:
+            name: of the adapter.
+            folder: to write.
+            weights: what `weights` gave before; default: those of now.
+
+        Raises:
+            ValueError: if there is no adapter of this name, or the weights are those of another one.
+            OSError: if the folder cannot be written.
+        """
+        weights = self.weights(name) if weights is None else weights
         mlora_ext.save_adapter(self.registry, name, folder, weights)
 
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:

@@ -25,8 +25,9 @@ from mlora.process.device import is_out_of_memory
 from mlora.process.stages import less_memory
 from mlora.report import Reporter
 from mlora.result import AdapterResult, RunResult, Status, adapter_result
+from mlora.roster.best import BestWeights
 from mlora.roster.micro_batches import MicroBatches
-from mlora.roster.set_aside import StateFiles
+from mlora.roster.state_files import StateFiles, files_named
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.step.account import BatchResult
 from mlora.step.traffic import Ticket
@@ -99,6 +100,7 @@ class TrainingLoop:
         self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
         self._states = StateFiles(folder.states, folder.checkpoints)
+        self._best = BestWeights(prepared.engine, folder.states, self._states)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterate until no task is running or a signal was caught; then leave a durable checkpoint.
@@ -289,50 +291,51 @@ class TrainingLoop:
         return task.eval_data is not None and (last or bool(steps and task.progress.step % steps == 0))
 
     def _evaluate(self, tasks: Sequence[Task]) -> None:
-        """Evaluate tasks; those that end here, by their steps or early, also generate where exact match is
-        asked."""
+        """Evaluate tasks; exact match at the begin, at the end, and wherever evaluations are compared."""
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
         losses = evaluate_losses(self._engine, tasks, self._micro_batches.fits)
-        early = []
         for task in tasks:
             if not losses[task.name].finite:
                 self._stop_task(task, f"the eval_loss after step {task.progress.step} is not a number")
-            elif task.progress.step and self._no_better(task, losses[task.name].loss):
-                early.append(task)
         tasks = [task for task in tasks if task.progress.state == "running"]
-        ends = [t for t in tasks if t in early or t.progress.step >= t.total_steps or t.progress.step == 0]
-        asked = [task for task in ends if task.config.eval_exact_match]
-        exact: Mapping[str, float] = {}
-        if asked:
-            exact = exact_matches(self._engine, asked, self._run.base.tokenizer(), self._micro_batches.fits)
+        exact = self._exact_matches([task for task in tasks if task.config.eval_exact_match])
         for task in tasks:
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": losses[task.name].loss}
             if task.name in exact:
                 entry["eval_exact_match"] = exact[task.name]
             task.progress.evaluations.append(entry)
             record = {"adapter": task.name, **entry, "eval_tokens": losses[task.name].tokens}
+            rule = task.config.best_rule
+            if rule is not None and self._best.evaluated(task, entry):
+                record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
-        for task in early:
-            if task.progress.step < task.total_steps:
-                patience = task.config.early_stopping_patience
-                self._finish_task(task, f"stopped early: eval_loss did not improve in {patience} evaluations")
+        for task in tasks:
+            self._stop_early(task)
 
-    def _no_better(self, task: Task, loss: float) -> bool:
-        progress, config = task.progress, task.config
-        if config.early_stopping_patience is None:
-            return False
-        improved = progress.best is None or progress.best - loss > config.early_stopping_threshold
-        progress.worse = 0 if improved else progress.worse + 1
-        progress.best = loss if progress.best is None else min(progress.best, loss)
-        return progress.worse >= config.early_stopping_patience
+    def _exact_matches(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+        asked = [
+            task
+            for task in tasks
+            if task.progress.step in (0, task.total_steps) or task.config.best_rule is not None
+        ]
+        if not asked:
+            return {}
+        return exact_matches(self._engine, asked, self._run.base.tokenizer(), self._micro_batches.fits)
+
+    def _stop_early(self, task: Task) -> None:
+        patience, rule, progress = task.config.early_stopping_patience, task.config.best_rule, task.progress
+        if patience is None or rule is None or progress.worse < patience:
+            return
+        if progress.step < task.total_steps:
+            self._finish_task(task, f"stopped early: {rule.metric} did not improve in {patience} evaluations")
 
     def _finish_task(self, task: Task, message: str) -> None:
         folder = self._folder.adapters / task.name
         try:
-            self._engine.save(task.name, folder)
+            self._engine.save(task.name, folder, self._best.weights(task))
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or first_line(error)
             raise RunError(f"{folder}: cannot be saved: {reason}") from error
@@ -362,6 +365,6 @@ class TrainingLoop:
             "tasks": {task.name: asdict(task.progress) for task in self._roster.tasks},
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._roster.admitted())
-        self._states.name(self._run.iteration, roster["kept"].values())
+        self._states.name(self._run.iteration, files_named(payload))
         self._writer.start(self._run.iteration, payload, states)
         self._states.prune()  # the checkpoint before is durable

@@ -1,18 +1,12 @@
-"""What a run says while it goes: a live table on a terminal, plain lines elsewhere, nothing from Python."""
+"""What a run says while it goes: plain lines, or nothing; on a terminal :mod:`mlora.live_table` does."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from mlora.tasks import Task
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
 
 
 class Reporter(Protocol):
@@ -166,6 +160,7 @@ class PlainLines:
         more = "" if exact is None else f" exact match {exact:.1%}"
         self.note(
             f"{task.name}: step {record['step']}/{task.total_steps} eval_loss {record['eval_loss']:.4f}{more}"
+            f"{', the best so far' if 'best' in record else ''}"
         )
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
@@ -179,6 +174,8 @@ class PlainLines:
             self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
         else:
             more = f" ({progress.message})" if progress.message else ""
+            if progress.state == "finished" and task.saved_step != progress.step:
+                more += f", saved as it was at step {task.saved_step}, the best"
             self.note(f"{task.name}: {progress.state} at step {progress.step}{more}")
 
     def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
@@ -203,97 +200,3 @@ class PlainLines:
 
     def close(self) -> None:
         """Do nothing more."""
-
-
-class LiveTable:
-    """A table with one row for each adapter, redrawn as the run goes.
-
-    Args:
-        console: where to draw; by default the terminal at standard output.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = console or Console(highlight=False)
-        self._tasks: Sequence[Task] = ()
-        self._waiting: Sequence[str] = ()
-        self._pace = Pace()
-        self._drawn = 0.0
-        self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
-
-    def start(self, tasks: Sequence[Task]) -> None:
-        """Begin to draw."""
-        self._tasks = tasks
-        self._live.start()
-        self._draw()
-
-    def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Redraw, at most five times a second."""
-        self._pace.add(task.name, record["tokens"], record["seconds"])
-        if time.monotonic() - self._drawn > 0.2:
-            self._draw()
-
-    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Redraw."""
-        self._draw()
-
-    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Redraw, with one row more."""
-        self._tasks = tasks
-        self._draw()
-
-    def changed(self, task: Task) -> None:
-        """Redraw, and print a fault above the table."""
-        if task.progress.state == "stopped":
-            self.fault(f"{task.name}: stopped at step {task.progress.step}: {task.progress.message}")
-        self._draw()
-
-    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Redraw."""
-        self._waiting = names
-        self._draw()
-
-    def note(self, line: str) -> None:
-        """Print a line above the table."""
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def warn(self, line: str) -> None:
-        """Print a warning above the table."""
-        self._console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
-
-    def fault(self, line: str) -> None:
-        """Print a fault above the table."""
-        self._console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Take the table away."""
-        self._live.stop()
-
-    def _draw(self) -> None:
-        self._drawn = time.monotonic()
-        self._live.update(self._table(), refresh=True)
-
-    def _table(self) -> Table:
-        from rich.table import Table
-
-        table = Table("adapter", "state")
-        for title in ("step", "loss", "eval loss", "tokens/s", "ETA"):
-            table.add_column(title, justify="right")
-        for task in self._tasks:
-            progress = task.progress
-            waits = progress.state == "running" and task.name in self._waiting
-            running = progress.state == "running" and not waits
-            speed = self._pace.tokens_per_second(task.name) if running else None
-            evaluations = progress.evaluations
-            table.add_row(
-                task.name,
-                "waiting" if waits else progress.state,
-                f"{progress.step}/{task.total_steps}",
-                "" if progress.loss is None else f"{progress.loss:.4f}",
-                f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",
-                "" if speed is None else f"{speed:.0f}",
-                self._pace.left(task) if running else "",
-            )
-        return table

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from mlora.tasks import Progress, Task
+    from mlora.tasks import Task
 
 Status = Literal["running", "finished", "failed", "paused", "interrupted"]
 Pair = dict[str, float | None]
@@ -27,8 +27,12 @@ class AdapterResult:
         loss: mean training loss of the last step.
         tokens: trained tokens.
         seconds: wall time from its first to its last step.
-        eval_loss: ``before`` the first step and ``after`` the last; none where it was not evaluated.
+        eval_loss: ``before`` the first step and ``after`` the last, or, of an adapter that has finished with
+            the weights of its best evaluation, in that; none where it was not evaluated.
         eval_exact_match: the same for the share of prompts completed exactly.
+        best: its best evaluation after a step: ``step``, ``metric`` and ``value``; none where nothing asks
+            for one.
+        saved_step: the step after which it was as it was saved; none where it was not.
     """
 
     state: str
@@ -40,6 +44,8 @@ class AdapterResult:
     seconds: float = 0.0
     eval_loss: Pair = field(default_factory=lambda: {"before": None, "after": None})
     eval_exact_match: Pair = field(default_factory=lambda: {"before": None, "after": None})
+    best: dict[str, Any] | None = None
+    saved_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,9 @@ class RunResult:
 
 def adapter_result(task: Task) -> AdapterResult:
     """Return what has come of a task so far."""
-    progress = task.progress
+    progress, rule = task.progress, task.config.best_rule
+    saved = task.saved_step if progress.state == "finished" else None
+    last = progress.step if saved is None else saved
     return AdapterResult(
         state=progress.state,
         message=progress.message,
@@ -96,14 +104,15 @@ def adapter_result(task: Task) -> AdapterResult:
         loss=progress.loss,
         tokens=progress.tokens,
         seconds=round(progress.seconds, 3),
-        eval_loss=_pair(progress, "eval_loss"),
-        eval_exact_match=_pair(progress, "eval_exact_match"),
+        eval_loss=_pair(task, "eval_loss", last),
+        eval_exact_match=_pair(task, "eval_exact_match", last),
+        best={"step": progress.best_step, "metric": rule.metric, "value": progress.best}
+        if rule and progress.best_step is not None
+        else None,
+        saved_step=saved,
     )
 
 
-def _pair(progress: Progress, key: str) -> Pair:
-    found = [entry for entry in progress.evaluations if key in entry]
-    return {
-        "before": next((entry[key] for entry in found if entry["step"] == 0), None),
-        "after": found[-1][key] if found and found[-1]["step"] == progress.step > 0 else None,
-    }
+def _pair(task: Task, key: str, last: int) -> Pair:
+    after = task.evaluation(last).get(key) if last else None
+    return {"before": task.evaluation(0).get(key), "after": after}

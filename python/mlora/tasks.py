@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +42,8 @@ class Progress:
         loss: mean loss of the last step.
         seconds: wall time in training so far.
         evaluations: one entry each: ``step``, ``eval_loss`` and, where asked for, ``eval_exact_match``.
-        best: the lowest ``eval_loss`` of the evaluations while training, for the early stop.
+        best: the best value of the adapter's ``metric_for_best_model`` after a step.
+        best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
     """
 
@@ -57,6 +58,7 @@ class Progress:
     seconds: float = 0.0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: float | None = None
+    best_step: int | None = None
     worse: int = 0
 
 
@@ -93,6 +95,21 @@ class Task:
     def alive(self) -> bool:
         """Whether it has not ended."""
         return self.progress.state in ALIVE
+
+    @property
+    def saved_step(self) -> int:
+        """The step after which it was as it is when it ends: that of its best evaluation, or the last."""
+        rule, progress = self.config.best_rule, self.progress
+        loads = rule is not None and rule.loads
+        return progress.best_step if loads and progress.best_step is not None else progress.step
+
+    def evaluation(self, step: int) -> Mapping[str, Any]:
+        """Return what was measured after a step; nothing where it was not evaluated then.
+
+        Args:
+            step: optimizer steps made.
+        """
+        return next((entry for entry in self.progress.evaluations if entry["step"] == step), {})
 
     def next_lengths(self) -> list[int]:
         """Return the sequence lengths of its next micro-batch, in rows."""

@@ -139,6 +139,7 @@ def assert_alike(run: Path, expected: Path) -> None:
     for name, records in wanted.items():
         assert len(found[name]) == len(records), name
         for record, other in zip(found[name], records, strict=True):
+            assert record.pop("best", None) == other.pop("best", None), name
             assert record == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE), name
     weights, others = tensors(run), tensors(expected)
     assert weights.keys() == others.keys()

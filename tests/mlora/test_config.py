@@ -10,6 +10,7 @@ from mlora.config import RunConfig, TrainingFields
 from mlora.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
+from mlora.fields.best_rule import BestRule
 from mlora.result import RunResult
 from mlora.run import train
 
@@ -52,7 +53,7 @@ def test_defaults_are_those_of_training_arguments() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     # ours where Transformers leaves the choice to the run, or has no such setting
     own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "assistant_only_loss", "shuffle"}
-    own |= {"early_stopping_patience", "early_stopping_threshold"}
+    own |= {"early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"}
     for name, field in TrainingFields.model_fields.items():
         if name not in own:
             default = theirs[name]
@@ -153,6 +154,17 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.lora", None, "adapters[0]: needs lora (PEFT's LoraConfig fields) or init_from"),
         ("adapters.0.dataset", "x", "adapters[0].dataset: no dataset is named 'x'; datasets: d"),
         ("adapters.0.eval_steps", 5, "adapters[0]: eval_steps needs an eval_dataset"),
+        ("adapters.0.load_best_model_at_end", True, "load_best_model_at_end needs an eval_dataset"),
+        ("adapters.0.load_best_model_at_end", "best", "load_best_model_at_end: must be true or false"),
+        ("adapters.0.metric_for_best_model", "loss", "metric_for_best_model needs an eval_dataset"),
+        ("adapters.0.greater_is_better", True, "greater_is_better needs metric_for_best_model or load_best"),
+        (
+            "adapters.0.metric_for_best_model",
+            "accuracy",
+            "adapters[0].metric_for_best_model: 'accuracy' is not measured; metrics: loss, exact_match (n",
+        ),
+        ("defaults.metric_for_best_model", "eval_tokens", "metric_for_best_model: 'eval_tokens' is not meas"),
+        ("adapters.0.load_best_model_at_ends", True, "unknown key; did you mean 'load_best_model_at_end'?"),
         ("adapters.0.priority", 0.5, "adapters[0].priority: must be a whole number, got 0.5"),
         ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),
         ("adapters.0.max_steps", 10**400, "adapters[0].max_steps: must be at most 10000"),
@@ -351,3 +363,58 @@ def test_every_field_of_peft_is_known() -> None:
     fields = {field.name for field in dataclasses.fields(LoraConfig) if field.init}
     assert fields <= {*CHOICES, *NOTES}
     assert len(CHOICES) + len(NOTES) == len({*CHOICES, *NOTES})
+
+
+def lacking(folder: Path, base: dict, **fields: object) -> list[str]:
+    """The lines that refuse an adapter that has an `eval_dataset`, and these fields."""
+    return lines_of(folder, base | {"adapters": [base["adapters"][0] | {"eval_dataset": "d", **fields}]})
+
+
+RULES: list[tuple[dict, BestRule | None]] = [
+    ({}, None),
+    ({"load_best_model_at_end": False}, None),
+    ({"load_best_model_at_end": True}, BestRule("eval_loss", False, True)),
+    ({"metric_for_best_model": "loss"}, BestRule("eval_loss", False, False)),
+    ({"load_best_model_at_end": True, "greater_is_better": True}, BestRule("eval_loss", True, True)),
+    ({"metric_for_best_model": "eval_exact_match"}, BestRule("eval_exact_match", True, False)),
+    (
+        {"load_best_model_at_end": True, "metric_for_best_model": "exact_match", "greater_is_better": False},
+        BestRule("eval_exact_match", False, True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), RULES)
+def test_the_best_is_that_of_training_arguments(
+    tmp_path: Path, base: dict, fields: dict, expected: BestRule | None
+) -> None:
+    from transformers import TrainingArguments
+
+    base["datasets"][0]["format"] = "prompt_completion"
+    base["adapters"][0] |= {"eval_dataset": "d", "eval_steps": 5, "eval_exact_match": True, **fields}
+    rule = resolve_config(base, folder=tmp_path).adapters[0].best_rule
+    assert rule == expected
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5}
+    theirs = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **steps, **fields)
+    assert theirs.load_best_model_at_end == (rule is not None and rule.loads)
+    assert theirs.greater_is_better == (rule.greater if rule else None)
+    metric = theirs.metric_for_best_model
+    assert (metric and f"eval_{metric.removeprefix('eval_')}") == (rule.metric if rule else None)
+
+
+def test_with_early_stopping_the_best_is_loaded(tmp_path: Path, base: dict) -> None:
+    base["adapters"][0] |= {"eval_dataset": "d", "eval_steps": 5, "early_stopping_patience": 2}
+    config = resolve_config(base, folder=tmp_path)
+    assert config.adapters[0].best_rule == BestRule("eval_loss", False, True)
+    assert resolve_config(yaml.safe_load(dump_config(config))).adapters[0] == config.adapters[0]
+    base["defaults"]["load_best_model_at_end"] = False
+    config = resolve_config(base, folder=tmp_path)
+    assert config.adapters[0].best_rule == BestRule("eval_loss", False, False)
+
+
+def test_the_best_needs_evaluations(tmp_path: Path, base: dict) -> None:
+    for key, value in (("load_best_model_at_end", True), ("metric_for_best_model", "loss")):
+        assert lacking(tmp_path, base, **{key: value}) == [f"run.yaml: adapters[0]: {key} needs eval_steps"]
+    assert lacking(tmp_path, base, eval_steps=5, metric_for_best_model="exact_match") == [
+        "run.yaml: adapters[0]: metric_for_best_model: exact_match needs eval_exact_match: true"
+    ]

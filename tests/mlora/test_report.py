@@ -3,16 +3,18 @@
 import io
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlora.commands.result_table import aligned, result_table
 from mlora.config_file import resolve_config
 from mlora.fields.base_info import BaseInfo
+from mlora.live_table import LiveTable, short_names
 from mlora.plot import plot_losses, smooth
-from mlora.report import LiveTable, Pace, PlainLines, clock
+from mlora.report import Pace, PlainLines, clock
 from mlora.run import train
-from mlora.tasks import TaskBuilder
+from mlora.tasks import Progress, Task, TaskBuilder
 from rich.console import Console
 from tiny_run import run_data
 
@@ -24,9 +26,10 @@ def test_live_table_has_a_row_for_each_adapter(tiny_base: Path, tmp_path: Path) 
     data["defaults"]["max_length"] = 8
     train(resolve_config(data, folder=tmp_path), reporter=LiveTable(console))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
-    last = text[text.rindex("tokens/s") :]
-    assert re.search(r"first +│ finished +│ +6/6 │ \d\.\d{4} │ +\d\.\d{4} │", last)
-    assert re.search(r"second +│ finished +│ +9/9 ", last)
+    last = text[text.rindex("adapter ") :]
+    assert re.search(r"first +finished +6/6 +\d\.\d{4} +\d\.\d{4} *\n", last)
+    assert re.search(r"second +finished +9/9 +\d\.\d{4} *\n", last)
+    assert re.search(r"\n2 adapters: 2 finished; 15 of 15 steps, 0 tokens/s", last)
     assert "warning: dataset 'two': " in text
 
 
@@ -65,9 +68,66 @@ def test_who_waits_is_shown(tiny_base: Path, tmp_path: Path) -> None:
     table.waits(["second"], [])
     table.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
-    last = text[text.rindex("tokens/s") :]
-    assert re.search(r"first +│ running +│", last)
-    assert re.search(r"second +│ waiting +│", last)
+    last = text[text.rindex("adapter ") :]
+    assert re.search(r"first +running ", last)
+    assert re.search(r"second +waiting ", last)
+    assert "2 adapters: 1 running, 1 waiting; 0 of 15 steps" in last
+
+
+PREFIXES = ("", "customer-7-english-sentiment-")
+
+
+def forty(base: Path, folder: Path, prefix: str) -> list[Task]:
+    """Tasks whose names differ in their last characters, half way through."""
+    config = resolve_config(run_data(base, folder), folder=folder)
+    task = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder)).build(config.adapters[0])
+    progress = Progress(step=1000, loss=12.3456, evaluations=[{"step": 1000, "eval_loss": 12.3456}])
+    names = [f"{prefix}rank-{number}" for number in range(40)]
+    tasks = [replace(task, config=task.config.model_copy(update={"name": name})) for name in names]
+    return [replace(task, total_steps=2000, progress=replace(progress)) for task in tasks]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_the_live_table_of_forty_adapters_fits(tiny_base: Path, tmp_path: Path, prefix: str) -> None:
+    """At 80 columns and 24 lines: totals, who waits, and names that differ."""
+    tasks = forty(tiny_base, tmp_path, prefix)
+    console = Console(file=(drawn := io.StringIO()), force_terminal=True, width=80, height=24)
+    table = LiveTable(console)
+    for task in tasks[:5]:
+        task.progress.state = "finished"
+    tasks[30].progress.state = "stopped"
+    table.start(tasks)
+    for task in tasks:
+        table.step(task, {"tokens": 1_000_000, "seconds": 100.0})
+    table.waits([task.name for task in tasks[10:25]], [])
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
+    table.close()
+    shown = [line.rstrip() for line in text[text.rindex("adapter ") :].splitlines()]
+    assert len(shown) <= 24
+    assert all(len(line) <= 80 for line in shown)
+    rows = [line.split() for line in shown if "/2000" in line]
+    assert len(rows) >= 19
+    assert len({row[0] for row in rows}) == len(rows)
+    assert [row[0].rpartition("-")[2] for row in rows][-2:] == ["38", "39"]
+    states = [row[1] for row in rows]
+    assert states.count("running") == min(19, len(rows))  # those that train come first
+    assert rows[-1][1:] == ["running", "1000/2000", "12.3456", "12.3456", "10000", "27:46:40"]
+    totals = " ".join(" ".join(shown[len(rows) + 1 :]).split())
+    assert totals.startswith("40 adapters: 19 running, 15 waiting, 5 finished, 1 stopped, ")
+    assert f", {40 - len(rows)} not shown; 40000 of 80000 steps, 190000 tokens/s" in totals
+
+
+def test_names_are_cut_where_they_still_differ() -> None:
+    assert short_names(["a", "bc"], 8) == ["a", "bc"]
+    assert short_names(["first-long-name", "other"], 9) == ["firs…name", "other"]
+    heads = [f"{number}-of-the-same-kind" for number in range(12)]
+    tails = [f"of-the-same-kind-{number}" for number in range(12)]
+    middles = [f"same-kind-{number}-same-kind" for number in range(12)]
+    for names in (heads, tails, middles):
+        cut = short_names(names, 10)
+        assert len(set(cut)) == 12
+        assert all(len(name) <= 10 for name in cut)
+    assert short_names(middles, 10)[3] == "4 …me-kind"
 
 
 def test_pace_is_tokens_over_seconds() -> None:

@@ -73,7 +73,8 @@ def begin() -> None:
 
 def reporter() -> Reporter:
     """Return a live table on a terminal, plain lines elsewhere."""
-    from mlora.report import LiveTable, PlainLines
+    from mlora.live_table import LiveTable
+    from mlora.report import PlainLines
 
     return LiveTable() if sys.stdout.isatty() else PlainLines()
 

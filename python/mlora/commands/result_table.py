@@ -16,7 +16,8 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
     Returns:
         A row of titles, then one row for each adapter; columns that would be empty are left out.
     """
-    rows = [["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]]
+    titles = ["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]
+    rows = [[*titles, "best step"]]
     for name, entry in summary["adapters"].items():
         loss, exact = entry["eval_loss"], entry["eval_exact_match"]
         waits = entry["state"] == "running" and summary["status"] != "running"
@@ -31,6 +32,7 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
                 _number(loss.get("after"), ".4f"),
                 _number(exact.get("before"), ".1%"),
                 _number(exact.get("after"), ".1%"),
+                _best(entry),
             ]
         )
     for title, cells in (more or {}).items():
@@ -42,6 +44,14 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def _best(entry: Mapping[str, Any]) -> str:
+    """The step of the best evaluation, and that it is not the one that was saved."""
+    if not entry.get("best"):
+        return ""
+    step, saved = entry["best"]["step"], entry.get("saved_step")
+    return f"{step}" if saved in (None, step) else f"{step}, saved {saved}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

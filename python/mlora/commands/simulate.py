@@ -16,13 +16,14 @@ def simulate(
         int | None, typer.Option(min=1, max=4096, help="default: as many as --forward has values, else 4")
     ] = None,
     adapters: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             help="lorapp: how many streams run at once, each an adapter or a group of adapters (mlora train "
-            "makes groups of more than 2 * stages adapters); 1f1b, gpipe: all adapters are one batch",
+            "makes groups of more than 2 * stages adapters); 1f1b, gpipe: all adapters are one batch "
+            "[as in --times, else 4]",
         ),
-    ] = 4,
+    ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches in each optimizer step")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of each adapter")] = 20,
     forward: Annotated[
@@ -56,7 +57,10 @@ def simulate(
         ),
     ] = None,
     times: Annotated[
-        Path | None, typer.Option(help="use measured times: the times.json that train --trace wrote")
+        Path | None,
+        typer.Option(
+            help="use measured times, and the number of streams: the times.json that train --trace wrote"
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,

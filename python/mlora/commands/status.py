@@ -11,7 +11,8 @@ from typing import Any
 from mlora.checkpoint import list_checkpoints
 from mlora.commands.result_table import result_table
 from mlora.errors import RunError
-from mlora.queue.known_tasks import KnownTask, known_tasks
+from mlora.fields.best_rule import METRICS
+from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.run_folder import RunFolder, is_running, read_metrics
 from mlora.sweep.progress import SweepProgress, sweep_progress
@@ -91,18 +92,24 @@ class RunStatus:
         ranked = any(task.priority for task in tasks)
         more = {
             "asked for": [", ".join(task.asked) for task in tasks],
+            "latest eval loss": [_latest(self.adapters[task.name]) for task in tasks],
             "priority": [str(task.priority) if ranked else "" for task in tasks],
             "states": [_size(task, "states_bytes") for task in tasks],
             "micro-batch": [_size(task, "batch_bytes") for task in tasks],
         }
-        return result_table({"status": self.status, "adapters": self.adapters}, more)
+        adapters = {
+            name: entry if entry["state"] in ENDED else _without_after(entry)
+            for name, entry in self.adapters.items()
+        }
+        return result_table({"status": self.status, "adapters": adapters}, more)
 
     def as_json(self) -> dict[str, Any]:
         """Return the same for scripts, as plain values."""
         tasks = []
         for name, task in self.tasks.items():
             predicted = {key: task.view.get(key) for key in ("states_bytes", "batch_bytes")}
-            own = {"name": name, **self.adapters[name], "priority": task.priority, "asked": task.asked}
+            own = {"name": name, "latest_eval": None, **self.adapters[name]}
+            own |= {"priority": task.priority, "asked": task.asked}
             tasks.append({**own, "predicted": predicted if self.memory and any(predicted.values()) else None})
         return {
             "run_dir": str(self.folder.path),
@@ -177,6 +184,19 @@ def _size(task: KnownTask, key: str) -> str:
     return f"{size / MIB:.1f} MiB" if size and task.state in ("running", "waiting", "paused") else ""
 
 
+def _latest(entry: dict[str, Any]) -> str:
+    """The latest evaluation of a task that has not ended; that before its first step has a column."""
+    found = entry.get("latest_eval")
+    if not found or not found["step"] or entry["state"] in ENDED:
+        return ""
+    return f"{found['eval_loss']:.4f}, step {found['step']}"
+
+
+def _without_after(entry: dict[str, Any]) -> dict[str, Any]:
+    """A task that has not ended: its latest loss has a column of its own."""
+    return {**entry, "eval_loss": {**entry["eval_loss"], "after": None}}
+
+
 def _unknown(task: KnownTask) -> dict[str, Any]:
     empty = {"before": None, "after": None}
     return {
@@ -189,6 +209,8 @@ def _unknown(task: KnownTask) -> dict[str, Any]:
         "seconds": 0.0,
         "eval_loss": dict(empty),
         "eval_exact_match": dict(empty),
+        "best": None,
+        "saved_step": None,
     }
 
 
@@ -196,6 +218,13 @@ def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:
     entry["step"] = max(entry["step"], record["step"])
     if "loss" in record:
         entry["loss"] = record["loss"]
-    for key in ("eval_loss", "eval_exact_match"):
-        if key in record:
-            entry[key]["before" if record["step"] == 0 else "after"] = record[key]
+    measured = {key: record[key] for key in METRICS if key in record}
+    if measured:
+        entry["latest_eval"] = {"step": record["step"], **measured}
+    if entry.get("saved_step") is not None:  # it has ended, and the summary knows what was saved
+        return
+    for key, value in measured.items():
+        entry[key]["before" if record["step"] == 0 else "after"] = value
+    if "best" in record:
+        metric = record["best"]
+        entry["best"] = {"step": record["step"], "metric": metric, "value": record[metric]}

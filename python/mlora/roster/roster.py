@@ -14,6 +14,7 @@ from mlora.process.device import is_out_of_memory
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.report import Reporter, some
+from mlora.roster.best import check_best_file
 from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
 from mlora.run_folder import RunFolder
 from mlora.scheduler import NOBODY, Admission, Need
@@ -305,6 +306,7 @@ class Roster:
         self.admission = admission
         for task in self.alive():
             task.kept = kept.get(task.name)
+            check_best_file(task, self._folder.states)
             if task.name in admission.slots:
                 if task.name not in adapters:
                     raise RunError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlora.fields.best_rule import METRICS
 from mlora.fields.sweep_config import SweepConfig
 from mlora.queue.task_queue import TaskQueue
 from mlora.run_folder import RunFolder, read_metrics
@@ -22,8 +23,9 @@ class RankedTrial:
         name: of its adapter.
         state: of its task.
         step: optimizer steps made.
-        value: the sweep's metric after its last step; if that is ``eval_loss``, of a trial that has not
-            finished, the one that was measured last.
+        value: the sweep's metric of the adapter as it was saved; if that is ``eval_loss``, of a trial that
+            has not finished, the one that was measured last.
+        loss: its ``eval_loss`` likewise.
         seconds: wall time in training.
         params: values of the search space by their paths.
         curve: steps, and ``eval_loss`` after them.
@@ -35,6 +37,7 @@ class RankedTrial:
     state: str
     step: int
     value: float | None
+    loss: float | None
     seconds: float
     params: Mapping[str, Any]
     curve: Sequence[tuple[int, float]]
@@ -46,8 +49,7 @@ class RankedTrial:
         Args:
             sweep: whose trial it is.
         """
-        loss = self.curve[-1][1] if self.curve else None
-        return [self.value, loss][: len(shown_metrics(sweep))]
+        return [self.value, self.loss][: len(shown_metrics(sweep))]
 
 
 def shown_metrics(sweep: SweepConfig) -> list[str]:
@@ -112,15 +114,16 @@ def _trial(
     curve: Sequence[tuple[int, float]],
     metric: str,
 ) -> RankedTrial:
-    value = entry[metric]["after"] if entry["state"] == "finished" else None
-    if value is None and curve and metric == "eval_loss":
-        value = curve[-1][1]
+    after = {key: entry[key]["after"] if entry["state"] == "finished" else None for key in METRICS}
+    if after["eval_loss"] is None and curve:
+        after["eval_loss"] = curve[-1][1]
     return RankedTrial(
         None,
         name,
         entry["state"],
         entry["step"],
-        value,
+        after[metric],
+        after["eval_loss"],
         entry["seconds"],
         params,
         curve,

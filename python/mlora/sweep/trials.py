@@ -112,8 +112,7 @@ class Sweep:
         return any([self._study.report(_number(name), entry["step"], entry["eval_loss"]) for entry in new])
 
     def _end(self, task: Task) -> None:
-        evaluations = task.progress.evaluations
-        value = evaluations[-1].get(self._sweep.metric) if evaluations else None
+        value = task.evaluation(task.saved_step).get(self._sweep.metric)
         if task.progress.state == "finished" and value is not None:
             self._study.end(_number(task.name), "complete", value)
         else:

@@ -16,10 +16,13 @@ from mlora.pipeline.schedules import FLUSHED
 from mlora.pipeline.simulate import simulate
 from mlora.pipeline.timeline import Timeline, as_events
 from mlora.pipeline.workload import Link, StageTime, Stream, Workload
-from mlora.timelines.stage_times import read_times
+from mlora.timelines.stage_times import StageTimes, read_times
 
 BARS, MOST_BARS = 60, 60_000
 """What a picture shows: of stage 0 at least, and of all stages at most."""
+
+ADAPTERS = 4
+"""Streams of lorapp where nothing says how many."""
 
 GROUPS_OF_A_STAGE = 2
 """Into so many groups for each stage a run spreads its adapters at most, see `mlora.groups.group_count`."""
@@ -31,7 +34,7 @@ class Options:
 
     schedule: str
     stages: int | None
-    adapters: int
+    adapters: int | None
     micro_batches: int
     steps: int
     forward: str | None
@@ -56,6 +59,7 @@ class Forecast:
         measures: its numbers.
         closed_form: a lower bound of an endless run's bubble ratio.
         exact: whether such a run is known to come to it.
+        origin: where the number of streams is from, unless it was given.
     """
 
     workload: Workload
@@ -63,6 +67,7 @@ class Forecast:
     measures: Measures
     closed_form: float
     exact: bool
+    origin: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints: seconds, bytes and rows."""
@@ -90,8 +95,8 @@ class Forecast:
         first, stages, streams = workload.streams[0], len(workload.stages), len(workload.streams)
         steps = _counted(first.steps, "step")
         lines = [
-            f"{workload.schedule}: {_counted(stages, 'stage')}, {_counted(streams, 'stream')} of "
-            f"{_counted(first.micro_batches, 'micro-batch', 'es')} a step, {steps}"
+            f"{workload.schedule}: {_counted(stages, 'stage')}, {_counted(streams, 'stream')}{self.origin} "
+            f"of {_counted(first.micro_batches, 'micro-batch', 'es')} a step, {steps}"
         ]
         groups = GROUPS_OF_A_STAGE * stages
         if streams > groups and stages > 1:
@@ -178,29 +183,43 @@ def forecast(options: Options) -> Forecast:
         RunError: one line that names the option that is wrong.
     """
     try:
-        workload = _workload(options)
+        times = None if options.times is None else read_times(options.times)
+        adapters, origin = _streams(options, times)
+        workload = _workload(options, times, adapters)
         timeline = simulate(workload)
     except RunError:
         raise
     except ValueError as error:
         raise RunError(str(error)) from error
-    return Forecast(workload, timeline, measure(timeline), _closed_form(workload), is_reached(workload))
+    return Forecast(
+        workload, timeline, measure(timeline), _closed_form(workload), is_reached(workload), origin
+    )
+
+
+def _streams(options: Options, times: StageTimes | None) -> tuple[int, str]:
+    """How many streams of lorapp there are, and where that is from, unless it was given."""
+    if options.adapters is not None or options.times is None or times is None:
+        return options.adapters or ADAPTERS, ""
+    if options.schedule in FLUSHED:
+        return ADAPTERS, ""
+    if times.streams is None:
+        return ADAPTERS, f" (--adapters says another number; {options.times.name} says none)"
+    return times.streams, f" (as in {options.times.name}; --adapters says another number)"
 
 
 def _counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{plural if count > 1 else ''}"
 
 
-def _workload(options: Options) -> Workload:
+def _workload(options: Options, times: StageTimes | None, adapters: int) -> Workload:
     _check_used(options)
     rows = options.rows or 1
-    if options.times is not None:
+    if times is not None:
         given = ("stages", "forward", "backward", "latency", "bandwidth", "message_bytes", "hidden")
         for name in given:
             if getattr(options, name) is not None:
                 option = "bytes" if name == "message_bytes" else name
                 raise RunError(f"--{option}: --times says it; give one of them")
-        times = read_times(options.times)
         stages, (forward, backward) = times.stage_times(), times.links()
         if options.rows not in (None, times.rows):
             raise RunError(f"--rows: {options.times} was measured with {times.rows}, got {options.rows}")
@@ -213,7 +232,7 @@ def _workload(options: Options) -> Workload:
             _message_bytes(options) / rows,
         )
         forward = backward = [link] * (len(stages) - 1)
-    streams = options.adapters if options.schedule == "lorapp" else 1
+    streams = adapters if options.schedule == "lorapp" else 1
     actions = streams * options.steps * options.micro_batches * len(stages)
     if actions > MOST_ACTIONS:
         raise RunError(
@@ -223,8 +242,8 @@ def _workload(options: Options) -> Workload:
     stream = Stream(options.steps, options.micro_batches, (rows,))
     if options.schedule != "lorapp":
         return Workload(stages, [stream], options.schedule, forward, backward)
-    in_flight = options.in_flight or options.adapters * options.micro_batches
-    return Workload(stages, [stream] * options.adapters, options.schedule, forward, backward, in_flight)
+    in_flight = options.in_flight or adapters * options.micro_batches
+    return Workload(stages, [stream] * adapters, options.schedule, forward, backward, in_flight)
 
 
 def _check_used(options: Options) -> None:

@@ -60,6 +60,7 @@ class StageTimes(BaseModel):
         stages: D of them, from the first.
         forward: D - 1 links, each from a stage to the next; none = no time on links.
         backward: D - 1 links back, the first from stage 1 to stage 0.
+        streams: adapters, or groups that share batches, that the run had; none = it is not known.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -68,6 +69,7 @@ class StageTimes(BaseModel):
     stages: list[MeasuredStage] = Field(min_length=1)
     forward: list[MeasuredLink] = []
     backward: list[MeasuredLink] = []
+    streams: int | None = Field(default=None, ge=1)
 
     def stage_times(self) -> list[StageTime]:
         """The stages as the simulator takes them."""

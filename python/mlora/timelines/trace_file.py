@@ -117,7 +117,8 @@ class TraceFiles:
         pairs = range(timeline.stages - 1)
         forward = [self._link(stage, stage + 1, "forward") for stage in pairs]
         backward = [self._link(stage + 1, stage, "backward") for stage in pairs]
-        return StageTimes(rows=rows, stages=stages, forward=forward, backward=backward)
+        streams = len(self.streams)
+        return StageTimes(rows=rows, stages=stages, forward=forward, backward=backward, streams=streams)
 
     def _link(self, source: int, target: int, sort: str) -> MeasuredLink:
         left = {s.number: s.end for s in self._stages[source] if s.role == "compute" and s.sort == sort}

@@ -143,6 +143,14 @@ def test_measured_times(run: Run, tmp_path: Path) -> None:
         "overhead": 1e-5,
     }
     assert found["throughput"] == pytest.approx(10 / 2.6e-3, rel=0.01)
+    first = run("simulate", "--times", path).stdout.splitlines()[0]
+    assert "3 stages, 4 streams (--adapters says another number; times.json says none) of 1 micro" in first
+    path.write_text(json.dumps(data | {"streams": 2}))
+    first = run("simulate", "--times", path).stdout.splitlines()[0]
+    assert "3 stages, 2 streams (as in times.json; --adapters says another number) of 1 micro-batch" in first
+    assert len(output(run, "--times", path)["streams"]) == 2
+    assert "3 stages, 6 streams of 1" in run("simulate", "--times", path, "--adapters", 6).stdout
+    assert "3 stages, 1 stream of 1" in run("simulate", "--times", path, "--schedule", "gpipe").stdout
     assert "--latency: --times says it" in only_line(run("simulate", "--times", path, "--latency", 1))
     assert "was measured with 10, got 3" in only_line(run("simulate", "--times", path, "--rows", 3))
 

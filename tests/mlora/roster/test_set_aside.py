@@ -13,7 +13,8 @@ from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.prepare import Prepared, prepare
 from mlora.report import Silent
-from mlora.roster.set_aside import StateFiles, bring_back, set_aside
+from mlora.roster.set_aside import bring_back, set_aside
+from mlora.roster.state_files import StateFiles
 from mlora.run import resume, train
 from mlora.tasks import Task
 from stage_runs import tensors
@@ -194,7 +195,7 @@ def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
         for name in kept:
             (states / name).touch()
         (states / f"nobody-{number}").touch()
-        payload = {"roster": {"kept": {k: k for k in kept}}}
+        payload = {"roster": {"kept": {k: k for k in kept}}, "tasks": {}}
         files.name(number, kept)
         files.prune()  # while the checkpoint is written
         assert set(kept) <= set(names(states))
@@ -213,7 +214,7 @@ def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
     StateFiles(states, checkpoints).prune()
     assert names(states) == ["b-1", "c-1"]  # who knows
     newest.unlink()
-    save_checkpoint(checkpoints, 5, {"roster": {"kept": {}}}, keep=1)
+    save_checkpoint(checkpoints, 5, {"roster": {"kept": {}}, "tasks": {}}, keep=1)
     again.prune()
     assert not states.exists()
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
+from mlora.checkpoint import list_checkpoints
 from mlora.commands.status import read_status
 from mlora.config_file import resolve_config
 from mlora.errors import RunError
@@ -106,6 +108,27 @@ def test_exact_match_is_what_trials_are_ranked_by(data: dict[str, Any], tmp_path
         assert result.adapters[row["trial"]].eval_exact_match["after"] == float(row["eval_exact_match"])
         assert result.adapters[row["trial"]].eval_loss["after"] == float(row["eval_loss"])
     assert (rows[3]["state"], rows[3]["eval_exact_match"]) == ("cancelled", "")
+
+
+def test_trials_are_ranked_by_the_weights_that_they_leave(data: dict[str, Any], tmp_path: Path) -> None:
+    """Those of their best evaluations; `best` holds those of the best trial's."""
+    data["sweep"] |= {"sampler": "grid", "trials": None}
+    data["sweep"]["search"] = {"learning_rate": {"choice": [1e-3, 0.05, 0.2]}}
+    data["sweep"]["adapter"] |= {"eval_steps": 1, "load_best_model_at_end": True}
+    result = sweep(data, tmp_path)
+    run, rows = tmp_path / "run", table(tmp_path / "run")
+    lowest = {
+        name: min(r["eval_loss"] for r in records if "eval_loss" in r and r["step"])
+        for name, records in by_adapter(run).items()
+    }
+    assert any(adapter.saved_step != adapter.step for adapter in result.adapters.values())
+    assert {row["trial"]: float(row["eval_loss"]) for row in rows} == lowest
+    assert [row["trial"] for row in rows] == sorted(lowest, key=lambda name: lowest[name])
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    trials = torch.load(newest, weights_only=True)["roster"]["sweep"]["trials"]
+    assert sorted(trial["value"] for trial in trials) == sorted(lowest.values())
+    best = run / "adapters" / rows[0]["trial"] / "adapter_model.safetensors"
+    assert (run / "best" / best.name).read_bytes() == best.read_bytes()
 
 
 def test_trials_that_cannot_train_do_not_end_the_sweep(data: dict[str, Any], tmp_path: Path) -> None:

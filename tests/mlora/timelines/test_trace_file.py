@@ -54,7 +54,7 @@ def test_a_timeline_and_times_of_known_spans(tmp_path: Path) -> None:
     assert " 75.5% of the whole trace; " in line
     assert files.streams == ["b", "a"]
     times = read_times(tmp_path / "times.json")
-    assert times.rows == 32
+    assert (times.rows, times.streams) == (32, 2)
     spent = [seconds for stage in times.stages for seconds in (stage.forward, stage.backward)]
     assert spent == pytest.approx([1e-3, 2e-3] * 2)
     assert [link.latency for link in (*times.forward, *times.backward)] == pytest.approx([1e-3, 1e-3])

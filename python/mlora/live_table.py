@@ -1,0 +1,179 @@
+"""A run on a terminal: one row for each adapter, as far as there is room, and what they are in all."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlora.report import Pace
+from mlora.tasks import Task
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+TITLES = ("adapter", "state", "step", "loss", "eval loss", "tokens/s", "ETA")
+GAP = 2  # columns between two cells
+FIRST = ("running", "stopped", "waiting", "paused")
+"""States whose rows are shown before those of others, where not all have room."""
+
+
+def short_names(names: Sequence[str], width: int) -> list[str]:
+    """Cut names that are too long in their middle, where they still differ from each other.
+
+    Args:
+        names: that differ.
+        width: the most characters of one.
+
+    Returns:
+        The names in their order; where no place to cut tells them apart, long ones begin with their number.
+    """
+    if all(len(name) <= width for name in names):
+        return list(names)
+    half = width // 2
+    for head in sorted(range(width), key=lambda head: abs(head - half)):
+        cut = [_cut(name, head, width) for name in names]
+        if len(set(cut)) == len(names):
+            return cut
+    return [_cut(f"{place} {name}", len(f"{place} "), width) for place, name in enumerate(names, 1)]
+
+
+def _cut(name: str, head: int, width: int) -> str:
+    if len(name) <= width:
+        return name
+    return f"{name[:head]}…{name[len(name) - max(width - head - 1, 0) :]}"
+
+
+class LiveTable:
+    """A table of the adapters, redrawn as the run goes.
+
+    Where the terminal has fewer lines, those that train come first, and the last line counts the others.
+
+    Args:
+        console: where to draw; by default the terminal at standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = console or Console(highlight=False)
+        self._tasks: Sequence[Task] = ()
+        self._waiting = frozenset[str]()
+        self._pace = Pace()
+        self._drawn = 0.0
+        self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Begin to draw."""
+        self._tasks = tasks
+        self._live.start()
+        self._draw()
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        """Redraw, at most five times a second."""
+        self._pace.add(task.name, record["tokens"], record["seconds"])
+        if time.monotonic() - self._drawn > 0.2:
+            self._draw()
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        """Redraw."""
+        self._draw()
+
+    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
+        """Redraw, with one row more."""
+        self._tasks = tasks
+        self._draw()
+
+    def changed(self, task: Task) -> None:
+        """Redraw, and print a fault above the table."""
+        if task.progress.state == "stopped":
+            self.fault(f"{task.name}: stopped at step {task.progress.step}: {task.progress.message}")
+        self._draw()
+
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
+        """Redraw."""
+        self._waiting = frozenset(names)
+        self._draw()
+
+    def note(self, line: str) -> None:
+        """Print a line above the table."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """Print a warning above the table."""
+        self._console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+
+    def fault(self, line: str) -> None:
+        """Print a fault above the table."""
+        self._console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the table away."""
+        self._live.stop()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self._live.update(self._view(), refresh=True)
+
+    def _view(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        width, height = self._console.size
+        states = {task.name: self._state(task) for task in self._tasks}
+        totals = self._totals(states, len(self._tasks))
+        rows = height - 2 - len(totals) // width - 1  # the titles, and a line for the cursor
+        shown = self._chosen(states, rows)
+        if len(shown) < len(self._tasks):
+            totals = self._totals(states, len(shown))
+        cells = [self._cells(task, states[task.name]) for task in shown]
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        for column, title in enumerate(TITLES):
+            table.add_column(title, justify="left" if column < 2 else "right", no_wrap=True)
+        widths = [max(map(len, column)) + GAP for column in zip(TITLES[1:], *cells, strict=True)]
+        names = short_names([task.name for task in self._tasks], max(width - sum(widths), 8))
+        label = dict(zip(states, names, strict=True))
+        for task, row in zip(shown, cells, strict=True):
+            table.add_row(label[task.name], *row)
+        return Group(table, Text(totals))
+
+    def _state(self, task: Task) -> str:
+        waits = task.progress.state == "running" and task.name in self._waiting
+        return "waiting" if waits else task.progress.state
+
+    def _chosen(self, states: dict[str, str], most: int) -> list[Task]:
+        """The tasks that have a row, in the run's order."""
+        if len(self._tasks) <= most:
+            return list(self._tasks)
+        ranks = [FIRST.index(s) if s in FIRST else len(FIRST) for s in states.values()]
+        order = sorted(range(len(ranks)), key=lambda place: ranks[place])
+        return [self._tasks[place] for place in sorted(order[: max(most, 1)])]
+
+    def _totals(self, states: dict[str, str], shown: int) -> str:
+        """How many adapters are in each state, their steps and their speed."""
+        counts = Counter(states.values())
+        told = ", ".join(f"{count} {state}" for state, count in counts.most_common())
+        made, steps = (
+            sum(task.progress.step for task in self._tasks),
+            sum(task.total_steps for task in self._tasks),
+        )
+        speeds = [self._pace.tokens_per_second(name) or 0.0 for name, s in states.items() if s == "running"]
+        hidden = f", {len(states) - shown} not shown" if shown < len(states) else ""
+        return f"{len(states)} adapters: {told}{hidden}; {made} of {steps} steps, {sum(speeds):.0f} tokens/s"
+
+    def _cells(self, task: Task, state: str) -> list[str]:
+        """A row without its name."""
+        progress, evaluations = task.progress, task.progress.evaluations
+        speed = self._pace.tokens_per_second(task.name) if state == "running" else None
+        return [
+            state,
+            f"{progress.step}/{task.total_steps}",
+            "" if progress.loss is None else f"{progress.loss:.4f}",
+            f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",
+            "" if speed is None else f"{speed:.0f}",
+            self._pace.left(task) if state == "running" else "",
+        ]

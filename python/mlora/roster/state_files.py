@@ -1,0 +1,182 @@
+"""Files of a run's ``states``: what tasks need beside checkpoints, and which are still needed."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlora.checkpoint import checkpoint_name, list_checkpoints, sync_folder, write_file
+from mlora.errors import RunError
+from mlora.tasks import ALIVE
+
+
+def best_file(name: str, step: int) -> str:
+    """Return the name of the file that holds an adapter's weights of its best evaluation; no adapter's name
+    has a dot.
+
+    Args:
+        name: of the adapter.
+        step: after which it was evaluated.
+    """
+    return f"{name}.best-{step:08d}.pt"
+
+
+def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
+    """Return the files that a checkpoint counts on.
+
+    Args:
+        checkpoint: with ``roster`` and ``tasks``.
+    """
+    best = {
+        best_file(name, task["best_step"])
+        for name, task in checkpoint["tasks"].items()
+        if task["best_step"] is not None and task["state"] in ALIVE
+    }
+    return frozenset(checkpoint["roster"]["kept"].values()) | best
+
+
+def write_state(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file, whole or not at all, and make it durable.
+
+    Args:
+        path: in the run's ``states``, which may be missing.
+        content: tensors and plain values.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    import torch
+
+    try:
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
+            sync_folder(path.parent.parent)
+        write_file(path, lambda file: torch.save(dict(content), file))
+    except (OSError, RuntimeError) as error:
+        # torch reports a failed write as a RuntimeError whose context is the system's error
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise RunError(f"{path}: cannot be saved: {cause.strerror}") from error
+
+
+def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Read what `write_state` has written.
+
+    Args:
+        path: the file.
+        key: of what is wanted.
+        stamp: all else that it holds, which tells it from other files.
+        what: it should hold, for the error.
+
+    Raises:
+        RunError: it cannot be read, or holds something else.
+    """
+    import torch
+
+    try:
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):  # torch takes other bytes for an old format, and fails anyhow
+                raise EOFError
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        # torch seeks before the start of a file that was cut short
+        named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
+        reason = named or "it is damaged or not whole"
+        raise RunError(f"{path}: cannot be read: {reason}; {stamp['task']} cannot go on") from error
+    ours = isinstance(content, dict) and content.keys() == {*stamp, key}
+    if not ours or any(content[name] != value for name, value in stamp.items()):
+        raise RunError(f"{path}: is not {what}")
+    found: dict[str, Any] = content[key]
+    return found
+
+
+class StateFiles:
+    """The files of tasks that wait and of best evaluations, and which of them are still needed.
+
+    A file goes when none of the run's checkpoints names it, whether it is durable or in writing. What the
+    run has set aside since is written again when it goes on from one of them.
+
+    Args:
+        folder: the run's ``states``, which may be missing.
+        checkpoints: its ``checkpoints``.
+    """
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        self._folder, self._checkpoints = folder, checkpoints
+        self._named: dict[str, frozenset[str]] = {}
+        self._newest = ""
+
+    def name(self, iteration: int, files: Iterable[str]) -> None:
+        """Tell which files a checkpoint names, before it is written.
+
+        Args:
+            iteration: the checkpoint's.
+            files: their names.
+        """
+        self._newest = checkpoint_name(iteration)
+        before = self._files_of(self._newest)  # of this name, until the new one is whole
+        self._named[self._newest] = frozenset(files) | before if before is not None else frozenset(files)
+
+    def prune(self) -> None:
+        """Remove files that nobody needs, and the folder when it is empty.
+
+        Raises:
+            RunError: the system refuses.
+        """
+        needed = self._needed() if self._folder.is_dir() else None
+        if needed is None:
+            return
+        try:
+            for path in self._folder.iterdir():
+                if path.name not in needed:
+                    path.unlink(missing_ok=True)
+            if not needed:
+                self._folder.rmdir()
+        except OSError as error:
+            raise RunError(f"{self._folder}: cannot be tidied: {error.strerror}") from error
+
+    def drop(self, file: str) -> None:
+        """Remove a file, unless a checkpoint needs it.
+
+        Args:
+            file: its name.
+
+        Raises:
+            RunError: the system refuses.
+        """
+        needed = self._needed()
+        try:
+            if needed is not None and file not in needed:
+                (self._folder / file).unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{self._folder}: cannot be tidied: {error.strerror}") from error
+
+    def _needed(self) -> frozenset[str] | None:
+        """The files that checkpoints name; none where one cannot be read, which may need any of them."""
+        names = {path.name for path in list_checkpoints(self._checkpoints)} | {self._newest}
+        found = {name: self._files_of(name) for name in names}
+        self._named = {name: files for name, files in found.items() if files is not None}
+        return frozenset[str]().union(*self._named.values()) if len(self._named) == len(found) else None
+
+    def _files_of(self, name: str) -> frozenset[str] | None:
+        """The files that a checkpoint names; none where it cannot be read."""
+        import torch
+
+        if name in self._named:
+            return self._named[name]
+        path = self._checkpoints / name
+        if not self._folder.is_dir() or not path.is_file():
+            return frozenset()
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return files_named(checkpoint)
+        except FileNotFoundError:
+            return frozenset()  # it has just made room for a newer one
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError):
+            return None
