@@ -25,7 +25,8 @@ from .targets import (
     check_config,
     check_name,
     init_kind,
-    is_linear,
+    is_transposed,
+    linear_layers,
     target_layers,
 )
 from .weights import adapter_layers
@@ -218,11 +219,6 @@ def _refuse_state(
             check_layer(key, module)
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All linear layers of a model, converted or not, by name: their positions are the layers' indices."""
-    return {key: module for key, module in model.named_modules() if is_linear(module)}
-
-
 def _replace(
     model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
 ) -> MultiLoRALinear:
@@ -234,7 +230,7 @@ def _replace(
         router=router,
         name=key,
         index=index,
-        fan_in_fan_out=type(module) is not nn.Linear,
+        fan_in_fan_out=is_transposed(module),
         adapter_dtype=adapter_dtype(weight, autocast),
     )
     layer.train(module.training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..dropout import check_probability
 from .linear import MultiLoRALinear
@@ -50,6 +52,8 @@ _NEUTRAL = {
 START_VALUES = ("orthogonal", "eva")
 """PEFT's ways to draw A and B that change nothing else: of no matter once there are weights to load."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Multiplies by the transposed weight with `@`: nn.Linear's result.
+_FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 _TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
@@ -174,15 +178,30 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a module is one that an adapter can be put on."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, MultiLoRALinear) or type(module) in (nn.Linear, Conv1D)
+    kinds = (nn.Linear, Conv1D)
+    return isinstance(module, MultiLoRALinear) or type(module) in kinds or _computes_as_linear(module)
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
+    """Whether a subclass of nn.Linear computes `x W^T + b` and holds nothing but a plain weight and bias."""
+    kind = type(module)
+    if not isinstance(module, nn.Linear) or kind is NonDynamicallyQuantizableLinear:
+        return False
+    own = kind.forward is not nn.Linear.forward and f"{kind.__module__}.{kind.__qualname__}" != _FALCON
+    state = {**module._parameters, **module._buffers, **module._modules}
+    return not own and state.keys() == {"weight", "bias"} and type(state["weight"]) is nn.Parameter
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer stores its weight as `[d_in, d_out]`."""
+    return bool(getattr(module, "fan_in_fan_out", not isinstance(module, nn.Linear)))
 
 
 def features(module: nn.Module) -> tuple[int, int]:
     """d_in and d_out of a linear layer, converted or not."""
     weight: Any = module.weight
-    transposed = getattr(module, "fan_in_fan_out", type(module) is not nn.Linear)
     rows, columns = weight.shape
-    return (rows, columns) if transposed else (columns, rows)
+    return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
@@ -204,15 +223,36 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
     for key, module in model.named_modules():
         if not key or _inside_layer(model, key) or not matches(resolved, key):
             continue
-        if not is_linear(module):
-            raise ValueError(
-                f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear and Conv1D are "
-                "supported"
-            )
+        _check_target(model, name, resolved, key, module)
         layers[key] = _layer_spec(resolved, key)
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
     return layers
+
+
+def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, module: nn.Module) -> None:
+    """Refuse a matching module that cannot have an adapter."""
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    short = key.rpartition(".")[2]
+    leave_out = f"take it out of target_modules, or pass exclude_modules=[{short!r}]"
+    if type(module) is NonDynamicallyQuantizableLinear:
+        raise ValueError(
+            f"adapter {name!r}: target {key} is not supported: nn.MultiheadAttention reads its weight and "
+            f"never calls it; {leave_out}"
+        )
+    if not is_linear(module):
+        raise ValueError(
+            f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear and Conv1D are "
+            f"supported, and subclasses that keep nn.Linear's forward; {leave_out}"
+        )
+    try:
+        _check_lora_target_modules_mamba(config, model, short)
+    except ValueError as error:
+        raise ValueError(
+            f"adapter {name!r}: target {key} is not supported: Mamba's kernels read its weight and never "
+            f"call it; {leave_out}"
+        ) from error
 
 
 def _no_match(model: nn.Module, config: LoraConfig) -> str:
@@ -272,15 +312,39 @@ def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     try:
         convert_peft_config_for_transformers(translated, base, get_model_conversion_mapping(base))
     except ValueError as error:
-        raise ValueError(f"adapter {name!r}: target_modules: {error}") from error
+        raise ValueError(
+            f"adapter {name!r}: target_modules: {str(error).rstrip('.')}; adapters on experts are not "
+            f"supported. {_outside_experts(model, translated)}"
+        ) from error
     if translated.target_parameters:
-        others = [short for short in _linear_names(model) if short in (translated.target_modules or ())]
         raise ValueError(
             f"adapter {name!r}: target_modules={config.target_modules!r}: PEFT puts it on parameters of the "
             f"model's experts ({', '.join(sorted(translated.target_parameters))}), which are no layers and "
-            f"not supported; name layers outside of the experts: {', '.join(others) or 'none of these are'}"
+            f"not supported. {_outside_experts(model, translated)}"
         )
     return translated
+
+
+def _outside_experts(model: nn.Module, config: LoraConfig) -> str:
+    """What to name instead: those of the wanted layers that PEFT leaves as layers, or else all of them."""
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_config_for_transformers,
+        get_model_conversion_mapping,
+    )
+
+    head, base = getattr(model, "get_output_embeddings", lambda: None)(), cast("PreTrainedModel", model)
+    linear = {key.rpartition(".")[2] for key, one in linear_layers(model).items() if one is not head}
+    works = []
+    for short in sorted(linear, key=_linear_names(model).index):
+        alone = copy.deepcopy(config)
+        alone.target_modules, alone.target_parameters = [short], None
+        with contextlib.suppress(ValueError):  # PEFT: names of a fused layer must be given together
+            convert_peft_config_for_transformers(alone, base, get_model_conversion_mapping(base))
+            works += [] if alone.target_parameters else [short]
+    wanted = [short for short in works if short in (config.target_modules or ())]
+    if not works:
+        return "This model has no linear layers outside of its experts"
+    return f"Name layers outside of the experts: target_modules={wanted or works}"
 
 
 def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
@@ -306,6 +370,11 @@ def _layer_spec(config: LoraConfig, key: str) -> LayerSpec:
     return LayerSpec(rank, scaling, config.lora_dropout)
 
 
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All linear layers of a model, converted or not, by name: their positions are the layers' indices."""
+    return {key: module for key, module in model.named_modules() if is_linear(module)}
+
+
 def _inside_layer(model: nn.Module, key: str) -> bool:
     """Whether the module is a part of a converted layer: a bank, or an adapter's slot in it."""
     return ".lora_A" in key or ".lora_B" in key
@@ -313,9 +382,7 @@ def _inside_layer(model: nn.Module, key: str) -> bool:
 
 def _linear_names(model: nn.Module) -> list[str]:
     """Last parts of the names of the model's linear layers, each once."""
-    return list(
-        dict.fromkeys(key.rpartition(".")[2] for key, module in model.named_modules() if is_linear(module))
-    )
+    return list(dict.fromkeys(key.rpartition(".")[2] for key in linear_layers(model)))
 
 
 def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) -> dict[str, Any]:

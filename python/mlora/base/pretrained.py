@@ -12,7 +12,13 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from mlora.base.hub import check_base, refuse_quantized
 
@@ -62,6 +68,7 @@ def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
 def _config(source: str) -> Any:
     with told_in_one_line(source):
         config = AutoConfig.from_pretrained(source)
+        _check_decoder(config)
     refuse_quantized(source, config)
     return config
 
@@ -77,6 +84,19 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     for name, parameter in made.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     return made
+
+
+def _check_decoder(config: Any) -> None:
+    """Refuse encoders and encoder-decoders by their kind, before anything is loaded."""
+    kind = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        whole = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
+        raise ValueError(f"{kind} is {whole}; mlora trains causal language models (decoders) only")
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
+        raise ValueError(
+            f"{kind} is an encoder (its config.json does not set is_decoder); mlora trains causal language "
+            "models (decoders) only"
+        )
 
 
 def _empty(make: Callable[[], Any]) -> PreTrainedModel:

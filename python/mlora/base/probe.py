@@ -158,7 +158,10 @@ def _require_close(got: Tensor, expected: Tensor, name: str, step: str) -> None:
 def _check_layer_types(name: str, config: Any) -> None:
     for kind in sorted(set(getattr(config, "layer_types", None) or ())):
         if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"base_model: {name} has layers of type {kind}, which cannot be packed")
+            raise ValueError(
+                f"base_model: {name} has layers of type {kind}; mlora trains models of full and "
+                "sliding-window attention only"
+            )
 
 
 def _check_windows(name: str, config: Any, sequences: PackedSequences) -> None:

@@ -149,7 +149,9 @@ def test_other_layers_are_refused_by_name() -> None:
     config = transformers.MambaConfig(
         hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY, state_size=4
     )
-    with pytest.raises(ValueError, match="MambaForCausalLM"):
+    with pytest.raises(
+        ValueError, match="MambaForCausalLM has layers of type linear_attention; mlora trains"
+    ):
         Engine(transformers.MambaForCausalLM(config))
 
 
