@@ -20,11 +20,9 @@ from .routes import LayerGroup, LayerSpec
 from .routing import AdapterInfo, Router, router_of
 from .siblings import Siblings
 from .state import check_layer
+from .supported import check_config, check_name, init_kind
 from .targets import (
     adapter_dtype,
-    check_config,
-    check_name,
-    init_kind,
     is_transposed,
     linear_layers,
     target_layers,

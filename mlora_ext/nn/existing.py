@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .targets import START_VALUES, init_kind, target_layers
+from .supported import START_VALUES, init_kind
+from .targets import target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -13,7 +13,7 @@ from .existing import with_scaling, without_start
 from .linear import MultiLoRALinear
 from .peft_layers import PeftLayers
 from .state import check_untouched, move_hooks
-from .targets import check_config, check_kind, check_name
+from .supported import check_config, check_kind, check_name
 from .weights import check_weights, write_weights
 
 if TYPE_CHECKING:
