@@ -1,6 +1,7 @@
 """Files that are not jsonl: one line says what they are, what is read, and how to convert them."""
 
 import gzip
+import itertools
 import json
 import shlex
 import subprocess
@@ -45,6 +46,7 @@ def refusal(path: Path, content: str | bytes) -> str:
         ("d.json", "\ufeff\n" + json.dumps(ROWS, indent=2), "a JSON array"),
         ("d.jsonl", json.dumps(ROWS), "a JSON array"),
     ],
+    ids=map(str, itertools.count()),
 )
 def test_what_a_file_is_and_what_is_read(tmp_path: Path, name: str, content: str | bytes, kind: str) -> None:
     expected = f"{tmp_path / name}: is {kind}, but what is read is jsonl, one JSON object a line; convert"
