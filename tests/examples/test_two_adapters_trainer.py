@@ -49,13 +49,16 @@ def train(
     model = mx.convert_model(copy.deepcopy(base), configs)
     start = copy.deepcopy(model.state_dict())
     collator = example.Collator(tokenizer)
+    optimizer = example.optimizer(model, {name: LEARNING_RATES[name] for name in names})
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-2  # without it Adam takes a whole step by the sign of a gradient that is rounding
     data = [[{"adapter": name, **read_lines(name)[row]} for name in names] for row in range(30)]
     trainer = example.LossOfEach(
         model=model,
         args=arguments(folder, gradient_accumulation_steps=accumulation, save_strategy="no"),
         train_dataset=data,
         data_collator=lambda items: collator([line for item in items for line in item]),
-        optimizers=(example.optimizer(model, {name: LEARNING_RATES[name] for name in names}), None),
+        optimizers=(optimizer, None),
         callbacks=[example.ClipEach(names, max_norm=0.5)],
     )
     trainer.train()
@@ -77,7 +80,7 @@ def test_each_adapter_trains_as_it_does_alone(
     for _, own in alone:
         for key, change in own.items():
             assert change.norm() > 0
-            assert_same_up_to_rounding(changes[key], change, key, 1e-2)
+            assert_same_up_to_rounding(changes[key], change, key, 1e-4)
 
 
 def test_the_script_saves_the_best_as_peft_folders(base: PreTrainedModel, tmp_path: Path) -> None:
