@@ -20,6 +20,10 @@ from mlora_ext import _ops, backend
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+OTHERS_SET = {"PYTEST_CURRENT_TEST", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
+"""Environment variables that pytest, and a run for its own process, set."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, help="of each process; more make tiny shapes slower")
     parser.addoption("--cpu-isa", help="instruction set of our CPU kernels; default: the best there is")
@@ -43,7 +47,7 @@ def shared_state() -> dict[str, object]:
         "oneDNN": torch.backends.mkldnn.enabled,
         "backend": backend._choice.name,
         "CPU kernels": torch.ops.mlora_ext.cpu_isa() if _ops.LOADED else None,
-        "environment": {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
+        **{f"${key}": value for key, value in os.environ.items() if key not in OTHERS_SET},
         "working folder": os.getcwd(),
         "handlers of signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
     }
@@ -55,7 +59,8 @@ def nothing_left_behind() -> Iterator[None]:
     before = shared_state()
     yield
     after = shared_state()
-    assert after == before, {name: after[name] for name in after if after[name] != before[name]}
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    assert not changed, "a test has to put back what it changes"
 
 
 @pytest.fixture(autouse=True)
