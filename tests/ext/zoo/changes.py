@@ -40,7 +40,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4, "state_size": 8},
     "minicpm3": _MLA,
     "mobilebert": {"initializer_range": 0.02},
-    "phimoe": {"router_jitter_noise": 0.0},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "pegasus_x": {"block_size": 8, "num_global_tokens": 4},

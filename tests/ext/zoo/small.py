@@ -42,6 +42,7 @@ FIXED: dict[str, Any] = {
     "use_cache": False,
     "apply_spec_augment": False,
     "mask_time_prob": 0.0,
+    "router_jitter_noise": 0.0,
 }
 OFF = re.compile(r".*(dropout|drop_path|drop_rate|layerdrop|layer_drop|pdrop|dropout_prob|drop_prob).*")
 LISTS = {

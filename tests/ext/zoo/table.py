@@ -21,7 +21,8 @@ HEAD = """# Models: which families of Transformers work
 Each class below was made small and random, and given two adapters (ranks 4 and 16, `all-linear`). A mixed
 batch (`adapter_names=["a", "b", "__base__", "a"]`) ran in evaluation and in training mode. **Equal**: every
 sample's outputs and every adapter's gradients are those of PEFT running that adapter alone on the same
-weights, in fp64, to 1e-7. Sequences were longer than the batch, and then exactly as long.
+weights, in fp64, to 1e-9. Sequences were longer than the batch, and then exactly as long. Dropouts, router
+noise and other random numbers of the base were off.
 
 Where something of `all-linear` is refused, the message names the layer and says what to do. The last column
 says what then gave equal results: `on` are `target_modules`, `without` are patterns of `exclude_modules`.
