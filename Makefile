@@ -1,13 +1,12 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
-# make nightly:    tests that take too long for every change
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test check format nightly soak bench clean
+.PHONY: env quickstart test check format soak bench clean
 
 env: $(STAMP)
 
@@ -27,10 +26,7 @@ check: $(STAMP)
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
 test: export PYTHONDONTWRITEBYTECODE =
 test: check
-	$(BIN)/python -m pytest -m "not soak and not nightly and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
-
-nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly tests/ext/zoo -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
