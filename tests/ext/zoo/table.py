@@ -1,0 +1,72 @@
+"""Writes the page of models: `python tests/ext/zoo/table.py > docs/models.md`.
+
+`table.py bert t5` runs these model types only.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1, 2)]
+
+import peft  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from compare import NAMES, Outcome, outcome  # noqa: E402
+from families import FAMILIES, Family  # noqa: E402
+from inputs import make_batches, make_model  # noqa: E402
+
+HEAD = """# Models: which families of Transformers work
+
+Each class below was made small and random, and given two adapters (ranks 4 and 16, `all-linear`). A mixed
+batch (`adapter_names=["a", "b", "__base__", "a"]`) ran in evaluation and in training mode. **Equal**: every
+sample's outputs and every adapter's gradients are those of PEFT running that adapter alone on the same
+weights, in fp64, to 1e-9. Sequences were longer than the batch, and then exactly as long. Dropouts, router
+noise and other random numbers of the base were off.
+
+Where something of `all-linear` is refused, the message names the layer and says what to do. The last column
+says what then gave equal results: `on` are `target_modules`, `without` are patterns of `exclude_modules`.
+
+"""
+
+
+def _run(family: Family) -> Outcome:
+    try:
+        model = make_model(family)
+        return outcome(model, make_batches(family, model), NAMES)
+    except AssertionError as error:
+        return Outcome(f"**WRONG**: {str(error).splitlines()[0]}", {}, [])
+
+
+def _targets(found: Outcome) -> str:
+    targets = found.targets.get("target_modules", "all-linear")
+    parts = [] if targets == "all-linear" else ["on " + ", ".join(f"`{name}`" for name in targets)]
+    if "exclude_modules" in found.targets:
+        left_out = found.targets["exclude_modules"].split("|")
+        parts.append("without " + ", ".join(f"`{name}`" for name in left_out))
+    return "; ".join(parts)
+
+
+def main(chosen: list[str]) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    families = [family for family in FAMILIES if not chosen or family.model_type in chosen]
+    lines = []
+    for family in families:
+        start, found = time.monotonic(), _run(family)
+        print(f"{family.kind}: {found.verdict} {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        row = (family.group, family.model_type, f"`{family.kind}`", found.verdict, _targets(found))
+        lines.append((found.verdict, "| " + " | ".join(row) + " |"))
+    equal = sum(verdict == "equal" for verdict, _ in lines)
+    print(HEAD, end="")
+    print(
+        f"{equal} of {len(lines)} classes are equal with transformers {transformers.__version__}, "
+        f"peft {peft.__version__} and torch {torch.__version__}.\n"
+        "This page is the output of `python tests/ext/zoo/table.py`; `make nightly` checks every row.\n"
+    )
+    print("| Kind | Model type | Class | Outcome | Targets, if not all-linear |\n|---|---|---|---|---|")
+    print("\n".join(line for _, line in lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
