@@ -1,6 +1,6 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
-# make nightly:    the tests under other instruction sets and numbers of threads, in random orders
+# make nightly:    all families of models; the tests under other instruction sets, threads and orders
 # make trl:        tests with TRL's SFTTrainer, in an environment of their own beside .venv
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
@@ -28,10 +28,11 @@ check: $(STAMP)
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
 test: export PYTHONDONTWRITEBYTECODE =
 test: check
-	$(BIN)/python -m pytest -m "not soak and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" -n auto --maxprocesses 8 --dist worksteal --durations=10
 
 nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 8 --dist worksteal
 	$(BIN)/python .ci/matrix.py -n auto --maxprocesses 8 --dist worksteal
 
 # sees the packages of .venv, so that only TRL and what it needs besides is installed
