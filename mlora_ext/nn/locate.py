@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .linear import MultiLoRALinear
 from .routes import Route
 from .routing import Router, router_of
-from .samples import Call, Places, SampleDim, find_places
+from .samples import Call, Places, SampleDim, find_places, special_tokens
 
 _CONTENTS = (
     "input_ids",
@@ -27,6 +27,10 @@ _CONTENTS = (
     "decoder_inputs_embeds",
 )
 """What Transformers' models call the tensors that samples are made of."""
+
+
+_STAND_FOR = ("image", "video", "audio", "speech")
+"""How the names of tokens begin in whose place a model puts other inputs."""
 
 
 def install(model: nn.Module) -> None:
@@ -75,17 +79,46 @@ def locate(
         ValueError: if that cannot be found out.
     """
     first = next(iter(contents.values()))
-    route.batch, route.places = first.shape[0], None
-    several = rows_per_sample(first) > 1
-    if not route.mixed or first.is_meta or (route.layout is not None and (route.batch == 1 or not several)):
+    route.batch, route.each, route.places = first.shape[0], rows_per_sample(first), None
+    if not route.mixed or first.is_meta:
         return
-    kind = type(module), tuple((name, tensor.dim()) for name, tensor in contents.items())
+    if route.layout is not None and (route.batch == 1 or route.each == 1):
+        return
+    others = _of_no_sample(module, contents)
+    kind = (type(module), module.training, bool(others), *_kind(call))
     # What holds for several rows of each sample holds for one, but not the other way round.
-    key = (*kind, several or (*kind, True) in router.places)
+    key = (kind, route.each > 1 or (kind, True) in router.places)
     if key not in router.places:
-        router.places[key] = find_places(module, call, route.batch, list(contents.values()), router.observed)
+        own = [tensor for name, tensor in contents.items() if name not in others]
+        left_out = [contents[name] for name in others]
+        router.places[key] = find_places(module, call, own, left_out, route.each, router.observed)
         _mark_eager(module, router.places[key])
     route.places = router.places[key]
+
+
+def _kind(call: Call) -> tuple[Hashable, ...]:
+    """What decides which way a forward pass takes through a model, as far as arguments tell it."""
+    args, kwargs = call
+    found: list[Hashable] = []
+    for name, value in [*enumerate(args), *sorted(kwargs.items())]:
+        if isinstance(value, Tensor):
+            padded = "mask" in str(name) and bool((value == 0).any())
+            found.append((name, value.dim(), value.dtype, padded))
+        elif value is None or isinstance(value, bool | int | float | str):
+            found.append((name, value))
+        else:
+            found.append((name, type(value)))
+    return tuple(found)
+
+
+def _of_no_sample(module: nn.Module, contents: Mapping[str, Tensor]) -> list[str]:
+    """Images and the like that are not one per sample, though there are as many: tokens stand for them."""
+    first, *others = contents
+    if not others or contents[first].is_floating_point():
+        return []
+    stands = torch.isin(contents[first], special_tokens(module, _STAND_FOR).to(contents[first].device))
+    counts = stands.flatten(1).sum(1)
+    return [] if bool((counts == counts[0]).all()) else others
 
 
 def _mark_eager(module: nn.Module, places: Places) -> None:

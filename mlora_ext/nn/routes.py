@@ -88,7 +88,9 @@ class Route:
         trained: whether a layer was called along it with gradients on.
         rows: rows that layers will see, where that is known when the route is entered.
         batch: samples of the forward pass, or of the encoder's, that goes along it.
+        each: rows of each of these samples, as far as the batch says it.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
+        stale: whether `places` did not fit what a layer was given.
     """
 
     names: tuple[str, ...]
@@ -102,7 +104,9 @@ class Route:
     trained: bool = False
     rows: int | None = None
     batch: int = 1
+    each: int = 1
     places: Places | None = None
+    stale: bool = False
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def advanced(self, step: int) -> Route:
@@ -181,8 +185,9 @@ class Route:
         if self.places is None and _holds_no_numbers(x):
             return None
         place = (self.places or {}).get((layer, x.dim()), _NOT_CALLED)
-        if not isinstance(place, str) and not place.serves(x.shape, self.batch):
-            place = "the trial passes showed it an x of another form"
+        if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.each):
+            place = "the trial passes showed it an x of another form; the next call makes them anew"
+            self.stale = True
         if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
             place = "its rows are in another order than those of the route; use adapter_names="
         if isinstance(place, str):

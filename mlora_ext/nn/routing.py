@@ -291,7 +291,7 @@ class Router:
             (seed, step) if name in drops else None
             for name, seed, step in zip(route.names, route.seeds, route.steps, strict=True)
         )
-        return route.names, masks, route.layout, route.samples, route.rows
+        return route.names, masks, route.layout, route.samples, route.rows, route.batch, id(route.places)
 
     @property
     def is_called(self) -> bool:

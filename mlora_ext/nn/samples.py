@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 COLUMNS = 8
 """Columns of x by which rows are compared."""
-CLEAN, CHANGED = 4, 64
-"""A row is clean if it moved by at most `CLEAN` epsilons of x's largest number, changed above `CHANGED`: a
-mixture of experts rounds the rows of other samples differently when its groups grow."""
+CLEAN, CHANGED = 4, 16
+"""A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if one column
+moved by `CHANGED` and at least a thousandth: a mixture of experts rounds the rows of other samples differently when
+its groups grow."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -36,20 +38,22 @@ class SampleDim(NamedTuple):
         dim: the dimension that counts them.
         order: `single`: one entry per sample; `blocks`: several, a sample's own side by side; `interleaved`:
             several, all samples' first entries before their second ones.
+        ratio: a sample's entries in this dimension, divided by its rows in the batch.
     """
 
     dim: int
     order: Literal["single", "blocks", "interleaved"]
+    ratio: Fraction = Fraction(1)
 
     @property
     def is_plain(self) -> bool:
         """Whether the input, flattened, has its rows in the order of the samples."""
         return self.dim == 0 and self.order != "interleaved"
 
-    def serves(self, shape: Sequence[int], batch: int) -> bool:
-        """Whether an input of this shape can hold a batch of this size so."""
-        entries, rest = divmod(shape[self.dim], batch)
-        return rest == 0 and (entries == 1 or self.order != "single")
+    def serves(self, shape: Sequence[int], batch: int, rows: int) -> bool:
+        """Whether an input of this shape holds a batch of this size, with so many rows of each sample, so."""
+        entries = 1 if self.order == "single" else self.ratio * rows
+        return shape[self.dim] == batch * entries
 
     def owners(self, shape: Sequence[int], batch: int) -> Tensor:
         """`[rows]` int64: the sample of each row."""
@@ -92,21 +96,27 @@ class Observer:
 
 
 def find_places(
-    module: nn.Module, call: Call, batch: int, contents: Sequence[Tensor], observed: Callable[[], Any]
+    module: nn.Module,
+    call: Call,
+    contents: Sequence[Tensor],
+    others: Sequence[Tensor],
+    rows: int,
+    observed: Callable[[], Any],
 ) -> Places:
     """Find where samples lie in the inputs of all layers that a forward pass calls.
 
     Args:
         module: whose forward is called; the model, or its encoder.
         call: positional and keyword arguments of the forward pass.
-        batch: number of samples.
         contents: those tensors among the arguments that hold what samples are made of, `[batch, ...]`.
+        others: those that have as many entries but do not count samples.
+        rows: of each sample, as far as the first of `contents` says it.
         observed: a context in which layers call `Observer.see` and add no adapter.
 
     Raises:
         ValueError: if the module fails on a batch whose samples have other contents.
     """
-    special = _special_tokens(module)
+    special = special_tokens(module)
 
     def observe(replaced: Mapping[int, Tensor]) -> Observer:
         with _undisturbed(module), observed() as observer:
@@ -114,26 +124,41 @@ def find_places(
             module.forward(*args, **kwargs)
         return observer
 
+    batch = contents[0].shape[0]
+    leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    counting = [t for t in tensors if t.shape[0] == batch and not any(t is other for other in others)]
     plain = observe({})
     passes = [plain]
     for bit in range(batch.bit_length()):
         samples = torch.tensor([(b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
         passes.append(_attempt(observe, {id(t): _other_contents(t, samples, special) for t in contents}))
-    rolled = _reshaped(observe, call, batch, lambda t: t.roll(1, 0))
+    rolled = _reshaped(observe, counting, lambda t: t.roll(1, 0))
     grown: list[Observer] = []
     places: dict[tuple[str, int], SampleDim | str] = {}
     for layer, calls in plain.seen.items():
         for dims in {len(shape) for shape, _ in calls}:
             found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
+            before = _calls(plain, layer, dims)
+            if isinstance(found, list):
+                grown = grown or [_reshaped(observe, counting, lambda t: torch.cat([t, t[-1:]]))]
+                found = _by_growth(before, _calls(grown[0], layer, dims), batch, found)
             if isinstance(found, SampleDim) and _follows_values(
-                found, _calls(plain, layer, dims), _calls(rolled, layer, dims), batch
+                found, before, _calls(rolled, layer, dims), batch
             ):
                 found = "the order of its rows depends on their values"
-            if isinstance(found, list):
-                grown = grown or [_reshaped(observe, call, batch, lambda t: torch.cat([t, t[-1:]]))]
-                found = _by_growth(_calls(plain, layer, dims), _calls(grown[0], layer, dims), found)
+            if isinstance(found, SampleDim):
+                found = _with_ratio(found, [shape for shape, _ in before], batch, rows)
             places[layer, dims] = found
     return places
+
+
+def _with_ratio(place: SampleDim, shapes: Sequence[torch.Size], batch: int, rows: int) -> SampleDim | str:
+    """The place as it can be told from other batches; a reason, where the calls of a layer differ in it."""
+    entries = {shape[place.dim] // batch for shape in shapes}
+    if place.order != "single" and len(entries) > 1:
+        return "its calls see other numbers of rows of each sample"
+    return place._replace(ratio=Fraction(entries.pop(), rows))
 
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
@@ -143,6 +168,8 @@ _Observe = Callable[[Mapping[int, Tensor]], Observer]
 def _attempt(observe: _Observe, replaced: Mapping[int, Tensor]) -> Observer:
     try:
         return observe(replaced)
+    except torch.OutOfMemoryError:
+        raise
     except _FAILURES as error:
         raise ValueError(
             "adapter_names: cannot tell which rows of the model's layers belong to which sample: it fails "
@@ -151,12 +178,12 @@ def _attempt(observe: _Observe, replaced: Mapping[int, Tensor]) -> Observer:
         ) from error
 
 
-def _reshaped(observe: _Observe, call: Call, batch: int, change: Callable[[Tensor], Tensor]) -> Observer:
+def _reshaped(observe: _Observe, counting: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Observer:
     """A pass in which all tensors of samples are changed; one that saw nothing if the model refuses that."""
-    leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
-    counting = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch]
     try:
         return observe({id(tensor): change(tensor) for tensor in counting})
+    except torch.OutOfMemoryError:
+        raise
     except _FAILURES:
         return Observer()
 
@@ -188,12 +215,14 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
     """Shape of each call, and `[rows]` int64: the sample that each row changed with, or -1 if unknown."""
     for index, (shape, rows) in enumerate(passes[0]):
         codes, unknown = torch.zeros(2, rows.shape[0], dtype=torch.int64)
-        scale = float(rows.abs().max()) if rows.numel() else 0.0
-        epsilon = torch.finfo(rows.dtype).eps * scale
+        epsilon = torch.finfo(rows.dtype).eps
+        scale = rows.double().abs().amax(0) if rows.numel() else 1.0
         for bit, calls in enumerate(passes[1:]):
-            moved = (calls[index][1].double() - rows.double()).abs().amax(1).cpu()
-            codes |= (moved > CHANGED * epsilon).long() << bit
-            unknown |= ((moved > CLEAN * epsilon) & (moved <= CHANGED * epsilon)).long()
+            difference = (calls[index][1].double() - rows.double()).abs()
+            moved = torch.where(difference > 0, difference / scale, 0.0).amax(1).cpu()
+            changed = moved >= max(CHANGED * epsilon, 1e-3)
+            codes |= changed.long() << bit
+            unknown |= ((moved > CLEAN * epsilon) & ~changed).long()
         yield shape, torch.where(unknown == 1, 0, codes) - 1
 
 
@@ -210,8 +239,8 @@ def _follows_values(place: SampleDim, before: Calls, after: Calls, batch: int) -
     return False
 
 
-def _by_growth(before: Calls, after: Calls, possible: Sequence[SampleDim]) -> SampleDim | str:
-    """Of these places, the one whose dimension grows with the number of samples."""
+def _by_growth(before: Calls, after: Calls, batch: int, possible: Sequence[SampleDim]) -> SampleDim | str:
+    """Of these places, the one whose dimension alone grows with the samples, by what each has."""
     dims = {
         dim
         for (small, _), (large, _) in zip(before, after, strict=False)
@@ -219,7 +248,12 @@ def _by_growth(before: Calls, after: Calls, possible: Sequence[SampleDim]) -> Sa
         if small[dim] != large[dim]
     }
     left = [place for place in possible if dims == {place.dim}]
-    if len(left) == 1 and len(before) == len(after):
+    grows = all(
+        large[dim] * batch == small[dim] * (batch + 1)
+        for (small, _), (large, _) in zip(before, after, strict=False)
+        for dim in dims
+    )
+    if len(left) == 1 and grows and len(before) == len(after):
         return left[0]
     return "its rows do not follow from the samples, as positions that all samples share"
 
@@ -241,8 +275,9 @@ def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no compilation; modes and random numbers are as before afterwards."""
+    """Evaluation mode, no gradients, no compilation; afterwards modes, buffers and random numbers are as before."""
     training = [part for part in module.modules() if part.training]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     for part in training:
         part.training = False
@@ -252,6 +287,9 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -259,10 +297,23 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _copied(leaf: Any, replaced: Mapping[int, Tensor]) -> Any:
-    """An argument for one pass: caches, which a forward pass writes to, are copied."""
+    """An argument for one pass, which may write to it, as to a cache."""
     if isinstance(leaf, Tensor):
-        return replaced.get(id(leaf), leaf)
-    return copy.deepcopy(leaf)
+        return replaced.get(id(leaf), leaf).detach().clone()
+    # A tensor of a graph refuses to be copied by `deepcopy`.
+    return copy.deepcopy(leaf, {id(t): t.detach().clone() for t in _tensors_in(leaf, set())})
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Tensors inside of an object: its attributes, and items of lists, tuples and dicts."""
+    if id(value) in seen or isinstance(value, nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for item in (*items, *getattr(value, "__dict__", {}).values()):
+        yield from _tensors_in(item, seen)
 
 
 def _other_contents(tensor: Tensor, samples: Tensor, special: Tensor) -> Tensor:
@@ -289,18 +340,24 @@ def _other_tokens(tokens: Tensor, special: Tensor) -> Tensor:
     return torch.where(usual, following, tokens)
 
 
-def _special_tokens(module: nn.Module) -> Tensor:
-    """Tokens that a Transformers configuration names: a model may count them, or replace them by images."""
+def special_tokens(module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
+    """Tokens that configurations of Transformers name: a model may count them, or replace them by images.
+
+    Args:
+        module: whose parts have the configurations.
+        kinds: only those whose names begin so.
+    """
     found: set[int] = set()
 
-    def collect(values: Mapping[str, Any]) -> None:
+    def collect(values: Mapping[Any, Any]) -> None:
         for key, value in values.items():
             if isinstance(value, Mapping):
                 collect(value)
-            elif str(key).endswith(("token_id", "token_index", "token_ids")):
+            elif str(key).startswith(kinds) and str(key).endswith(("token_id", "token_index", "token_ids")):
                 found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
 
-    config = getattr(module, "config", None)
-    if callable(getattr(config, "to_dict", None)):
-        collect(config.to_dict())  # type: ignore[union-attr]
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    for config in configs.values():
+        if callable(getattr(config, "to_dict", None)):
+            collect(config.to_dict())
     return torch.tensor(sorted(found), dtype=torch.int64)
