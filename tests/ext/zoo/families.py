@@ -113,6 +113,7 @@ REFUSED = {
     "minimax": EXPERTS,
     "mixtral": EXPERTS,
     "olmoe": EXPERTS,
+    "paligemma": "nn.MultiheadAttention reads its weight",
     "phimoe": "router is a PhimoeTopKRouter",
     "qwen2_5_vl": UNROUTED,
     "qwen2_vl": UNROUTED,
