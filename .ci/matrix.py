@@ -114,7 +114,8 @@ def run(profile: Profile, arguments: Sequence[str]) -> bool:
     environment = {key: value for key, value in os.environ.items() if key not in SWITCHES.values()}
     environment |= profile.environment
     log = LOGS / f"{profile.name.replace(' ', '-')}.log"
-    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-m", "not soak and not gpu and not nightly"]
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no"]
+    command += ["-m", "not soak and not gpu and not nightly"]
     command += ["--random-order", "--random-order-seed", str(profile.seed), "--threads", str(profile.threads)]
     command += ["--cpu-isa", profile.kernels] if profile.kernels else []
     began = time.monotonic()

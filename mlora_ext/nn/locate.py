@@ -85,7 +85,7 @@ def locate(
     if route.layout is not None and (route.batch == 1 or route.each == 1):
         return
     others = _of_no_sample(module, contents)
-    kind = (type(module), module.training, bool(others), *_kind(call))
+    kind: tuple[Any, ...] = (type(module), module.training, bool(others), *_kind(call))
     # What holds for several rows of each sample holds for one, but not the other way round.
     key = (kind, route.each > 1 or (kind, True) in router.places)
     if key not in router.places:

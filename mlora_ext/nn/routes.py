@@ -90,7 +90,6 @@ class Route:
         batch: samples of the forward pass, or of the encoder's, that goes along it.
         each: rows of each of these samples, as far as the batch says it.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
-        stale: whether `places` did not fit what a layer was given.
     """
 
     names: tuple[str, ...]
@@ -106,7 +105,6 @@ class Route:
     batch: int = 1
     each: int = 1
     places: Places | None = None
-    stale: bool = False
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def advanced(self, step: int) -> Route:
@@ -187,7 +185,6 @@ class Route:
         place = (self.places or {}).get((layer, x.dim()), _NOT_CALLED)
         if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.each):
             place = "the trial passes showed it an x of another form; the next call makes them anew"
-            self.stale = True
         if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
             place = "its rows are in another order than those of the route; use adapter_names="
         if isinstance(place, str):

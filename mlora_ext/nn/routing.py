@@ -230,7 +230,11 @@ class Router:
             route = self._recomputed(layer, x.shape[0] if x.dim() > 2 else 1)
         else:
             route = self.active or self._unrouted(layer, x.shape[0] if x.dim() > 2 else 1)
-        place = route.place_in(layer.name, x)
+        try:
+            place = route.place_in(layer.name, x)
+        except ValueError:
+            self.places = {}
+            raise
         active = None if recomputing else layer.group.active
         if active is None or active.rows != rows:
             active = route.tensors(layer.group, rows)

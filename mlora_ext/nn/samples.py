@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,9 +25,9 @@ from torch.utils import _pytree as pytree
 COLUMNS = 8
 """Columns of x by which rows are compared."""
 CLEAN, CHANGED = 4, 16
-"""A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if one column
-moved by `CHANGED` and at least a thousandth: a mixture of experts rounds the rows of other samples differently when
-its groups grow."""
+"""A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if a column
+moved by `CHANGED` of them and by a thousandth. Between the two it is left out: a mixture of experts rounds
+rows of other samples differently when its groups grow."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -95,6 +96,9 @@ class Observer:
         self.seen.setdefault(layer, []).append((x.shape, columns.clone()))
 
 
+_Observe = Callable[[Mapping[int, Tensor]], Observer]
+
+
 def find_places(
     module: nn.Module,
     call: Call,
@@ -116,19 +120,35 @@ def find_places(
     Raises:
         ValueError: if the module fails on a batch whose samples have other contents.
     """
-    special = special_tokens(module)
+    leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    batch, special = contents[0].shape[0], special_tokens(module)
+    counting = [t for t in tensors if t.shape[0] == batch and not any(t is other for other in others)]
 
-    def observe(replaced: Mapping[int, Tensor]) -> Observer:
-        with _undisturbed(module), observed() as observer:
+    def observe(replaced: Mapping[int, Tensor], *, evaluation: bool) -> Observer:
+        with _undisturbed(module, evaluation), observed() as observer:
             args, kwargs = pytree.tree_map(lambda leaf: _copied(leaf, replaced), call, is_leaf=_is_leaf)
             module.forward(*args, **kwargs)
         return observer
 
-    batch = contents[0].shape[0]
-    leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    counting = [t for t in tensors if t.shape[0] == batch and not any(t is other for other in others)]
-    plain = observe({})
+    evaluated = partial(observe, evaluation=True)
+    places = _places(evaluated, contents, counting, rows, special)
+    if module.training:  # layers that are called in training only
+        trained = partial(observe, evaluation=False)
+        if any(
+            (layer, len(shape)) not in places
+            for layer, calls in trained({}).seen.items()
+            for shape, _ in calls
+        ):
+            places = _places(trained, contents, counting, rows, special) | places
+    return places
+
+
+def _places(
+    observe: _Observe, contents: Sequence[Tensor], counting: Sequence[Tensor], rows: int, special: Tensor
+) -> dict[tuple[str, int], SampleDim | str]:
+    """Where samples lie in all inputs that layers see in one mode."""
+    plain, batch = observe({}), contents[0].shape[0]
     passes = [plain]
     for bit in range(batch.bit_length()):
         samples = torch.tensor([(b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
@@ -136,20 +156,21 @@ def find_places(
     rolled = _reshaped(observe, counting, lambda t: t.roll(1, 0))
     grown: list[Observer] = []
     places: dict[tuple[str, int], SampleDim | str] = {}
-    for layer, calls in plain.seen.items():
-        for dims in {len(shape) for shape, _ in calls}:
-            found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
-            before = _calls(plain, layer, dims)
-            if isinstance(found, list):
-                grown = grown or [_reshaped(observe, counting, lambda t: torch.cat([t, t[-1:]]))]
-                found = _by_growth(before, _calls(grown[0], layer, dims), batch, found)
-            if isinstance(found, SampleDim) and _follows_values(
-                found, before, _calls(rolled, layer, dims), batch
-            ):
-                found = "the order of its rows depends on their values"
-            if isinstance(found, SampleDim):
-                found = _with_ratio(found, [shape for shape, _ in before], batch, rows)
-            places[layer, dims] = found
+    for layer, dims in {
+        (layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls
+    }:
+        before = _calls(plain, layer, dims)
+        found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
+        if isinstance(found, list):
+            grown = grown or [_reshaped(observe, counting, lambda t: torch.cat([t, t[-1:]]))]
+            found = _by_growth(before, _calls(grown[0], layer, dims), batch, found)
+        if isinstance(found, SampleDim) and _follows_values(
+            found, before, _calls(rolled, layer, dims), batch
+        ):
+            found = "the order of its rows depends on their values"
+        if isinstance(found, SampleDim):
+            found = _with_ratio(found, [shape for shape, _ in before], batch, rows)
+        places[layer, dims] = found
     return places
 
 
@@ -162,7 +183,6 @@ def _with_ratio(place: SampleDim, shapes: Sequence[torch.Size], batch: int, rows
 
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
-_Observe = Callable[[Mapping[int, Tensor]], Observer]
 
 
 def _attempt(observe: _Observe, replaced: Mapping[int, Tensor]) -> Observer:
@@ -274,9 +294,9 @@ def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no compilation; afterwards modes, buffers and random numbers are as before."""
-    training = [part for part in module.modules() if part.training]
+def _undisturbed(module: nn.Module, evaluation: bool) -> Iterator[None]:
+    """No gradients, no compilation; afterwards modes, buffers and random numbers are as before."""
+    training = [part for part in module.modules() if part.training and evaluation]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     for part in training:
@@ -356,8 +376,8 @@ def special_tokens(module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
             elif str(key).startswith(kinds) and str(key).endswith(("token_id", "token_index", "token_ids")):
                 found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
 
-    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
-    for config in configs.values():
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    for config in {id(config): config for config in configs}.values():
         if callable(getattr(config, "to_dict", None)):
             collect(config.to_dict())
     return torch.tensor(sorted(found), dtype=torch.int64)

@@ -9,7 +9,15 @@ from models import converted, llama, token_ids
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
-from transformers import DynamicCache, T5Config, T5ForConditionalGeneration, XLNetConfig, XLNetLMHeadModel
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 import mlora_ext as mx
 
@@ -384,3 +392,159 @@ def test_llama_with_as_many_tokens_as_samples() -> None:
     for sample, name in enumerate(NAMES):
         alone = model(input_ids=ids[sample : sample + 1], adapter_names=[name]).logits
         assert_same_up_to_rounding(together[sample : sample + 1].detach(), alone.detach(), name)
+
+
+class Unpadded(Inside):
+    """The tokens that a mask leaves, one after the other."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return self.out(h.masked_scatter(mask.bool().unsqueeze(-1), self.lin(h[mask.bool()])))
+
+
+def test_what_held_without_padding_is_looked_at_anew_with_it() -> None:
+    model, ids, mask = model_of(Unpadded), ids_of(4, 6), torch.ones(4, 6, dtype=torch.int64)
+    together = model(ids, mask=mask, adapter_names=NAMES)
+    alone = model(ids[1:2], mask=mask[1:2], adapter_names=["b"])
+    assert_same_up_to_rounding(together[1:2].detach(), alone.detach(), "sample 1")
+    mask[0, 1:] = mask[2, 3:] = 0
+    with pytest.raises(ValueError, match="layer lin: cannot tell which rows"):
+        model(ids, mask=mask, adapter_names=NAMES)
+    assert model(ids, mask=mask, adapter_names=["a"] * 4).shape == (4, 6, 5)
+
+
+def test_another_way_through_the_model_is_looked_at_anew() -> None:
+    class EitherWay(Inside):
+        def forward(self, ids: Tensor, time_first: bool = False, labels: Tensor | None = None) -> Tensor:
+            h = self.embed(ids)
+            h = self.lin(h.transpose(0, 1)).transpose(0, 1) if time_first else self.lin(h)
+            return h if labels is None else self.out(h)
+
+    model, ids = model_of(EitherWay), ids_of(4, 4)
+    for how in ({}, {"time_first": True}, {"labels": ids}, {}):
+        together = model(ids, adapter_names=NAMES, **how)
+        for sample, name in enumerate(NAMES):
+            own = {
+                key: value[sample : sample + 1] if key == "labels" else value for key, value in how.items()
+            }
+            alone = model(ids[sample : sample + 1], adapter_names=[name], **own)
+            assert_same_up_to_rounding(together[sample : sample + 1].detach(), alone.detach(), str(how))
+
+
+def test_another_number_of_rows_of_each_sample_is_refused_once() -> None:
+    class Folded(Inside):
+        """A dimension of samples and halves where there is a half, else of samples alone."""
+
+        def arrange(self, h: Tensor) -> Tensor:
+            parts = 3 if h.shape[1] > 6 else 2
+            return self.lin(h.unflatten(1, (parts, -1)).flatten(0, 1)).unflatten(0, (-1, parts)).flatten(1, 2)
+
+    model = model_of(Folded)
+    model(ids_of(4, 6), adapter_names=NAMES)
+    ids = ids_of(4, 12)
+    with pytest.raises(ValueError, match="layer lin: .* another form; the next call makes them anew"):
+        model(ids, adapter_names=NAMES)
+    assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
+
+
+def test_layers_that_only_training_calls_are_found() -> None:
+    class Auxiliary(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_only = nn.Linear(WIDTH, WIDTH)
+
+        def arrange(self, h: Tensor) -> Tensor:
+            return self.lin(h) + (self.train_only(h) if self.training else 0)
+
+    model, ids = model_of(Auxiliary, targets=("lin", "train_only", "out")).train(), ids_of(4, 4)
+    assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
+    assert model.train_only.training
+
+
+def test_trial_passes_leave_state_and_arguments_alone() -> None:
+    class Counting(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, ids: Tensor, state: list[Tensor]) -> Tensor:
+            self.calls.add_(1)
+            state[0].add_(1)
+            return self.out(self.lin(self.embed(ids)))
+
+    model, state = model_of(Counting), [torch.zeros(4)]
+    model(ids_of(4, 3), state=state, adapter_names=NAMES)
+    assert model.calls == 1
+    assert torch.equal(state[0], torch.ones(4))
+
+
+def test_a_cache_may_hold_tensors_of_a_graph() -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+    key = torch.randn(2, 2, 3, 8, requires_grad=True)
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(key * 2, key * 3, layer)
+    logits = model(input_ids=ids, adapter_names=["a", "b"], past_key_values=cache).logits
+    logits.sum().backward()
+    assert cache.get_seq_length() == 8
+    assert key.grad is not None
+
+
+def test_memory_that_runs_out_is_said_to() -> None:
+    class Hungry(Inside):
+        def arrange(self, h: Tensor) -> Tensor:
+            if not torch.equal(h, self.expected):
+                raise torch.OutOfMemoryError("no more")
+            return self.lin(h)
+
+    model, ids = model_of(Hungry), ids_of(2, 3)
+    model.expected = model.embed(ids).detach()
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        model(ids, adapter_names=["a", "b"])
+
+
+@pytest.mark.parametrize(("images", "served"), [([1, 1], True), ([2, 0], False)])
+def test_images_that_are_as_many_as_samples(images: list[int], served: bool) -> None:
+    """Two images of one sample, and none of the other: their rows are not the samples'."""
+
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = LlamaConfig(image_token_id=49)
+            self.embed, self.see = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+            h = self.embed(input_ids)
+            return h.masked_scatter((input_ids == 49).unsqueeze(-1), self.see(pixel_values))
+
+    model = mx.convert_model(
+        Seeing(), {n: LoraConfig(r=2, target_modules=["see"], init_lora_weights=False) for n in "ab"}
+    )
+    ids = torch.randint(0, 49, (2, 6))
+    for sample, count in enumerate(images):
+        ids[sample, : 2 * count] = 49
+    pixels, names = torch.randn(2, 2, WIDTH), ["a", "b"]
+    if not served:
+        with pytest.raises(ValueError, match="layer see: cannot tell which rows"):
+            model(input_ids=ids, pixel_values=pixels, adapter_names=names)
+        return
+    together = model(input_ids=ids, pixel_values=pixels, adapter_names=names)
+    for sample, name in enumerate(names):
+        own = slice(sample, sample + 1)
+        alone = model(input_ids=ids[own], pixel_values=pixels[own], adapter_names=[name])
+        assert_same_up_to_rounding(together[own].detach(), alone.detach(), name)
+
+
+def test_forwards_of_two_kinds_in_flight_are_not_alike() -> None:
+    """A reentrant checkpoint cannot tell which of them is recomputed, and says so."""
+
+    class Checkpointed(Inside):
+        def forward(self, ids: Tensor, time_first: bool) -> Tensor:
+            h = self.embed(ids).requires_grad_()
+            h = h.transpose(0, 1) if time_first else h
+            return self.out(checkpoint(self.lin, h, use_reentrant=True))
+
+    model, ids = model_of(Checkpointed).train(), ids_of(4, 4)
+    losses = [model(ids, time_first=first, adapter_names=NAMES).sum() for first in (True, False)]
+    with pytest.raises(ValueError, match="2 forward passes are in flight"):
+        losses[0].backward()
