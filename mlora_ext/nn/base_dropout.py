@@ -6,6 +6,8 @@ import warnings
 
 from torch import nn
 
+_RANDOM = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter_noise")
+
 
 def stop_base_dropout(model: nn.Module) -> None:
     """Set every dropout of the base to 0: a mask drawn for a whole batch ties its adapters together."""
@@ -28,7 +30,7 @@ def _zero_dropout_fields(owner: object) -> int:
     found = [
         key
         for key, value in getattr(owner, "__dict__", {}).items()
-        if ("dropout" in key or key.endswith("pdrop"))
+        if any(word in key for word in _RANDOM)
         and not key.startswith("summary_")
         and type(value) is float
         and 0 < value < 1

@@ -25,6 +25,14 @@ class StaysInEvaluation:
         return self.module
 
 
+def uninstall(model: nn.Module) -> None:
+    """Let the layers of a copy that is to be a plain model train again."""
+    for module in model.modules():
+        if isinstance(vars(module).get("train"), StaysInEvaluation):
+            del module.__dict__["train"]
+            module.train(model.training)
+
+
 def refuse_batch_statistics(model: nn.Module) -> None:
     """Refuse layers that know no statistics but those of the batch.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapter_interface, checkpointing, forward
+from . import adapter_interface, batch_statistics, checkpointing, forward
 from .control import one_adapter
 from .folder import adapter_config
 from .linear import MultiLoRALinear
@@ -77,7 +77,7 @@ def _plain_copy(model: nn.Module) -> nn.Module:
         if isinstance(module, MultiLoRALinear):
             parent, _, child = key.rpartition(".")
             setattr(copied.get_submodule(parent), child, _plain_layer(module))
-    for part in (adapter_interface, checkpointing, forward):
+    for part in (adapter_interface, batch_statistics, checkpointing, forward):
         part.uninstall(copied)
     copied.__dict__.pop("mlora_router", None)
     return copied

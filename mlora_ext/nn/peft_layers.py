@@ -89,6 +89,11 @@ class PeftLayers:
         """Whether adapters of a layer drop anything now."""
         return True in _dropping(self.layers[key])
 
+    def mode(self, key: str) -> bool:
+        """Whether a layer is in training mode: that of its dropouts, where any can drop."""
+        dropping = _dropping(self.layers[key])
+        return True in dropping if dropping else bool(self.layers[key].training)
+
     def trains(self, name: str, weight: nn.Parameter) -> bool:
         """Whether A or B of an adapter is trained.
 

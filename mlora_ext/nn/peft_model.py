@@ -102,15 +102,17 @@ def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
 
 @contextmanager
 def _unwrapped(base: nn.Module, layers: PeftLayers) -> Iterator[None]:
-    """Take PEFT's layers out of the base; what is refused inside puts them back."""
+    """Take PEFT's layers out of the base; what fails inside puts them back."""
     fields = {field: vars(base).pop(field) for field in _PEFT_FIELDS if field in vars(base)}
     _put(base, layers.bases())
+    done = False
     try:
         yield
-    except ValueError:
-        _put(base, layers.layers)
-        vars(base).update(fields)
-        raise
+        done = True
+    finally:
+        if not done:
+            _put(base, layers.layers)
+            vars(base).update(fields)
 
 
 def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -127,7 +129,7 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
             for bank in ("lora_A", "lora_B"):
                 trains = layers.trains(name, getattr(theirs, bank)[name].weight)
                 getattr(layer, bank).parameter_of(name).requires_grad_(trains)
-        layer.train(layers.drops(key) or theirs.training)
+        layer.train(layers.mode(key))
         move_hooks(theirs, layer)
     if any(layers.drops(key) for key in layers.layers):
         model.training = True  # of this module alone: its forward passes count the steps of dropout

@@ -11,7 +11,7 @@ from models import VOCABULARY, llama, norm_in_any_dtype, peft_model, token_ids
 from peft import LoraConfig, PeftModel
 from peft.helpers import rescale_adapter_scale
 from peft.optimizers import create_lorafa_optimizer
-from tolerances import assert_as_exact, in_other_orders
+from tolerances import assert_as_exact, assert_same_up_to_rounding, in_other_orders
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -255,3 +255,27 @@ def test_no_weight_is_rounded(base: torch.dtype, adapters: torch.dtype, expected
     for key, parameter in mx.adapter_parameters(model, "a").items():
         assert parameter.dtype == expected
         assert torch.equal(parameter.double(), state[f"base_model.model.{key}"].double())
+
+def test_dropouts_decide_the_mode_of_a_layer() -> None:
+    """PEFT drops by the mode of a layer's dropouts, whatever the layer's own is."""
+    peft = peft_model(llama(), {"a": CONFIGS["a"]}).train()
+    for module in peft.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    ids = token_ids(2, 5)
+    expected = peft(input_ids=ids).logits.detach()
+    model = mx.from_peft(peft)
+    assert_same_up_to_rounding(model(input_ids=ids).logits.detach(), expected, "logits")
+
+
+def test_a_failure_puts_pefts_layers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft, ids = build(), token_ids(2, 5)
+    expected = peft(input_ids=ids).logits
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("mlora_ext.nn.peft_model.check_weights", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        mx.from_peft(peft)
+    assert torch.equal(peft(input_ids=ids).logits, expected)

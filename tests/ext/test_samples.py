@@ -355,6 +355,7 @@ def test_batch_statistics_of_the_base_stay_fixed() -> None:
             together[:1].detach(), one(ids[:1], adapter_names=["a"]).detach(), "sample 0"
         )
         assert torch.equal(one.norm.running_mean, before)
+    assert mx.merge_and_unload(model, "a").norm.training
 
 
 def test_statistics_of_the_batch_alone_are_refused() -> None:
@@ -442,7 +443,7 @@ def test_another_number_of_rows_of_each_sample_is_refused_once() -> None:
     model = model_of(Folded)
     model(ids_of(4, 6), adapter_names=NAMES)
     ids = ids_of(4, 12)
-    with pytest.raises(ValueError, match="layer lin: .* another form; the next call makes them anew"):
+    with pytest.raises(ValueError, match=r"layer lin: .* another form; the next call makes them anew"):
         model(ids, adapter_names=NAMES)
     assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
 
