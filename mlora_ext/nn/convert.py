@@ -78,6 +78,10 @@ def convert_model(
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})
         >>> out = model(input_ids=ids, adapter_names=["a", "a", "b"])
     """
+    if not isinstance(adapters, Mapping):
+        raise ValueError(
+            f"adapters: expected configs by name, {{'a': LoraConfig(...)}}, got {type(adapters).__name__}"
+        )
     if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)

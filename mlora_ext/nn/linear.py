@@ -115,11 +115,6 @@ class MultiLoRALinear(nn.Module):
         active = self.group.active
         if active is None:
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
-        if active.rows * x.shape[-1] != x.numel():
-            raise RuntimeError(
-                f"layer {self.name}: the route has {active.rows} rows, x is {list(x.shape)}; a compiled "
-                "layer cannot look up another route, so do not compile it"
-            )
         if x.dim() in self.eager_dims and active.mixed:
             raise RuntimeError(
                 f"layer {self.name}: samples are not the first dimension of x, which a compiled layer "

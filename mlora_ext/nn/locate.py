@@ -102,13 +102,19 @@ def _kind(call: Call) -> tuple[Hashable, ...]:
     found: list[Hashable] = []
     for name, value in [*enumerate(args), *sorted(kwargs.items())]:
         if isinstance(value, Tensor):
-            padded = "mask" in str(name) and bool((value == 0).any())
-            found.append((name, value.dim(), value.dtype, padded))
+            found.append((name, value.dim(), value.dtype, _is_even(str(name), value)))
         elif value is None or isinstance(value, bool | int | float | str):
             found.append((name, value))
         else:
             found.append((name, type(value)))
     return tuple(found)
+
+
+def _is_even(name: str, value: Tensor) -> bool:
+    """Whether a mask, or one number for each sample such as a length, treats all samples alike."""
+    if "mask" in name:
+        return bool(value.all())
+    return value.dim() == 1 and not value.is_floating_point() and bool((value == value[:1]).all())
 
 
 def _of_no_sample(module: nn.Module, contents: Mapping[str, Tensor]) -> list[str]:

@@ -11,13 +11,14 @@ Two more passes see what follows the order of the samples, and what their number
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -96,9 +97,6 @@ class Observer:
         self.seen.setdefault(layer, []).append((x.shape, columns.clone()))
 
 
-_Observe = Callable[[Mapping[int, Tensor]], Observer]
-
-
 def find_places(
     module: nn.Module,
     call: Call,
@@ -125,30 +123,13 @@ def find_places(
     batch, special = contents[0].shape[0], special_tokens(module)
     counting = [t for t in tensors if t.shape[0] == batch and not any(t is other for other in others)]
 
-    def observe(replaced: Mapping[int, Tensor], *, evaluation: bool) -> Observer:
-        with _undisturbed(module, evaluation), observed() as observer:
+    def observe(replaced: Mapping[int, Tensor]) -> Observer:
+        with _undisturbed(module), observed() as observer:
             args, kwargs = pytree.tree_map(lambda leaf: _copied(leaf, replaced), call, is_leaf=_is_leaf)
             module.forward(*args, **kwargs)
         return observer
 
-    evaluated = partial(observe, evaluation=True)
-    places = _places(evaluated, contents, counting, rows, special)
-    if module.training:  # layers that are called in training only
-        trained = partial(observe, evaluation=False)
-        if any(
-            (layer, len(shape)) not in places
-            for layer, calls in trained({}).seen.items()
-            for shape, _ in calls
-        ):
-            places = _places(trained, contents, counting, rows, special) | places
-    return places
-
-
-def _places(
-    observe: _Observe, contents: Sequence[Tensor], counting: Sequence[Tensor], rows: int, special: Tensor
-) -> dict[tuple[str, int], SampleDim | str]:
-    """Where samples lie in all inputs that layers see in one mode."""
-    plain, batch = observe({}), contents[0].shape[0]
+    plain = observe({})
     passes = [plain]
     for bit in range(batch.bit_length()):
         samples = torch.tensor([(b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
@@ -182,6 +163,7 @@ def _with_ratio(place: SampleDim, shapes: Sequence[torch.Size], batch: int, rows
     return place._replace(ratio=Fraction(entries.pop(), rows))
 
 
+_Observe = Callable[[Mapping[int, Tensor]], Observer]
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
@@ -294,19 +276,17 @@ def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, evaluation: bool) -> Iterator[None]:
-    """No gradients, no compilation; afterwards modes, buffers and random numbers are as before."""
-    training = [part for part in module.modules() if part.training and evaluation]
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """No gradients, no compilation; buffers and random numbers are as before afterwards."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    for part in training:
-        part.training = False
+    others = random.getstate(), np.random.get_state()  # SpecAugment draws from NumPy's
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for part in training:
-            part.training = True
+        random.setstate(others[0])
+        np.random.set_state(others[1])
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)

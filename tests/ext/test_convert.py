@@ -259,6 +259,13 @@ def test_refused_names(name: str) -> None:
         mx.convert_model(llama(), {name: config()})
 
 
+def test_a_config_without_a_name_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"expected configs by name, \{'a': LoraConfig\(\.\.\.\)\}, got LoraConfig"
+    ):
+        mx.convert_model(llama(), LoraConfig(r=4))
+
+
 def test_refuses_second_conversion_and_unconverted_models() -> None:
     model = mx.convert_model(llama(), {"a": config()})
     with pytest.raises(ValueError, match=r"is converted already; use mlora_ext.add_adapter"):

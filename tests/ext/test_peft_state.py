@@ -256,6 +256,7 @@ def test_no_weight_is_rounded(base: torch.dtype, adapters: torch.dtype, expected
         assert parameter.dtype == expected
         assert torch.equal(parameter.double(), state[f"base_model.model.{key}"].double())
 
+
 def test_dropouts_decide_the_mode_of_a_layer() -> None:
     """PEFT drops by the mode of a layer's dropouts, whatever the layer's own is."""
     peft = peft_model(llama(), {"a": CONFIGS["a"]}).train()

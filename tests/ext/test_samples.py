@@ -549,3 +549,40 @@ def test_forwards_of_two_kinds_in_flight_are_not_alike() -> None:
     losses = [model(ids, time_first=first, adapter_names=NAMES).sum() for first in (True, False)]
     with pytest.raises(ValueError, match="2 forward passes are in flight"):
         losses[0].backward()
+
+
+def test_training_may_arrange_rows_otherwise() -> None:
+    class ByMode(Inside):
+        def arrange(self, h: Tensor) -> Tensor:
+            return self.lin(h.transpose(0, 1)).transpose(0, 1) if self.training else self.lin(h)
+
+    model, ids = model_of(ByMode), ids_of(4, 4)
+    for mode in (True, False, True):
+        model.train(mode)
+        assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
+
+
+def test_lengths_that_begin_to_differ_are_looked_at_anew() -> None:
+    class ByLength(Inside):
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            order = lengths.argsort(stable=True)
+            return self.out(self.lin(self.embed(ids)[order])[order.argsort()])
+
+    model, ids = model_of(ByLength), ids_of(4, 5)
+    model(ids, lengths=torch.full((4,), 5), adapter_names=NAMES)
+    with pytest.raises(ValueError, match="layer lin: cannot tell which rows"):
+        model(ids, lengths=torch.tensor([5, 2, 4, 3]), adapter_names=NAMES)
+
+
+def test_tokens_that_labels_choose_are_refused() -> None:
+    class Sparse(Inside):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return self.out(self.lin(self.embed(ids)[labels != -100]))
+
+    model, ids = model_of(Sparse, targets=("lin",)), ids_of(5, 5)
+    model(ids, labels=ids, adapter_names=[*NAMES, "a"])
+    labels = torch.full_like(ids, -100)
+    labels[:2] = ids[:2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layer lin: cannot tell which rows"):
+            model(ids, labels=labels, adapter_names=[*NAMES, "a"])
