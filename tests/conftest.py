@@ -22,6 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OTHERS_SET = {"PYTEST_CURRENT_TEST", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
 """Environment variables that pytest, and a run for its own process, set."""
+OF_LIBRARIES = ("TORCHINDUCTOR_", "ACCELERATE_")
+"""How the names of those begin that a library sets for itself."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +49,11 @@ def shared_state() -> dict[str, object]:
         "oneDNN": torch.backends.mkldnn.enabled,
         "backend": backend._choice.name,
         "CPU kernels": torch.ops.mlora_ext.cpu_isa() if _ops.LOADED else None,
-        **{f"${key}": value for key, value in os.environ.items() if key not in OTHERS_SET},
+        **{
+            f"${key}": value
+            for key, value in os.environ.items()
+            if key not in OTHERS_SET and not key.startswith(OF_LIBRARIES)
+        },
         "working folder": os.getcwd(),
         "handlers of signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
     }
