@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OTHERS_SET = {"PYTEST_CURRENT_TEST", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
 """Environment variables that pytest, and a run for its own process, set."""
-OF_LIBRARIES = ("TORCHINDUCTOR_", "ACCELERATE_")
+OF_LIBRARIES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "ACCELERATE_")
 """How the names of those begin that a library sets for itself."""
 
 

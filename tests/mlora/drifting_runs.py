@@ -239,7 +239,7 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
     lengths = [rows]
     return SimpleNamespace(
         name=name,
-        config=SimpleNamespace(priority=priority, init_from=None),
+        config=SimpleNamespace(priority=priority, init_from=None, best_rule=None),
         lora=None,
         kept=None,
         eval_data=None,

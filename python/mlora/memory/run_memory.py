@@ -231,11 +231,12 @@ class RunMemory:
             as_loaded: by what `check` goes by, not by what is known today.
         """
         at_base = self._loaded if as_loaded else self.base
+        reserved = _LEAST_RESERVED + self._pieces if as_loaded else self.reserved
         bounds = self._by_samples(task) if as_loaded else self._bounds(task)
         states, lengths = self.tasks.admitted(task.name), self.tasks.largest(task)
         taken = (
             f"of scheduler.memory_limit {in_units(self.limit)}, {in_units(max(at_base))} are taken by the "
-            f"base model and libraries, and {in_units(self.reserved)} kept in reserve"
+            f"base model and libraries, and {in_units(reserved)} kept in reserve"
         )
         if math.inf in bounds:
             return (
@@ -243,8 +244,8 @@ class RunMemory:
                 "micro-batch of it needs beside the adapters that are there now"
             )
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
-        would = max(base + self.reserved + need for base, need in zip(at_base, needs, strict=True))
-        fits = self._most_that_fit(task, len(lengths), [base + self.reserved for base in at_base])
+        would = max(base + reserved + need for base, need in zip(at_base, needs, strict=True))
+        fits = self._most_that_fit(task, len(lengths), [base + reserved for base in at_base])
         what = f"per_device_train_batch_size {fits} or" if fits else "not even one sequence fits;"
         return (
             f"needs {in_units(max(needs))} for its largest micro-batch of {len(lengths)} sequences with "
