@@ -20,10 +20,11 @@ from mlora_ext import _ops, backend
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-OTHERS_SET = {"PYTEST_CURRENT_TEST", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
-"""Environment variables that pytest, and a run for its own process, set."""
-OF_LIBRARIES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "ACCELERATE_")
-"""How the names of those begin that a library sets for itself."""
+RUN_SETS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
+"""Environment variables that a run sets for its own process."""
+WATCHED = ("ATEN_", "CUDA_", "MASTER_", "MKL_", "MLORA_", "OMP_", "ONEDNN_", "TRITON_", "WORLD_")
+"""How the names of variables begin that tests may set; libraries set others for themselves."""
+AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,7 +53,7 @@ def shared_state() -> dict[str, object]:
         **{
             f"${key}": value
             for key, value in os.environ.items()
-            if key not in OTHERS_SET and not key.startswith(OF_LIBRARIES)
+            if (key in AT_START or key.startswith(WATCHED)) and key not in RUN_SETS
         },
         "working folder": os.getcwd(),
         "handlers of signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
