@@ -136,3 +136,12 @@ def test_help_is_not_cut(run: Run) -> None:
 )
 def test_wrong_options_of_simulate(run: Run, options: list[str], expected: str) -> None:
     assert expected in only_line(run("simulate", *options))
+
+
+def test_one_layer_that_was_meant_as_a_list(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0]["lora"]["target_modules"] = "q_proj"
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 1
+    assert "target_modules='q_proj' match nothing" in result.stderr
+    assert "did you mean ['q_proj']?" in result.stderr
