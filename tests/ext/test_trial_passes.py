@@ -1,0 +1,259 @@
+"""The passes that find where samples lie: once for each kind of call, anew for another, without a trace."""
+
+import copy
+
+import pytest
+import torch
+from arranged import (
+    NAMES,
+    WIDTH,
+    Flat,
+    Inside,
+    TimeFirst,
+    TimeFirstFlat,
+    assert_as_alone,
+    ids_of,
+    model_of,
+)
+from models import converted, token_ids
+from peft import LoraConfig
+from tolerances import assert_same_up_to_rounding
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    DynamicCache,
+)
+
+import mlora_ext as mx
+
+
+def test_kinds_of_input_are_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = model_of(Flat), []
+    monkeypatch.setattr(
+        model.embed, "forward", lambda ids, own=model.embed.forward: calls.append(1) or own(ids)
+    )
+    model(ids_of(4, 5), adapter_names=["a"] * 4)
+    assert len(calls) == 1
+    model(ids_of(4, 5), adapter_names=NAMES)
+    first = len(calls)
+    assert first > 2
+    for shape in ((4, 4), (4, 9), (4, 1)):
+        model(ids_of(*shape), adapter_names=NAMES)
+    assert len(calls) == first + 3
+
+
+def test_one_token_per_sample_does_not_tell_the_order_of_more() -> None:
+    model, ids = model_of(TimeFirstFlat), ids_of(4, 6)
+    model(ids[:, :1], adapter_names=NAMES)
+    together = model(ids, adapter_names=NAMES)
+    alone = model(ids[1:2], adapter_names=["b"])
+    assert_same_up_to_rounding(together[1:2].detach(), alone.detach(), "sample 1")
+
+
+def test_trial_passes_leave_no_trace() -> None:
+    model = converted().train()
+    modes = {key: module.training for key, module in model.named_modules()}
+    cache = DynamicCache()
+    logits = model(input_ids=token_ids(2, 5), adapter_names=["a", "b"], past_key_values=cache).logits
+    assert logits.requires_grad
+    assert cache.get_seq_length() == 5
+    assert model.mlora_router.step == 1
+    assert {key: module.training for key, module in model.named_modules()} == modes
+
+
+def test_random_numbers_are_those_of_a_forward_without_trials() -> None:
+    model, ids = converted().train(), token_ids(2, 5)
+    torch.manual_seed(7)
+    model(input_ids=ids, adapter_names=["a", "b"])
+    after_trials = torch.rand(3)
+    torch.manual_seed(7)
+    model(input_ids=ids, adapter_names=["a", "b"])
+    assert torch.equal(torch.rand(3), after_trials)
+
+
+def test_a_model_that_fails_on_other_contents_is_refused() -> None:
+    class Particular(Inside):
+        def arrange(self, h: Tensor) -> Tensor:
+            if not torch.equal(h, self.expected):
+                raise RuntimeError("not these")
+            return self.lin(h)
+
+    model, ids = model_of(Particular), ids_of(2, 3)
+    model.expected = model.embed(ids).detach()
+    with pytest.raises(
+        ValueError, match=r"fails when the contents of samples change \(RuntimeError: not these"
+    ):
+        model(ids, adapter_names=["a", "b"])
+    assert model(ids, adapter_names=["a", "a"]).shape == (2, 3, 5)
+
+
+def test_a_copy_learns_for_itself_and_new_layers_are_learnt() -> None:
+    model = model_of(TimeFirst, targets=("out",))
+    ids = ids_of(4, 4)
+    model(ids, adapter_names=NAMES)
+    mx.add_adapter(model, "c", LoraConfig(r=3, target_modules=["lin"], init_lora_weights=False))
+    for one in (model, copy.deepcopy(model)):
+        together = one(ids, adapter_names=["c", "b", "__base__", "c"])
+        alone = one(ids[3:], adapter_names=["c"])
+        assert_same_up_to_rounding(together[3:].detach(), alone.detach(), "sample 3")
+
+
+class Unpadded(Inside):
+    """The tokens that a mask leaves, one after the other."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return self.out(h.masked_scatter(mask.bool().unsqueeze(-1), self.lin(h[mask.bool()])))
+
+
+def test_what_held_without_padding_is_looked_at_anew_with_it() -> None:
+    model, ids, mask = model_of(Unpadded), ids_of(4, 6), torch.ones(4, 6, dtype=torch.int64)
+    together = model(ids, mask=mask, adapter_names=NAMES)
+    alone = model(ids[1:2], mask=mask[1:2], adapter_names=["b"])
+    assert_same_up_to_rounding(together[1:2].detach(), alone.detach(), "sample 1")
+    mask[0, 1:] = mask[2, 3:] = 0
+    with pytest.raises(ValueError, match="layer lin: cannot tell which rows"):
+        model(ids, mask=mask, adapter_names=NAMES)
+    assert model(ids, mask=mask, adapter_names=["a"] * 4).shape == (4, 6, 5)
+
+
+def test_another_way_through_the_model_is_looked_at_anew() -> None:
+    class EitherWay(Inside):
+        def forward(self, ids: Tensor, time_first: bool = False, labels: Tensor | None = None) -> Tensor:
+            h = self.embed(ids)
+            h = self.lin(h.transpose(0, 1)).transpose(0, 1) if time_first else self.lin(h)
+            return h if labels is None else self.out(h)
+
+    model, ids = model_of(EitherWay), ids_of(4, 4)
+    for how in ({}, {"time_first": True}, {"labels": ids}, {}):
+        together = model(ids, adapter_names=NAMES, **how)
+        for sample, name in enumerate(NAMES):
+            own = {
+                key: value[sample : sample + 1] if key == "labels" else value for key, value in how.items()
+            }
+            alone = model(ids[sample : sample + 1], adapter_names=[name], **own)
+            assert_same_up_to_rounding(together[sample : sample + 1].detach(), alone.detach(), str(how))
+
+
+def test_another_number_of_rows_of_each_sample_is_refused_once() -> None:
+    class Folded(Inside):
+        """A dimension of samples and halves where there is a half, else of samples alone."""
+
+        def arrange(self, h: Tensor) -> Tensor:
+            parts = 3 if h.shape[1] > 6 else 2
+            return self.lin(h.unflatten(1, (parts, -1)).flatten(0, 1)).unflatten(0, (-1, parts)).flatten(1, 2)
+
+    model = model_of(Folded)
+    model(ids_of(4, 6), adapter_names=NAMES)
+    ids = ids_of(4, 12)
+    with pytest.raises(ValueError, match=r"layer lin: .* another form; the next call makes them anew"):
+        model(ids, adapter_names=NAMES)
+    assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
+
+
+def test_layers_that_only_training_calls_are_found() -> None:
+    class Auxiliary(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_only = nn.Linear(WIDTH, WIDTH)
+
+        def arrange(self, h: Tensor) -> Tensor:
+            return self.lin(h) + (self.train_only(h) if self.training else 0)
+
+    model, ids = model_of(Auxiliary, targets=("lin", "train_only", "out")).train(), ids_of(4, 4)
+    assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
+    assert model.train_only.training
+
+
+def test_trial_passes_leave_state_and_arguments_alone() -> None:
+    class Counting(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, ids: Tensor, state: list[Tensor]) -> Tensor:
+            self.calls.add_(1)
+            state[0].add_(1)
+            return self.out(self.lin(self.embed(ids)))
+
+    model, state = model_of(Counting), [torch.zeros(4)]
+    model(ids_of(4, 3), state=state, adapter_names=NAMES)
+    assert model.calls == 1
+    assert torch.equal(state[0], torch.ones(4))
+
+
+def test_a_cache_may_hold_tensors_of_a_graph() -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+    key = torch.randn(2, 2, 3, 8, requires_grad=True)
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(key * 2, key * 3, layer)
+    logits = model(input_ids=ids, adapter_names=["a", "b"], past_key_values=cache).logits
+    logits.sum().backward()
+    assert cache.get_seq_length() == 8
+    assert key.grad is not None
+
+
+def test_memory_that_runs_out_is_said_to() -> None:
+    class Hungry(Inside):
+        def arrange(self, h: Tensor) -> Tensor:
+            if not torch.equal(h, self.expected):
+                raise torch.OutOfMemoryError("no more")
+            return self.lin(h)
+
+    model, ids = model_of(Hungry), ids_of(2, 3)
+    model.expected = model.embed(ids).detach()
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        model(ids, adapter_names=["a", "b"])
+
+
+def test_forwards_of_two_kinds_in_flight_are_not_alike() -> None:
+    """A reentrant checkpoint cannot tell which of them is recomputed, and says so."""
+
+    class Checkpointed(Inside):
+        def forward(self, ids: Tensor, time_first: bool) -> Tensor:
+            h = self.embed(ids).requires_grad_()
+            h = h.transpose(0, 1) if time_first else h
+            return self.out(checkpoint(self.lin, h, use_reentrant=True))
+
+    model, ids = model_of(Checkpointed).train(), ids_of(4, 4)
+    losses = [model(ids, time_first=first, adapter_names=NAMES).sum() for first in (True, False)]
+    with pytest.raises(ValueError, match="2 forward passes are in flight"):
+        losses[0].backward()
+
+
+def test_training_may_arrange_rows_otherwise() -> None:
+    class ByMode(Inside):
+        def arrange(self, h: Tensor) -> Tensor:
+            return self.lin(h.transpose(0, 1)).transpose(0, 1) if self.training else self.lin(h)
+
+    model, ids = model_of(ByMode), ids_of(4, 4)
+    for mode in (True, False, True):
+        model.train(mode)
+        assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
+
+
+def test_lengths_that_begin_to_differ_are_looked_at_anew() -> None:
+    class ByLength(Inside):
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            order = lengths.argsort(stable=True)
+            return self.out(self.lin(self.embed(ids)[order])[order.argsort()])
+
+    model, ids = model_of(ByLength), ids_of(4, 5)
+    model(ids, lengths=torch.full((4,), 5), adapter_names=NAMES)
+    with pytest.raises(ValueError, match="layer lin: cannot tell which rows"):
+        model(ids, lengths=torch.tensor([5, 2, 4, 3]), adapter_names=NAMES)
+
+
+def test_tokens_that_labels_choose_are_refused() -> None:
+    class Sparse(Inside):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return self.out(self.lin(self.embed(ids)[labels != -100]))
+
+    model, ids = model_of(Sparse, targets=("lin",)), ids_of(5, 5)
+    model(ids, labels=ids, adapter_names=[*NAMES, "a"])
+    labels = torch.full_like(ids, -100)
+    labels[:2] = ids[:2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layer lin: cannot tell which rows"):
+            model(ids, labels=labels, adapter_names=[*NAMES, "a"])
