@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -278,6 +277,8 @@ def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """No gradients, no compilation; buffers and random numbers are as before afterwards."""
+    import numpy as np
+
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     others = random.getstate(), np.random.get_state()  # SpecAugment draws from NumPy's
