@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 COLUMNS = 8
 """Columns of x by which rows are compared."""
-CLEAN, CHANGED = 4, 16
+CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 """A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if a column
-moved by `CHANGED` of them and by a thousandth. Between the two it is left out: a mixture of experts rounds
-rows of other samples differently when its groups grow."""
+moved by more than `CHANGED` of them. Between the two it is left out: a mixture of experts rounds rows of
+other samples differently when its groups grow."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -221,7 +221,7 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
         for bit, calls in enumerate(passes[1:]):
             difference = (calls[index][1].double() - rows.double()).abs()
             moved = torch.where(difference > 0, difference / scale, 0.0).amax(1).cpu()
-            changed = moved >= max(CHANGED * epsilon, 1e-3)
+            changed = moved > (CHANGED if rows.element_size() > 2 else CHANGED_16_BITS) * epsilon
             codes |= changed.long() << bit
             unknown |= ((moved > CLEAN * epsilon) & ~changed).long()
         yield shape, torch.where(unknown == 1, 0, codes) - 1
