@@ -270,7 +270,7 @@ def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
     )
     assert told[0].endswith(
         "tokens; of scheduler.memory_limit 206 MiB, 0 bytes are taken by the base model and libraries, and "
-        "96 MiB kept in reserve; per_device_train_batch_size 5 or a limit of 276 MiB would do"
+        "32 MiB kept in reserve; per_device_train_batch_size 37 or a limit of 212 MiB would do"
     )
     assert result.exit_code == 1
     states = {name: adapter.state for name, adapter in result.adapters.items()}
