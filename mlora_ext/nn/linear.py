@@ -115,6 +115,11 @@ class MultiLoRALinear(nn.Module):
         active = self.group.active
         if active is None:
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
+        if x.numel() != active.extent.shape[0] * self.in_features:
+            raise RuntimeError(
+                f"layer {self.name}: x has other rows than the compiled model's input, as where an encoder's "
+                "and a decoder's lengths differ; compile without fullgraph=True, or do not compile"
+            )
         if x.dim() in self.eager_dims and active.mixed:
             raise RuntimeError(
                 f"layer {self.name}: samples are not the first dimension of x, which a compiled layer "

@@ -32,12 +32,14 @@ class LayerSpec:
 class RouteTensors:
     """What the operator is called with by the layers of one group. Everything that varies is a tensor.
 
-    `mixed`: whether the route's rows belong to several adapters. `shares` says which `Siblings` compute
-    together along this route.
+    `extent` is an empty tensor `[rows, 0]`: a compiled graph may compare its size with x's, and is not made
+    anew for each number of rows. `mixed`: whether the route's rows belong to several adapters. `shares` says
+    which `Siblings` compute together along this route.
     """
 
     names: tuple[str, ...]
     rows: int
+    extent: Tensor
     mixed: bool
     segments: Tensor
     scaling: Tensor
@@ -123,6 +125,7 @@ class Route:
             self._built[key] = RouteTensors(
                 names,
                 rows,
+                torch.empty(rows, 0, device=group.device),
                 self.mixed,
                 self._table(mapping, rows, group.device),
                 *group.constants(names),

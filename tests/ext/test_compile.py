@@ -5,6 +5,7 @@ import torch
 from models import llama
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
+from transformers import T5Config, T5ForConditionalGeneration
 
 import mlora_ext as mx
 
@@ -109,3 +110,20 @@ def test_whole_model_is_one_graph(model: torch.nn.Module, how: str) -> None:
             got = gradients(compiled, step)
         for one, other in zip(got, gradients(model, step), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_an_encoder_and_a_decoder_of_other_lengths() -> None:
+    """The graph that one made does not serve the other: it ran along its route, and was wrong."""
+    torch._dynamo.reset()
+    config = T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    targets = {"target_modules": ["q", "v", "wi"], "init_lora_weights": False}
+    configs = {"a": LoraConfig(r=4, **targets), "b": LoraConfig(r=7, **targets)}
+    model = mx.convert_model(T5ForConditionalGeneration(config), configs).eval()
+    compiled = torch.compile(model, backend="eager")
+    for read, written in [(9, 5), (5, 9)]:
+        batch = {"input_ids": torch.randint(2, 61, (3, read)), "labels": torch.randint(2, 61, (3, written))}
+        names = ["a", "b", "__base__"]
+        expected = model(**batch, adapter_names=names).logits
+        torch.testing.assert_close(compiled(**batch, adapter_names=names).logits, expected)
