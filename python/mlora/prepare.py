@@ -49,7 +49,8 @@ class Prepared:
         decisions: about them.
         iteration: iterations made.
         seconds: wall time of earlier parts.
-        loaded: bytes that this process had in use with its base model, before any adapter.
+        loaded: bytes that this process had in use before any adapter, after a small micro-batch; 0 where
+            nobody asked.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ def prepare(
     came: Mapping[str, Mapping[str, Any]] | None = None,
     entry: Mapping[str, Any] | None = None,
     trace: int = 0,
+    measure: bool = False,
 ) -> Prepared:
     """Read the data, load the base model and create the adapters; write nothing.
 
@@ -93,6 +95,7 @@ def prepare(
         came: what was submitted of each task that came before the checkpoint, by name.
         entry: what a run without a checkpoint has decided at its start; decided anew where it is none.
         trace: spans that each stage shall keep.
+        measure: what this process has in use before any adapter.
 
     Returns:
         The run before its next iteration.
@@ -116,7 +119,7 @@ def prepare(
         with warnings_to(reporter):
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
-            loaded = used_memory(engine.device)
+            loaded = _used_by_base(engine) if measure else 0
             memory = run_memory(config, engine)
             folder = RunFolder(config.output_dir)
             roster = Roster(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
@@ -202,20 +205,25 @@ def run_memory(config: RunConfig, engine: Engine, *, measured: bool = False) -> 
     options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
     try:
         stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
-        if measures:
-            samples.warm_up()
+        samples.warm_up()
     except ValueError as error:
         raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error
-    base, peak = engine.used_memory(), peak_memory(engine.device)
 
-    def look(*, first: bool) -> Sequence[int]:
-        if first and not measures:
-            with suppress(ValueError):  # there is no room: the base says so
-                samples.warm_up()
+    def look() -> Sequence[int]:
         engine.release_memory()
         return engine.used_memory()
 
-    return RunMemory(config, TaskMemory(stages, samples if measures else None), base, peak, pieces, look)
+    tasks = TaskMemory(stages, samples if measures else None)
+    return RunMemory(config, tasks, look(), peak_memory(engine.device), pieces, look)
+
+
+def _used_by_base(engine: Engine) -> int:
+    """Bytes in use before any adapter, as a run's memory measures them: after a small micro-batch."""
+    if engine.replicas == 1:
+        with suppress(ValueError):  # no layer for an adapter: the adapters' own refusals say more
+            MeasuredSamples(engine, limit=0).warm_up()
+    engine.release_memory()
+    return used_memory(engine.device)
 
 
 def _tasks(

@@ -42,7 +42,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
         config = RunConfig.model_validate(config.with_samples())
     before = used_memory(torch.device("cpu"))
     unlimited = config.scheduler.model_copy(update={"memory_limit": None})
-    prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter)
+    prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter, measure=True)
     prepared.engine.close()
     plan = _plan(config, prepared, before)
     return prepared, replace(plan, places=places) if plan else None

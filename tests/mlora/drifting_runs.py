@@ -58,8 +58,7 @@ class Process:
     def memory_after(self) -> list[int]:
         return [LOADED + self.kept + self.loose + sum(self.states[name] for name in self.adapters)]
 
-    def look(self, *, first: bool) -> list[int]:
-        self.kept += self.dice.randint(5, 15) * MIB if first else 0
+    def look(self) -> list[int]:
         self.loose = 0
         return self.memory_after
 

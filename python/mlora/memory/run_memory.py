@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from mlora.config import RunConfig
 from mlora.memory.needs import largest_lengths, with_batches_of
@@ -31,28 +31,18 @@ _WARM = 8  # micro-batches
 _TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
 
 
-class Look(Protocol):
-    """Where what processes have in use comes from."""
-
-    def __call__(self, *, first: bool) -> Sequence[int]:
-        """Let each stage give back what nobody uses, and return what it has in use then, in bytes.
-
-        Args:
-            first: whether no micro-batch has passed yet; then a small one does, so that libraries take what
-                they keep for good.
-        """
-
-
 class RunMemory:
     """What tasks may use of a run's memory, and what they need.
 
     Args:
         config: with a limit on memory.
         tasks: knows what they need.
-        base: bytes that each stage's process has before any task.
+        base: bytes that each stage's process has before any task, but after a small micro-batch, for which
+            libraries take what they keep for good.
         peak: the most that one has had until then.
         pieces: bytes that an allocator may hold in pieces too small to be of use; always kept free.
-        look: measures the base anew; none = it never is, as where nothing runs.
+        look: lets each stage give back what nobody uses, and returns what it has in use then, in bytes;
+            none = nothing runs.
 
     Attributes:
         tasks: knows what they need.
@@ -69,7 +59,7 @@ class RunMemory:
         base: Sequence[int],
         peak: int,
         pieces: int = 0,
-        look: Look | None = None,
+        look: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         assert config.scheduler.limit_bytes is not None
         self.tasks, self.base, self.reserved = tasks, list(base), RESERVED + pieces
@@ -130,7 +120,7 @@ class RunMemory:
         if self._look is None:
             return
         states = sum_of([self.tasks.at_rest(task.name) for task in tasks], len(self.base))
-        used = self._look(first=self.fresh)
+        used = self._look()
         self.base = [max(0, now - held) for now, held in zip(used, states, strict=True)]
         self._grown = max(0, min(now - then for now, then in zip(self.base, self._loaded, strict=True)))
         if self.fresh:

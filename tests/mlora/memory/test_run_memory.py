@@ -114,7 +114,7 @@ def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone(
     estimate = MemoryEstimate("+".join, lambda names: DryRun([[None]], samples))
     task: Any = SimpleNamespace(name="a")
     used = [610 * MIB]
-    memory = memory_of(tiny_base, tmp_path, estimate, look=lambda *, first: used)
+    memory = memory_of(tiny_base, tmp_path, estimate, look=lambda: used)
     memory.tasks.largest = lambda task: [80]  # type: ignore[method-assign]
     memory.limit = 500 * MIB + 32 * MIB + 84 * MIB
     memory.took([], [100 * MIB], peak=500 * MIB, after=[610 * MIB])
@@ -127,23 +127,16 @@ def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone(
 
 
 def test_a_new_process_forgets_what_another_one_had_taken(tiny_base: Path, tmp_path: Path) -> None:
-    asked: list[bool] = []
-
-    def look(*, first: bool) -> list[int]:
-        asked.append(first)
-        return [510 * MIB]
-
     memory = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False))
     for _ in range(9):
         memory.took([], [100 * MIB], peak=900 * MIB, after=[700 * MIB])
     assert memory.reserved == 100 * MIB
     state = {"estimate": {}, **memory._figures()}
-    again = memory_of(tiny_base, tmp_path, SimpleNamespace(stale=False, load_state=lambda state: 0), look)
+    again = memory_of(
+        tiny_base, tmp_path, SimpleNamespace(stale=False, load_state=lambda state: 0), lambda: [510 * MIB]
+    )
     again.load_state(state)
     assert again.base == [700 * MIB]
     again.look_again([])
     assert again.base == [510 * MIB]
     assert again.reserved == 86 * MIB  # of 96, less what has become base
-    again.took([], [100 * MIB], peak=500 * MIB, after=())
-    again.look_again([])
-    assert asked == [True, False]

@@ -10,6 +10,7 @@ from limited_runs import TASK, Watching, decisions, die, replace_memory, undistu
 from mlora.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
+from mlora.memory.measured_samples import MeasuredSamples
 from mlora.memory.run_memory import RunMemory
 from mlora.memory.task_memory import TaskMemory
 from mlora.run import resume, train
@@ -66,12 +67,13 @@ def test_a_task_runs_after_its_twin_though_the_process_has_grown(
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize("spare", [-1, 1])
+@pytest.mark.parametrize(("spare", "warm"), [(-1, 0), (1, 0), (-1, 90), (1, 90)])
 def test_validate_and_train_agree_on_who_never_fits(
-    data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch, spare: int
+    data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch, spare: int, warm: int
 ) -> None:
-    """With the least reserve, 32 MiB; of validate's own process only what it had before adapters counts."""
-    data["scheduler"]["memory_limit"] = TASK + 32 * MIB + spare * MIB
+    """With the least reserve, 32 MiB. What libraries take for a first micro-batch is part of the base; of
+    validate's own process only what it had before adapters counts."""
+    data["scheduler"]["memory_limit"] = TASK + (32 + spare + warm) * MIB
     config = resolve_config(data, folder=tmp_path)
     adapters: list[str] = []
     create = Engine.create_adapter
@@ -80,15 +82,20 @@ def test_validate_and_train_agree_on_who_never_fits(
         adapters.append(name)
         create(engine, name, *args, **more)
 
+    def warm_up(_: MeasuredSamples) -> None:
+        meter.used = meter.grows = warm * MIB
+
     monkeypatch.setattr(Engine, "create_adapter", count)
+    monkeypatch.setattr(MeasuredSamples, "warm_up", warm_up)
     for module in ("prepare", "validation"):
-        monkeypatch.setattr(f"mlora.{module}.used_memory", lambda _: len(adapters) * TASK)
+        monkeypatch.setattr(f"mlora.{module}.used_memory", lambda _: meter.used + len(adapters) * TASK)
     _, plan = validate(config)
     assert plan is not None
     assert adapters == ["first", "second"]
     never = {"first", "second"} if spare < 0 else set()
     assert {task.name for task in plan.never} == never
     watching = Watching()
+    meter.used = 0
     if never:
         with pytest.raises(RunError, match="every adapter was refused"):
             train(config, reporter=watching)
