@@ -5,7 +5,8 @@ Hooks and `generate` sit on the instance; a deep copy or a pickled model has its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from . import locate
 from .control import refuse_bypassed_head
 from .locate import contents_of, rows_per_sample
+from .routes import Route
 from .routing import router_of
 
 
@@ -73,8 +75,28 @@ class Generate:
         if batch is not None:
             _check_count(adapter_names, batch.shape[0])
         router = router_of(self.model)
-        with router.entered(router.sampled(adapter_names)):
+        route = router.sampled(adapter_names)
+        with router.entered(route), _counting_copies(self.model, route):
             return own(self.model, *args, **kwargs)
+
+
+@contextmanager
+def _counting_copies(model: nn.Module, route: Route) -> Iterator[None]:
+    """Let a route know how many copies of each prompt the model's `generate` makes, side by side."""
+    expand = getattr(model, "_expand_inputs_for_generation", None)
+
+    def counted(expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        route.copies = expand_size
+        return expand(expand_size, *args, **kwargs)  # type: ignore[misc]
+
+    if expand is None:
+        yield
+        return
+    model.__dict__["_expand_inputs_for_generation"] = counted
+    try:
+        yield
+    finally:
+        del model.__dict__["_expand_inputs_for_generation"]
 
 
 @torch.compiler.disable
@@ -110,5 +132,6 @@ def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
 
 
 def _check_count(names: Sequence[str], batch: int) -> None:
-    if isinstance(names, str) or len(names) != batch:
+    listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not listed or len(names) != batch:
         raise ValueError(f"adapter_names: expected one name per sample ({batch}), got {names!r}")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from .call_kind import Call, kind_of, sizes_of
 from .linear import MultiLoRALinear
 from .routes import Route
 from .routing import Router, router_of
-from .samples import Call, Places, SampleDim, find_places, special_tokens
+from .samples import Places, SampleDim, find_places, special_tokens
 
 _CONTENTS = (
     "input_ids",
@@ -27,8 +29,8 @@ _CONTENTS = (
     "decoder_inputs_embeds",
 )
 """What Transformers' models call the tensors that samples are made of."""
-
-
+_KINDS = 64
+"""Kinds of calls whose places are remembered."""
 _STAND_FOR = ("image", "video", "audio", "speech")
 """How the names of tokens begin in whose place a model puts other inputs."""
 
@@ -79,42 +81,57 @@ def locate(
         ValueError: if that cannot be found out.
     """
     first = next(iter(contents.values()))
-    route.batch, route.each, route.places = first.shape[0], rows_per_sample(first), None
+    batch, each = first.shape[0], rows_per_sample(first)
+    _check_batch(route, batch)
+    route.batch, route.each, route.places = batch, each, None
+    route.sizes = sizes_of(call, max(1, batch))
     if not route.mixed or first.is_meta:
         return
-    if route.layout is not None and (route.batch == 1 or route.each == 1):
+    if route.layout is not None and (batch == 1 or each == 1):
         return
     others = _of_no_sample(module, contents)
-    kind: tuple[Any, ...] = (type(module), module.training, bool(others), *_kind(call))
+    special = torch.cat([special_tokens(module), torch.tensor([0, -100])])
+    kind = (type(module), module.training, bool(others), kind_of(call, special))
     # What holds for several rows of each sample holds for one, but not the other way round.
-    key = (kind, route.each > 1 or (kind, True) in router.places)
+    key = (kind, each > 1 or (kind, True) in router.places)
     if key not in router.places:
         own = [tensor for name, tensor in contents.items() if name not in others]
         left_out = [contents[name] for name in others]
-        router.places[key] = find_places(module, call, own, left_out, route.each, router.observed)
-        _mark_eager(module, router.places[key])
+        _refuse_batch_statistics(module)
+        found = find_places(module, call, own, left_out, route.sizes, router.observed)
+        _mark_eager(module, found)
+        if len(router.places) >= _KINDS:
+            del router.places[next(iter(router.places))]
+        router.places[key] = found
     route.places = router.places[key]
 
 
-def _kind(call: Call) -> tuple[Hashable, ...]:
-    """What decides which way a forward pass takes through a model, as far as arguments tell it."""
-    args, kwargs = call
-    found: list[Hashable] = []
-    for name, value in [*enumerate(args), *sorted(kwargs.items())]:
-        if isinstance(value, Tensor):
-            found.append((name, value.dim(), value.dtype, _is_even(str(name), value)))
-        elif value is None or isinstance(value, bool | int | float | str):
-            found.append((name, value))
-        else:
-            found.append((name, type(value)))
-    return tuple(found)
+def _check_batch(route: Route, batch: int) -> None:
+    """Refuse a pass whose samples are not those that the route has adapters for, in their order.
+
+    Raises:
+        ValueError: if it has another number of samples than there are names, but for `generate`'s beams.
+    """
+    names = len(route.samples)
+    if route.mixed and names and batch not in (names, names * route.copies):
+        raise ValueError(
+            f"adapter_names: {names} samples were given names, and the model calls itself with {batch}, so "
+            "which of them these are is unknown; give the whole batch one adapter"
+        )
 
 
-def _is_even(name: str, value: Tensor) -> bool:
-    """Whether a mask, or one number for each sample such as a length, treats all samples alike."""
-    if "mask" in name:
-        return bool(value.all())
-    return value.dim() == 1 and not value.is_floating_point() and bool((value == value[:1]).all())
+def _refuse_batch_statistics(module: nn.Module) -> None:
+    """Refuse layers that would mix the rows of different adapters, such as ones put in after conversion.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.training:
+            raise ValueError(
+                f"layer {name}: normalises by the statistics of the batch, which holds rows of several "
+                "adapters; put it into evaluation mode"
+            )
 
 
 def _of_no_sample(module: nn.Module, contents: Mapping[str, Tensor]) -> list[str]:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from ..dropout import rng_table
 from ..segments import SegmentLayout
-from .samples import Places, SampleDim
+from .samples import EVERY, Places, SampleDim
 
 BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
@@ -91,6 +91,8 @@ class Route:
         rows: rows that layers will see, where that is known when the route is entered.
         batch: samples of the forward pass, or of the encoder's, that goes along it.
         each: rows of each of these samples, as far as the batch says it.
+        sizes: of each of these samples, see `sizes_of`.
+        copies: of each sample that `generate` makes, side by side: beams, or several return sequences.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
     """
 
@@ -106,6 +108,8 @@ class Route:
     rows: int | None = None
     batch: int = 1
     each: int = 1
+    sizes: tuple[float, ...] = ()
+    copies: int = 1
     places: Places | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
 
@@ -185,8 +189,9 @@ class Route:
             return None
         if self.places is None and _holds_no_numbers(x):
             return None
-        place = (self.places or {}).get((layer, x.dim()), _NOT_CALLED)
-        if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.each):
+        places = self.places or {}
+        place = places.get((layer, x.dim())) or places.get(EVERY, _NOT_CALLED)
+        if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.sizes):
             place = "the trial passes showed it an x of another form; the next call makes them anew"
         if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
             place = "its rows are in another order than those of the route; use adapter_names="

@@ -11,16 +11,18 @@ Two more passes see what follows the order of the samples, and what their number
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from .call_kind import Call
 
 COLUMNS = 8
 """Columns of x by which rows are compared."""
@@ -28,8 +30,6 @@ CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 """A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if a column
 moved by more than `CHANGED` of them. Between the two it is left out: a mixture of experts rounds rows of
 other samples differently when its groups grow."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class SampleDim(NamedTuple):
@@ -39,22 +39,25 @@ class SampleDim(NamedTuple):
         dim: the dimension that counts them.
         order: `single`: one entry per sample; `blocks`: several, a sample's own side by side; `interleaved`:
             several, all samples' first entries before their second ones.
-        ratio: a sample's entries in this dimension, divided by its rows in the batch.
+        ratios: a sample's entries in this dimension, divided by each of its sizes, see `sizes_of`.
     """
 
     dim: int
     order: Literal["single", "blocks", "interleaved"]
-    ratio: Fraction = Fraction(1)
+    ratios: tuple[float, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the input, flattened, has its rows in the order of the samples."""
         return self.dim == 0 and self.order != "interleaved"
 
-    def serves(self, shape: Sequence[int], batch: int, rows: int) -> bool:
-        """Whether an input of this shape holds a batch of this size, with so many rows of each sample, so."""
-        entries = 1 if self.order == "single" else self.ratio * rows
-        return shape[self.dim] == batch * entries
+    def serves(self, shape: Sequence[int], batch: int, sizes: Sequence[float]) -> bool:
+        """Whether an input of this shape holds a batch of this size so: entries follow one of the sizes."""
+        if self.order == "single":
+            return shape[self.dim] == batch
+        entries, rest = divmod(shape[self.dim], batch)
+        follows = [ratio * size for ratio, size in zip(self.ratios, sizes, strict=True)]
+        return not rest and any(math.isclose(entries, number) for number in follows)
 
     def owners(self, shape: Sequence[int], batch: int) -> Tensor:
         """`[rows]` int64: the sample of each row."""
@@ -81,6 +84,8 @@ class SampleDim(NamedTuple):
 
 Places = Mapping[tuple[str, int], SampleDim | str]
 """By layer name and number of dimensions of its input: where samples lie, or why that cannot be served."""
+EVERY = ("", 0)
+"""Stands for all layers."""
 
 
 @dataclass(eq=False)
@@ -101,7 +106,7 @@ def find_places(
     call: Call,
     contents: Sequence[Tensor],
     others: Sequence[Tensor],
-    rows: int,
+    sizes: Sequence[float],
     observed: Callable[[], Any],
 ) -> Places:
     """Find where samples lie in the inputs of all layers that a forward pass calls.
@@ -111,11 +116,11 @@ def find_places(
         call: positional and keyword arguments of the forward pass.
         contents: those tensors among the arguments that hold what samples are made of, `[batch, ...]`.
         others: those that have as many entries but do not count samples.
-        rows: of each sample, as far as the first of `contents` says it.
+        sizes: of each sample, see `sizes_of`.
         observed: a context in which layers call `Observer.see` and add no adapter.
 
-    Raises:
-        ValueError: if the module fails on a batch whose samples have other contents.
+    Returns:
+        By layer and dimensions; where the module fails in a pass, the reason by `EVERY`.
     """
     leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
@@ -128,11 +133,19 @@ def find_places(
             module.forward(*args, **kwargs)
         return observer
 
-    plain = observe({})
-    passes = [plain]
-    for bit in range(batch.bit_length()):
-        samples = torch.tensor([(b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
-        passes.append(_attempt(observe, {id(t): _other_contents(t, samples, special) for t in contents}))
+    def changed(samples: Tensor) -> Mapping[int, Tensor]:
+        return {id(t): _other_contents(t, samples, special) for t in contents}
+
+    passes = []
+    try:
+        for bit in range(-1, batch.bit_length()):  # none of the samples, then those of each binary digit
+            samples = torch.tensor([bit >= 0 and (b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
+            passes.append(observe(changed(samples) if bit >= 0 else {}))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the model's own; the forward pass raises it, too, if it stays
+        return {EVERY: f"in a trial pass the model fails ({type(error).__name__}: {error})"}
+    plain = passes[0]
     rolled = _reshaped(observe, counting, lambda t: t.roll(1, 0))
     grown: list[Observer] = []
     places: dict[tuple[str, int], SampleDim | str] = {}
@@ -141,7 +154,7 @@ def find_places(
     }:
         before = _calls(plain, layer, dims)
         found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
-        if isinstance(found, list):
+        if isinstance(found, list):  # several, or rows that changed with no sample
             grown = grown or [_reshaped(observe, counting, lambda t: torch.cat([t, t[-1:]]))]
             found = _by_growth(before, _calls(grown[0], layer, dims), batch, found)
         if isinstance(found, SampleDim) and _follows_values(
@@ -149,34 +162,23 @@ def find_places(
         ):
             found = "the order of its rows depends on their values"
         if isinstance(found, SampleDim):
-            found = _with_ratio(found, [shape for shape, _ in before], batch, rows)
+            found = _with_ratios(found, [shape for shape, _ in before], batch, sizes)
         places[layer, dims] = found
     return places
 
 
-def _with_ratio(place: SampleDim, shapes: Sequence[torch.Size], batch: int, rows: int) -> SampleDim | str:
+def _with_ratios(
+    place: SampleDim, shapes: Sequence[torch.Size], batch: int, sizes: Sequence[float]
+) -> SampleDim | str:
     """The place as it can be told from other batches; a reason, where the calls of a layer differ in it."""
     entries = {shape[place.dim] // batch for shape in shapes}
     if place.order != "single" and len(entries) > 1:
         return "its calls see other numbers of rows of each sample"
-    return place._replace(ratio=Fraction(entries.pop(), rows))
+    number = entries.pop()
+    return place._replace(ratios=tuple(number / size if size else 0.0 for size in sizes))
 
 
 _Observe = Callable[[Mapping[int, Tensor]], Observer]
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
-
-
-def _attempt(observe: _Observe, replaced: Mapping[int, Tensor]) -> Observer:
-    try:
-        return observe(replaced)
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as error:
-        raise ValueError(
-            "adapter_names: cannot tell which rows of the model's layers belong to which sample: it fails "
-            f"when the contents of samples change ({type(error).__name__}: {error}); give the whole batch "
-            "one adapter"
-        ) from error
 
 
 def _reshaped(observe: _Observe, counting: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Observer:
@@ -185,7 +187,7 @@ def _reshaped(observe: _Observe, counting: Sequence[Tensor], change: Callable[[T
         return observe({id(tensor): change(tensor) for tensor in counting})
     except torch.OutOfMemoryError:
         raise
-    except _FAILURES:
+    except Exception:  # noqa: BLE001 - the model may refuse such a batch with any error
         return Observer()
 
 
@@ -198,7 +200,7 @@ def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[S
     if any([shape for shape, _ in calls] != [shape for shape, _ in passes[0]] for calls in passes):
         return "its rows are a selection that depends on their values, as inside a mixture of experts"
     possible: list[SampleDim] | None = None
-    changed = False
+    changed, known = False, True
     for shape, owners in _owners(passes):
         agree = [
             place
@@ -206,10 +208,10 @@ def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[S
             if bool(((owners < 0) | (owners == place.owners(shape, batch))).all())
         ]
         possible = agree if possible is None else [place for place in possible if place in agree]
-        changed = changed or bool((owners >= 0).any())
+        changed, known = changed or bool((owners >= 0).any()), known and bool((owners >= 0).all())
     if changed and not possible:
         return "its rows are not ordered by sample, or several samples share them"
-    return possible[0] if changed and possible and len(possible) == 1 else possible or []
+    return possible[0] if known and possible and len(possible) == 1 else possible or []
 
 
 def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
@@ -228,14 +230,17 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
 
 
 def _follows_values(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
-    """Whether rows stayed where they were when the samples moved on by one, though samples differ."""
+    """Whether samples came in another order than the next one, when all moved on by one."""
     for (shape, rows), (shape_after, rows_after) in zip(before, after, strict=False):
+        if shape != shape_after or not rows.numel():
+            continue
         limit = CLEAN * torch.finfo(rows.dtype).eps * float(rows.abs().max())
-        by_sample = place.owners(shape, batch).argsort(stable=True)
-        moved = torch.empty_like(by_sample)
-        moved[by_sample.view(batch, -1).roll(-1, 0).flatten()] = by_sample
-        stayed = shape == shape_after and bool((rows_after - rows).abs().max() <= limit)
-        if stayed and bool((rows[moved] - rows).abs().max() > limit):
+        by_sample = place.owners(shape, batch).argsort(stable=True).view(batch, -1).to(rows.device)
+        each, each_after = (seen[by_sample].flatten(1) for seen in (rows, rows_after))
+        if bool((each_after - each.roll(1, 0)).abs().max() <= limit):
+            continue
+        alike = [((each - sample).abs().amax(1) <= limit) for sample in each_after]
+        if all(bool(one.any()) for one in alike):
             return True
     return False
 
@@ -279,7 +284,12 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """No gradients, no compilation; buffers and random numbers are as before afterwards."""
     import numpy as np
 
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     others = random.getstate(), np.random.get_state()  # SpecAugment draws from NumPy's
     try:
@@ -289,8 +299,14 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         random.setstate(others[0])
         np.random.set_state(others[1])
         with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
+            for part, name, buffer, content in buffers:
+                part._buffers[name] = buffer
+                if not _overlaps(buffer):  # as an expanded one, which nothing can write to
+                    buffer.copy_(content)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_leaf(value: Any) -> bool:
@@ -324,6 +340,8 @@ def _other_contents(tensor: Tensor, samples: Tensor, special: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape[1:], generator=torch.Generator().manual_seed(0))
         size = tensor.abs().max().clamp(1e-3, 1e3) / 4
         other = tensor + size * noise.to(tensor)
+    elif tensor.dtype == torch.bool:
+        other = ~tensor
     else:
         other = _other_tokens(tensor, special.to(tensor.device))
     return torch.where(samples, other, tensor)
