@@ -7,8 +7,8 @@ treats alike says nothing of samples that it treats differently, so the kind say
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,32 @@ from torch import Tensor
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def kind_of(call: Call, special: Tensor) -> tuple[Hashable, ...]:
+def kind_of(call: Call, contents: Sequence[Tensor], special: Tensor) -> tuple[Hashable, ...]:
     """Returns equal kinds for calls that take the same way through a model.
 
     Args:
         call: positional and keyword arguments.
+        contents: those tensors among the arguments that hold what samples are made of.
         special: int64, tokens that a model may count or replace, such as padding.
     """
     args, kwargs = call
     flags: list[Tensor] = []
+
+    def kind(name: str | int, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            held = any(value is content for content in contents)
+            flags.extend(_of_tokens(value, special) if held else _flags(str(name), value))
+            return value.dim(), value.dtype, tuple(size == 1 for size in value.shape[1:-3])  # images
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return type(value).__name__, tuple(kind(name, item) for item in value)
+        if isinstance(value, Mapping):
+            return type(value).__name__, tuple((key, kind(key, item)) for key, item in value.items())
+        return type(value).__name__
+
     named: list[tuple[str | int, Any]] = [*enumerate(args), *sorted(kwargs.items())]
-    found = [(name, _kind(name, value, special, flags)) for name, value in named]
+    found = [(name, kind(name, value)) for name, value in named]
     read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []  # one wait
     return (*found, *read)
 
@@ -38,31 +53,22 @@ def sizes_of(call: Call, batch: int) -> tuple[float, ...]:
     return (1.0, *(value.numel() / batch for value in given if isinstance(value, Tensor)))
 
 
-def _kind(name: str | int, value: Any, special: Tensor, flags: list[Tensor]) -> Hashable:
-    if isinstance(value, Tensor):
-        flags += _flags(str(name), value, special)
-        return value.dim(), value.dtype
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return type(value), tuple(_kind(name, item, special, flags) for item in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, _kind(key, item, special, flags)) for key, item in value.items())
-    return cast(Hashable, type(value))
+def _of_tokens(value: Tensor, special: Tensor) -> Iterator[Tensor]:
+    """Whether each special token comes as often in all samples."""
+    if value.is_floating_point() or value.dim() < 2 or value.is_meta or not special.numel():
+        return
+    counts = torch.stack([(value == token).flatten(1).sum(1) for token in special.tolist()])
+    yield (counts == counts[:, :1]).all()
 
 
-def _flags(name: str, value: Tensor, special: Tensor) -> Iterator[Tensor]:
-    """Bools that say whether a tensor treats all samples alike; none of tensors that hold plain numbers."""
-    floating = value.is_floating_point() or value.is_complex()
-    if value.dim() == 0 or value.numel() == 0 or value.is_meta or (floating and not _may_sort(name, value)):
+def _flags(name: str, value: Tensor) -> Iterator[Tensor]:
+    """Whether what stands beside the contents treats all samples alike; nothing for plain numbers."""
+    sorts = value.dim() == 1 or "mask" in name
+    if value.dim() == 0 or not value.numel() or value.is_meta or (value.is_floating_point() and not sorts):
         return
     yield (value == value[:1]).all()
     if value.dim() > 1:
-        counted = torch.zeros(1, dtype=torch.int64) if floating else special
-        counts = (value.flatten(1).unsqueeze(-1) == counted.to(value.device)).sum(1)
-        yield (counts == counts[:1]).all()
-        yield (value != 0).all()
-
-
-def _may_sort(name: str, value: Tensor) -> bool:
-    return value.dim() == 1 or "mask" in name
+        for counted in (0, -100):
+            counts = (value == counted).flatten(1).sum(1)
+            yield (counts == counts[:1]).all()
+            yield (counts == 0).all()

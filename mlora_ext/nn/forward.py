@@ -23,6 +23,9 @@ def install(model: nn.Module) -> None:
     """Teach a freshly converted model the argument `adapter_names`."""
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
+    for part in model.children():
+        if any(True for _ in part.children()):  # not a layer, which may become a target
+            part.register_forward_pre_hook(_refuse_names, with_kwargs=True)
     locate.install(model)
     if callable(getattr(model, "generate", None)):
         model.__dict__["generate"] = Generate(model)
@@ -30,10 +33,12 @@ def install(model: nn.Module) -> None:
 
 def uninstall(model: nn.Module) -> None:
     """Take all that off a copy that is to be a plain model."""
-    for handlers, ours in (
+    hooks: list[tuple[dict[int, Any], Any]] = [
         (model._forward_pre_hooks, _before_forward),
         (model._forward_hooks, _after_forward),
-    ):
+        *((part._forward_pre_hooks, _refuse_names) for part in model.children()),
+    ]
+    for handlers, ours in hooks:
         for key in [key for key, hook in handlers.items() if hook is ours]:
             del handlers[key]
     locate.uninstall(model)
@@ -124,6 +129,15 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     samples, each = (1, None) if batch is None else (batch.shape[0], rows_per_sample(batch))
     router.begin_call(route, samples, None if each is None else samples * each)
     return args, kwargs
+
+
+def _refuse_names(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse names that came past the model's own hooks, and that no part would look at."""
+    if "adapter_names" in kwargs:
+        raise ValueError(
+            "adapter_names: call the converted model itself, model(...), not model.forward(...) nor a "
+            "part of it"
+        )
 
 
 @torch.compiler.disable

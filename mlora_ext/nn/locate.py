@@ -82,7 +82,7 @@ def locate(
     """
     first = next(iter(contents.values()))
     batch, each = first.shape[0], rows_per_sample(first)
-    _check_batch(route, batch)
+    _check_batch(router, route, batch)
     route.batch, route.each, route.places = batch, each, None
     route.sizes = sizes_of(call, max(1, batch))
     if not route.mixed or first.is_meta:
@@ -90,8 +90,8 @@ def locate(
     if route.layout is not None and (batch == 1 or each == 1):
         return
     others = _of_no_sample(module, contents)
-    special = torch.cat([special_tokens(module), torch.tensor([0, -100])])
-    kind = (type(module), module.training, bool(others), kind_of(call, special))
+    given = kind_of(call, list(contents.values()), special_tokens(module))
+    kind = (type(module), module.training, bool(others), given)
     # What holds for several rows of each sample holds for one, but not the other way round.
     key = (kind, each > 1 or (kind, True) in router.places)
     if key not in router.places:
@@ -106,7 +106,7 @@ def locate(
     route.places = router.places[key]
 
 
-def _check_batch(route: Route, batch: int) -> None:
+def _check_batch(router: Router, route: Route, batch: int) -> None:
     """Refuse a pass whose samples are not those that the route has adapters for, in their order.
 
     Raises:
@@ -114,6 +114,7 @@ def _check_batch(route: Route, batch: int) -> None:
     """
     names = len(route.samples)
     if route.mixed and names and batch not in (names, names * route.copies):
+        router.places = {}
         raise ValueError(
             f"adapter_names: {names} samples were given names, and the model calls itself with {batch}, so "
             "which of them these are is unknown; give the whole batch one adapter"

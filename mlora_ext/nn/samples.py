@@ -200,7 +200,7 @@ def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[S
     if any([shape for shape, _ in calls] != [shape for shape, _ in passes[0]] for calls in passes):
         return "its rows are a selection that depends on their values, as inside a mixture of experts"
     possible: list[SampleDim] | None = None
-    changed, known = False, True
+    changed, sure = False, True
     for shape, owners in _owners(passes):
         agree = [
             place
@@ -208,10 +208,18 @@ def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[S
             if bool(((owners < 0) | (owners == place.owners(shape, batch))).all())
         ]
         possible = agree if possible is None else [place for place in possible if place in agree]
-        changed, known = changed or bool((owners >= 0).any()), known and bool((owners >= 0).all())
+        changed = changed or bool((owners >= 0).any())
+        sure = sure and (bool((owners >= 0).all()) or _each_is_known(agree, owners, batch))
     if changed and not possible:
         return "its rows are not ordered by sample, or several samples share them"
-    return possible[0] if known and possible and len(possible) == 1 else possible or []
+    return possible[0] if sure and possible and len(possible) == 1 else possible or []
+
+
+def _each_is_known(agree: Sequence[SampleDim], owners: Tensor, batch: int) -> bool:
+    """Whether a dimension has one entry of each sample, and rows in each that only this sample changes."""
+    if len(agree) != 1 or agree[0].order != "single":
+        return False
+    return bool(torch.bincount(owners[owners >= 0], minlength=batch).all())
 
 
 def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
