@@ -128,10 +128,10 @@ class AdapterInterface:
         Raises:
             ValueError: if the model has no such adapter, or the list has several: rows have one each here.
         """
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name or [])
         if len(names) != 1:
             raise ValueError(
-                f"adapter_name: expected one adapter, got {names}: each row of a batch has one adapter here; "
+                f"adapter_name: expected one adapter, got {adapter_name!r}: each row has one adapter here; "
                 "pass adapter_names=[...] (one per sample) to the forward call to use several"
             )
         self._router.check_names("adapter_name", names)
@@ -165,6 +165,8 @@ class AdapterInterface:
         """
         from .convert import add_adapter
 
+        if isinstance(adapter_config, str):
+            raise ValueError(f"adapter_config: expected a LoraConfig before the name, got {adapter_config!r}")
         name = adapter_name or "default"
         add_adapter(self.model, name, adapter_config)
         self.set_adapter(name)
@@ -283,8 +285,28 @@ class AdapterInterface:
         """Print how many parameters train: see `mlora_ext.print_trainable_parameters`."""
         print_trainable_parameters(self.model)
 
-    def merge_and_unload(self, adapter_name: str | None = None, *, safe_merge: bool = False) -> nn.Module:
-        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`."""
+    def merge_and_unload(
+        self,
+        adapter_name: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: Sequence[str] | None = None,
+    ) -> nn.Module:
+        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
+
+        Args:
+            adapter_name: of the adapter.
+            progressbar: as PEFT's; merging is too short for one.
+            safe_merge: see there.
+            adapter_names: as PEFT's, of one adapter.
+
+        Raises:
+            ValueError: see there; or `adapter_names` holds several.
+        """
         from .merging import merge_and_unload
 
-        return merge_and_unload(self.model, adapter_name, safe_merge=safe_merge)
+        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
+            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
+        name = adapter_names[0] if adapter_names else adapter_name
+        return merge_and_unload(self.model, name, safe_merge=safe_merge)

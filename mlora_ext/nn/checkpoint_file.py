@@ -7,6 +7,7 @@ Trainer reads a checkpoint of anything but a `PeftModel` from `model.safetensors
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def save(
 
     folder = Path(directory)
     _refuse_other_model(folder)
-    resumed = {_STEP: torch.tensor(router_of(model).step)}
+    if len(names) > 1 and "default" not in names:
+        _clear_root(folder)
+    resumed = {_STEP: torch.tensor(router_of(model).step), **_trained_base(model, state_dict)}
     for name in names:
         tensors = adapter_tensors(model, name, state_dict)
         inside = len(names) > 1 and name != "default"
@@ -84,6 +87,42 @@ def save(
         for key, tensor in tensors.items():
             resumed[f"{key.removesuffix('.weight')}.{name}.weight"] = tensor
     _write(folder / _FILE, resumed)
+
+
+def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Parameters of the base that the user lets train, which PEFT's folders do not hold."""
+    source = model.state_dict() if state_dict is None else state_dict
+    trained = [key for key, p in model.named_parameters() if p.requires_grad and not _is_adapters(key)]
+    found = {key: source[key].detach().clone() for key in trained if key in source}
+    if found:
+        some = [*list(found)[:3], *(["..."] if len(found) > 3 else [])]
+        warnings.warn(
+            f"{', '.join(some)}: trained parts of the base model are saved in {_FILE}, from which Trainer "
+            "resumes; PEFT reads the adapters only",
+            stacklevel=4,
+        )
+    return found
+
+
+def _is_adapters(key: str) -> bool:
+    return any(bank in key for bank in _BANKS)
+
+
+def _clear_root(folder: Path) -> None:
+    """Take away an adapter that an earlier save left in the root, which PEFT would load in place of these.
+
+    Raises:
+        ValueError: if it was saved by something else.
+    """
+    if not (folder / "adapter_config.json").exists():
+        return
+    if not (folder / _FILE).exists():
+        raise ValueError(
+            f"save_directory: {folder} is a PEFT folder of one adapter, which PEFT would load in place of "
+            "these; give another folder"
+        )
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _refuse_other_model(folder: Path) -> None:
@@ -120,5 +159,5 @@ def _excuse_base(model: nn.Module, incompatible: Any) -> None:
     """After such a file was loaded: it has no base weights, and a step, by design."""
     if _STEP in incompatible.unexpected_keys:
         incompatible.unexpected_keys.remove(_STEP)
-        adapters = [key for key in incompatible.missing_keys if any(bank in key for bank in _BANKS)]
+        adapters = [key for key in incompatible.missing_keys if _is_adapters(key)]
         incompatible.missing_keys[:] = adapters

@@ -33,6 +33,8 @@ def one_adapter(model: nn.Module, name: str | None) -> str:
     Raises:
         ValueError: if the model has no such adapter, or it has several and none is named.
     """
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"adapter_name: expected the name of one adapter, got {name!r}")
     router = router_of(model)
     chosen = name or router.default
     if chosen is None and len(router.adapters) != 1:

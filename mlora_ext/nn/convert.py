@@ -119,6 +119,8 @@ def add_adapter(
         ValueError: if the name is taken, the name or config is not supported, targets match nothing, or a
             layer has hooks, another `forward`, or weights that are quantized or require a gradient.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"name: expected the new adapter's name before its config, got {name!r}")
     router = router_of(model)
     if name in router.adapters:
         raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")

@@ -232,7 +232,9 @@ def read_config(path: Path) -> LoraConfig:
     from peft import LoraConfig
 
     if not (path / _CONFIG).is_file():
-        raise ValueError(f"folder: expected {path} to have {_CONFIG}; is it a PEFT folder?")
+        inside = sorted(config.parent.name for config in path.glob(f"*/{_CONFIG}"))
+        hint = f"its adapters lie in {', '.join(inside)}" if inside else "is it a PEFT folder?"
+        raise ValueError(f"folder: expected {path} to have {_CONFIG}; {hint}")
     try:
         stored = json.loads((path / _CONFIG).read_text())
     except json.JSONDecodeError as error:

@@ -165,3 +165,35 @@ def test_changes_of_the_configs_are_written(tmp_path: Path) -> None:
     model.peft_config["a"].revision = "main"
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] == "main"
+
+
+def test_an_adapter_that_an_earlier_save_left_in_the_root_goes(tmp_path: Path) -> None:
+    """PEFT would load it in place of the newer ones, which lie in folders of their names."""
+    model = mx.convert_model(llama(), {"x": CONFIGS["a"]})
+    model.save_pretrained(tmp_path / "own")
+    mx.save_adapter(model, "x", tmp_path / "other")
+    mx.add_adapter(model, "y", CONFIGS["b"])
+    model.save_pretrained(tmp_path / "own")
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["model.safetensors", "x", "y"]
+    with pytest.raises(ValueError, match=r"save_directory: .*other is a PEFT folder of one adapter"):
+        model.save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "adapter_model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"folder: .* its adapters lie in x, y"):
+        mx.load_adapter(model, "z", tmp_path / "own")
+
+
+def test_arguments_in_the_wrong_order_or_form_are_one_line() -> None:
+    model, config = mx.convert_model(llama(), {"x": CONFIGS["a"]}), CONFIGS["b"]
+    for call, told in (
+        (
+            lambda: mx.add_adapter(model, config, "n"),
+            "name: expected the new adapter's name before its config",
+        ),
+        (lambda: model.add_adapter("n", config), "adapter_config: expected a LoraConfig before the name"),
+        (lambda: mx.merge_and_unload(model, ["x"]), r"adapter_name: expected the name of one adapter"),
+        (lambda: model.merge_and_unload(adapter_names=["x", "y"]), "adapter_names: expected one adapter"),
+        (lambda: model.set_adapter(None), "adapter_name: expected one adapter, got None"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call()
+    assert isinstance(model.merge_and_unload(adapter_names=["x"], progressbar=True), LlamaForCausalLM)

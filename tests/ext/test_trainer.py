@@ -97,6 +97,28 @@ def test_resuming_equals_a_straight_run_bit_for_bit(
         assert torch.equal(resumed.model.state_dict()[key], value), key
 
 
+def test_parts_of_the_base_that_train_are_kept(tmp_path: Path) -> None:
+    """Resuming and the best model take them back; PEFT's folders do not hold them, which is told."""
+    base = llama()
+    fields = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 0.3}
+
+    def trained(folder: str, resume: Path | None = None) -> Trainer:
+        trainer = trainer_of(base, arguments(tmp_path / folder, **fields), eval_dataset=rows(8))
+        trainer.model.model.norm.requires_grad_(True)
+        with pytest.warns(
+            UserWarning, match="model.norm.weight: trained parts of the base model are saved in"
+        ):
+            trainer.train(resume_from_checkpoint=resume and str(resume))
+        return trainer
+
+    straight = trained("straight")
+    best = min(entry["eval_loss"] for entry in straight.state.log_history if "eval_loss" in entry)
+    assert straight.evaluate()["eval_loss"] == best
+    assert not torch.equal(straight.model.model.norm.weight, base.model.norm.weight)
+    resumed = trained("resumed", tmp_path / "straight" / "checkpoint-8")
+    assert losses(resumed)[-4:] == losses(straight)[-4:]
+
+
 def test_the_masks_of_a_resumed_run_need_the_step(tmp_path: Path) -> None:
     base = llama()
     straight = trainer_of(base, arguments(tmp_path))

@@ -1,0 +1,242 @@
+"""What was learnt of one batch is not used for one whose samples are treated differently, or are others."""
+
+import copy
+
+import pytest
+import torch
+from arranged import NAMES, WIDTH, Inside, Pooled, assert_as_alone, ids_of, model_of
+from models import converted, llama, token_ids
+from peft import LoraConfig
+from tolerances import assert_same_up_to_rounding
+from torch import Tensor, nn
+
+import mlora_ext as mx
+
+UNKNOWN = "layer lin: cannot tell which rows of x"
+
+
+class Unpadded(Inside):
+    """Only the rows that a mask keeps."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        kept = attention_mask.bool()
+        return self.out(self.embed(ids).masked_scatter(kept.unsqueeze(-1), self.lin(self.embed(ids)[kept])))
+
+
+class SortedBy(Inside):
+    """Samples sorted by a number of each, the largest first."""
+
+    def forward(self, ids: Tensor, key: Tensor | list[int]) -> Tensor:
+        order = torch.as_tensor(key).view(ids.shape[0], -1).sum(1).argsort(descending=True, stable=True)
+        return self.out(self.lin(self.embed(ids)[order])[order.argsort()])
+
+
+class SortedByPads(SortedBy):
+    config = type("Config", (), {"to_dict": lambda self: {"pad_token_id": 3}})()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids, (ids != 3).long())
+
+
+def masks(*lengths: int) -> Tensor:
+    return (torch.arange(6) < torch.tensor(lengths).unsqueeze(1)).long()
+
+
+def right_or_refused(model: nn.Module, ids: Tensor, **more: object) -> bool:
+    """Whether it was served; then every sample is as it is with one adapter for the whole batch."""
+    names = NAMES[: ids.shape[0]]
+    try:
+        together = model(ids, adapter_names=names, **more)
+    except ValueError as error:
+        if UNKNOWN not in str(error):
+            raise
+        return False
+    for sample, name in enumerate(names):
+        alone = model(ids, adapter_names=[name] * len(names), **more)
+        assert_same_up_to_rounding(together[sample].detach(), alone[sample].detach(), f"sample {sample}")
+    return True
+
+
+@pytest.mark.parametrize("kind", [Unpadded, SortedBy])
+@pytest.mark.parametrize("lengths", [(6, 2), (2, 6), (5, 3), (3, 5)], ids=str)
+def test_masks_that_begin_to_differ(kind: type[Inside], lengths: tuple[int, int]) -> None:
+    argument = "attention_mask" if kind is Unpadded else "key"
+    model, ids = model_of(kind), ids_of(2, 6)
+    assert right_or_refused(model, ids, **{argument: masks(4, 4)})
+    for _ in range(2):
+        assert not right_or_refused(model, ids, **{argument: masks(*lengths)})
+    assert right_or_refused(model, ids, **{argument: masks(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([1, 1, 1, 1], [1, 2, 1, 3]),
+        (torch.ones(4), torch.tensor([0.1, 0.9, 0.2, 0.3])),
+        ([4, 3, 2, 1], [1, 3, 2, 4]),
+        (torch.tensor([4, 3, 2, 1]), torch.tensor([1, 3, 2, 4])),
+        (torch.tensor([[2, 0]] * 4), torch.tensor([[2, 0], [3, 0], [1, 0], [4, 0]])),
+    ],
+    ids=str,
+)
+def test_numbers_that_samples_are_sorted_by(first: Tensor | list[int], second: Tensor | list[int]) -> None:
+    model, ids = model_of(SortedBy), ids_of(4, 5)
+    for key in (first, second, second):
+        right_or_refused(model, ids, key=key)
+    assert not right_or_refused(model, ids, key=second)
+
+
+def test_padding_among_the_tokens() -> None:
+    model, ids = model_of(SortedByPads), torch.randint(4, 50, (2, 6))
+    assert right_or_refused(model, ids)
+    ids[0, 3:] = 3
+    for _ in range(2):
+        assert not right_or_refused(model, ids)
+
+
+def test_rows_by_an_index_argument() -> None:
+    class Indexed(Inside):
+        def forward(self, ids: Tensor, keep: Tensor) -> Tensor:
+            back = torch.empty_like(keep).scatter_(0, keep, torch.arange(len(keep)))
+            return self.out(self.lin(self.embed(ids)[keep])[back])
+
+    model, ids = model_of(Indexed), ids_of(4, 5)
+    for keep in ([0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1]):
+        right_or_refused(model, ids, keep=torch.tensor(keep))
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_rows_of_nobody_beside_those_of_samples(count: int) -> None:
+    """Learned prototypes behind the samples' own rows: no adapter's."""
+
+    class Prototypes(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prototypes = nn.Parameter(torch.randn(count, WIDTH))
+
+        def arrange(self, h: Tensor) -> Tensor:
+            z = self.lin(torch.cat([h[:, 0], self.prototypes]))
+            return h + (z[: h.shape[0]] @ z[h.shape[0] :].T).sum(1)[:, None, None]
+
+    assert not right_or_refused(model_of(Prototypes), ids_of(4, 5))
+
+
+def test_a_model_that_calls_itself_on_parts_of_the_batch() -> None:
+    class Halves(Inside):
+        def forward(self, ids: Tensor) -> Tensor:
+            if len(ids) > 2:
+                return torch.cat([self(ids=part) for part in ids.split(2)])
+            return self.out(self.lin(self.embed(ids)))
+
+    model, ids = model_of(Halves), ids_of(4, 5)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="4 samples were given names, and the model calls itself with 2"):
+            model(ids, adapter_names=NAMES)
+        assert_as_alone(model, model(ids[:2], adapter_names=NAMES[:2]), ids[:2])
+    assert model(ids, adapter_names=["a"] * 4).shape == (4, 5, 5)
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids[1:], lambda ids: ids.repeat(2, 1), lambda ids: ids[:1]])
+def test_generate_with_other_samples_than_names(change: object) -> None:
+    """As Whisper's long form drops samples that are done, and guidance doubles the batch."""
+    targets = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    model = mx.convert_model(llama(), {name: LoraConfig(r=2, **targets) for name in "ab"}).eval()
+
+    class Changing(type(model)):
+        def generate(self, input_ids: Tensor, **others: object) -> Tensor:
+            return self(input_ids=change(input_ids)).logits
+
+    model.__class__ = Changing
+    with pytest.raises(ValueError, match=r"2 samples were given names, and the model calls itself with [14]"):
+        model.generate(token_ids(2, 5), adapter_names=["a", "b"])
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_copies_of_a_prompt_follow_it(how: dict[str, object]) -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+
+    def generate(names: list[str]) -> Tensor:
+        torch.manual_seed(0)
+        return model.generate(ids, adapter_names=names, max_new_tokens=4, **how)
+
+    together, copies = generate(["a", "b"]), int(how.get("num_return_sequences", 1))
+    if "num_beams" in how:
+        for sample, name in enumerate("ab"):
+            own = generate([name, name])[sample * copies : (sample + 1) * copies]
+            assert torch.equal(together[sample * copies : (sample + 1) * copies], own)
+    assert together.shape[0] == 2 * copies
+    assert "_expand_inputs_for_generation" not in model.__dict__
+
+
+def test_names_that_pass_by_the_model_are_refused() -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+    model.set_adapter("a")
+    for call in (model.forward, model.model):
+        with pytest.raises(ValueError, match=r"^adapter_names: call the converted model itself"):
+            call(input_ids=ids, adapter_names=["a", "b"])
+    for names in (["a", None], [["a"], "b"], 5):
+        with pytest.raises(ValueError, match=r"^adapter_names: expected one name per sample \(2\)"):
+            model(input_ids=ids, adapter_names=names)
+
+
+def test_buffers_that_a_pass_replaces_are_put_back() -> None:
+    class Averaging(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.register_buffer("wide", torch.zeros(1).expand(3))
+
+        def arrange(self, h: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean((0, 1))
+            return self.lin(h) + self.mean
+
+    models = [model_of(Averaging, targets=("lin",))]
+    models.append(copy.deepcopy(models[0]))
+    ids = ids_of(4, 5)
+    models[0](ids, adapter_names=NAMES)
+    models[1](ids, adapter_names=["a"] * 4)
+    torch.testing.assert_close(models[0].mean, models[1].mean)
+
+
+def test_batch_normalisation_that_came_later_is_refused() -> None:
+    class Normed(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Identity()
+
+        def arrange(self, h: Tensor) -> Tensor:
+            return self.norm(self.lin(h).transpose(1, 2)).transpose(1, 2)
+
+    model, ids = model_of(Normed), ids_of(4, 5)
+    model.norm = nn.BatchNorm1d(WIDTH)
+    with pytest.raises(ValueError, match="layer norm: normalises by the statistics of the batch"):
+        model.train()(ids, adapter_names=NAMES)
+    model.eval()(ids, adapter_names=NAMES)
+
+
+def test_adapters_of_other_layers_do_not_matter() -> None:
+    """A layer that holds none of the batch's adapters is not asked whose its rows are."""
+
+    class Both(Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixing = nn.Linear(WIDTH, WIDTH)
+
+        def arrange(self, h: Tensor) -> Tensor:
+            return self.lin(h) + self.mixing(self.shared[:4]).mean(0)
+
+    model, ids = model_of(Both), ids_of(4, 5)
+    mx.add_adapter(model, "c", LoraConfig(r=2, target_modules=["mixing"], init_lora_weights=False))
+    assert model(ids, adapter_names=NAMES).shape == (4, 5, 5)
+    with pytest.raises(ValueError, match="layer mixing: cannot tell"):
+        model(ids, adapter_names=["a", "b", "c", "b"])
+
+
+def test_arguments_that_cannot_be_copied_are_told_of() -> None:
+    class Taking(Pooled):
+        def forward(self, ids: Tensor, source: object) -> Tensor:
+            return super().forward(ids)
+
+    model, ids = model_of(Taking), ids_of(4, 5)
+    with pytest.raises(ValueError, match=r"layer lin: .*in a trial pass the model fails \(TypeError: cannot"):
+        model(ids, adapter_names=NAMES, source=(number for number in ids))
