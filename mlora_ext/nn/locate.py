@@ -89,8 +89,8 @@ def locate(
         return
     if route.layout is not None and (batch == 1 or each == 1):
         return
-    others = _of_no_sample(module, contents)
-    given = kind_of(call, list(contents.values()), special_tokens(module))
+    others = _of_no_sample(router, module, contents)
+    given = kind_of(call, list(contents.values()), _special(router, module))
     kind = (type(module), module.training, bool(others), given)
     # What holds for several rows of each sample holds for one, but not the other way round.
     key = (kind, each > 1 or (kind, True) in router.places)
@@ -114,7 +114,7 @@ def _check_batch(router: Router, route: Route, batch: int) -> None:
     """
     names = len(route.samples)
     if route.mixed and names and batch not in (names, names * route.copies):
-        router.places = {}
+        router.forget_places()
         raise ValueError(
             f"adapter_names: {names} samples were given names, and the model calls itself with {batch}, so "
             "which of them these are is unknown; give the whole batch one adapter"
@@ -135,12 +135,20 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
             )
 
 
-def _of_no_sample(module: nn.Module, contents: Mapping[str, Tensor]) -> list[str]:
+def _special(router: Router, module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
+    """`special_tokens`, collected once; a padding token may be set later."""
+    key = (type(module), kinds, getattr(getattr(module, "config", None), "pad_token_id", None))
+    if key not in router.specials:
+        router.specials[key] = special_tokens(module, kinds)
+    return router.specials[key]
+
+
+def _of_no_sample(router: Router, module: nn.Module, contents: Mapping[str, Tensor]) -> list[str]:
     """Images and the like that are not one per sample, though there are as many: tokens stand for them."""
     first, *others = contents
     if not others or contents[first].is_floating_point():
         return []
-    stands = torch.isin(contents[first], special_tokens(module, _STAND_FOR).to(contents[first].device))
+    stands = torch.isin(contents[first], _special(router, module, _STAND_FOR).to(contents[first].device))
     counts = stands.flatten(1).sum(1)
     return [] if bool((counts == counts[0]).all()) else others
 

@@ -64,6 +64,7 @@ class Router:
         turn: the thread that is inside of a route or of a forward pass.
         observer: what layers show their input to, in place of computing with adapters.
         places: where samples lie in the layers' inputs, by kind of forward pass.
+        specials: special tokens of the model's parts, which take long to collect.
     """
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class Router:
         self.active: Route | None = None
         self.observer: Observer | None = None
         self.places: dict[Hashable, Places] = {}
+        self.specials: dict[Hashable, Tensor] = {}
         self._entered_in_backward = False
         self._flights = Flights()
         self._calls: list[_Call] = []
@@ -184,8 +186,12 @@ class Router:
     def regroup(self, groups: list[LayerGroup]) -> None:
         """Take over new groups after adapters have joined or left."""
         self.groups = groups
-        self.places = {}
+        self.forget_places()
         self._set(self.active, self._entered_in_backward)
+
+    def forget_places(self) -> None:
+        """Have the next mixed batch looked at anew."""
+        self.places, self.specials = {}, {}
 
     def group_on(self, group: LayerGroup, device: torch.device) -> LayerGroup:
         """The same group for layers that have moved to a device; made if there is none yet."""
@@ -235,7 +241,7 @@ class Router:
         try:
             place = route.place_in(layer.name, x)
         except ValueError:
-            self.places = {}
+            self.forget_places()
             raise
         active = None if recomputing else layer.group.active
         if active is None or active.rows != rows:
