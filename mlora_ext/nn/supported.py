@@ -104,7 +104,7 @@ def check_config(name: str, config: LoraConfig) -> None:
     if config.task_type in _TRAINED_HEADS:
         raise ValueError(
             f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: PEFT would train the "
-            "model's head beside the adapter, as modules_to_save"
+            "model's head beside the adapter, as modules_to_save; leave it out, and the head stays frozen"
         )
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, field) or {}, dict):
