@@ -85,7 +85,7 @@ def weights_after(data: dict[str, Any], folder: Path, step: int) -> dict[str, to
     train(resolve_config(data, folder=folder), reporter=Watching({("first", step): interrupt}))
     newest = list_checkpoints(folder / f"until-{step}" / "checkpoints")[-1]
     state = torch.load(newest, weights_only=True)["adapters"]["first"]
-    assert state["step"] == step
+    assert state["steps"] == step
     found = state["weights"]
     return {f"base_model.model.{key.replace('.first.', '.')}": tensor for key, tensor in found.items()}
 
