@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ RUN_SETS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
 """Environment variables that a run sets for its own process."""
 WATCHED = ("ATEN_", "CUDA_", "MASTER_", "MKL_", "MLORA_", "OMP_", "ONEDNN_", "TRITON_", "WORLD_")
 """How the names of variables begin that tests may set; libraries set others for themselves."""
+CHILD = Path(__file__).resolve().parent / "child"
+"""Its `sitecustomize` passes `--cpu-isa` on to processes."""
 AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
@@ -37,7 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
     if config.getoption("cpu_isa"):
-        torch.ops.mlora_ext.use_cpu_isa(config.getoption("cpu_isa"))
+        use_cpu_isa(config.getoption("cpu_isa"))
+
+
+def use_cpu_isa(name: str) -> None:
+    """In this process and in those that tests start."""
+    torch.ops.mlora_ext.use_cpu_isa(name)
+    os.environ["MLORA_TESTS_CPU_ISA"] = name
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *([inherited] if inherited else [])])
 
 
 def shared_state() -> dict[str, object]:

@@ -77,19 +77,26 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def notices(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What Transformers says, also after a command of `mlora` in this process has silenced it."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")
+    return caplog
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_resuming_equals_a_straight_run_bit_for_bit(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, notices: pytest.LogCaptureFixture
 ) -> None:
     base = llama()
     fields = WAYS[how]
     straight = trainer_of(base, arguments(tmp_path / "straight", **fields))
     straight.train()
     resumed = trainer_of(base, arguments(tmp_path / "resumed", **fields))
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    caplog.clear()
+    notices.clear()
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-8"))
-    assert not [record for record in caplog.records if "keys in the checkpoint" in record.getMessage()]
+    assert not [record for record in notices.records if "keys in the checkpoint" in record.getMessage()]
     assert losses(resumed)[-4:] == losses(straight)[-4:]
     assert resumed.model.mlora_router.step == straight.model.mlora_router.step > 0
     assert resumed.model.state_dict().keys() == straight.model.state_dict().keys()
@@ -236,9 +243,7 @@ def test_names_that_the_trainer_has_dropped_are_missed_aloud(tmp_path: Path) -> 
         trainer.train()
 
 
-def test_a_checkpoint_without_an_adapter_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_an_adapter_says_so(tmp_path: Path, notices: pytest.LogCaptureFixture) -> None:
     base: LlamaForCausalLM = llama()
     args = arguments(tmp_path, max_steps=4)
     one = Trainer(
@@ -249,9 +254,8 @@ def test_a_checkpoint_without_an_adapter_says_so(
     )
     one.train()
     both = trainer_of(base, args)
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     both._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
-    told = {record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()}
+    told = {record.getMessage() for record in notices.records if "missing keys" in record.getMessage()}
     assert len(told) == 1
     message = told.pop()
     assert "lora_A.b.weight" in message

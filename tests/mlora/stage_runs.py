@@ -18,8 +18,9 @@ from tests.mlora.tiny_run import random_tokens, save_base, write_jsonl
 from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
 TOLERANCE = 1e-5
-PATHS = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS}
+PATHS = [str(ROOT / "python"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+"""Of a process that imports these sources."""
 LASTING = ("wide", "queries", "head", "deep")
 COMMAND = """
 {before}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from full_disk import fill_disk
-from limited_runs import Watching, ask, limit_for, replace_memory, submission
+from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
 from mlora.checkpoint import list_checkpoints
 from mlora.commands.result_table import result_table
 from mlora.commands.status import read_status
@@ -33,10 +33,9 @@ from tests.mlora.stage_runs import ENVIRONMENT, assert_alike, run_stages
 from tests.tolerances import STEADY_EPSILON
 
 KILLED = """
-import os, signal, sys, torch
+import os, signal, sys
 from mlora.report import Silent
 from mlora.run import train
-torch.set_num_threads(1)
 class Killed(Silent):
     left = int(sys.argv[2])
     def evaluation(self, task, record):
@@ -76,12 +75,18 @@ def lowest(run: Path) -> int:
 
 
 def weights_after(data: dict[str, Any], folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The weights of the adapter `first` after a step, from the checkpoint of a run that ends there."""
+    """The weights of the adapter `first` after a step, from the checkpoint of a run that ends there.
+
+    The other adapter trains as well: alone, `first` would get micro-batches that may round differently.
+    """
     longer = {"max_steps": 99, "early_stopping_patience": None, "load_best_model_at_end": False}
-    data = data | {"output_dir": f"until-{step}", "adapters": [data["adapters"][0] | longer]}
-    train(resolve_config(data, folder=folder), reporter=Interrupting(step))
+    first, *others = data["adapters"]
+    data = data | {"output_dir": f"until-{step}", "adapters": [first | longer, *others]}
+    train(resolve_config(data, folder=folder), reporter=Watching({("first", step): interrupt}))
     newest = list_checkpoints(folder / f"until-{step}" / "checkpoints")[-1]
-    found = torch.load(newest, weights_only=True)["adapters"]["first"]["weights"]
+    state = torch.load(newest, weights_only=True)["adapters"]["first"]
+    assert state["steps"] == step
+    found = state["weights"]
     return {f"base_model.model.{key.replace('.first.', '.')}": tensor for key, tensor in found.items()}
 
 

@@ -1,6 +1,5 @@
 """Replicas: several pipelines that train adapters of their own, led from one process."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
 from mlora.pipeline.port import LocalPort
 from mlora.run import resume, train
 from safetensors.torch import load_file
-from stage_runs import run_stages
+from stage_runs import ENVIRONMENT, run_stages
 from tiny_run import lines, run_data, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def mlora(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlora", *map(str, arguments)]
-    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
 
 
 def data(base: Path, folder: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ that of an undisturbed run, bit for bit.
 """
 
 import json
-import os
 import random
 import re
 import shutil
@@ -21,17 +20,13 @@ from mlora.checkpoint import list_checkpoints, load_checkpoint
 from mlora.run_folder import read_metrics
 
 from tests.mlora.limited_runs import ask, decisions, five_tasks, submission
+from tests.mlora.stage_runs import ENVIRONMENT
 from tests.mlora.sweep_data import sweep_data
 from tests.mlora.tiny_run import lines, run_data, save_base, weights, write_run
 
 KILLS = 30
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{ROOT}/python:{ROOT}",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-}
+UNBUFFERED = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
 LIMITED = [sys.executable, str(ROOT / "tests" / "soak" / "limited.py")]
 SLOW = [sys.executable, str(ROOT / "tests" / "soak" / "slow_disk.py")]
 PATIENCE = 300.0  # seconds
@@ -61,7 +56,7 @@ class Killed:
         if (self.folder / "config.yaml").exists():
             command = ["resume", str(self.folder)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([*self._mlora, *command], text=True, env=ENVIRONMENT, **pipes)
+        return subprocess.Popen([*self._mlora, *command], text=True, env=UNBUFFERED, **pipes)
 
     def kill_after(self, seconds: float, last: Callable[[], object] = lambda: None) -> bool:
         """Start or resume it, and kill it; return whether it came to that, or had ended before.

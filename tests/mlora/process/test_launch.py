@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mlora.stages import ROOT, is_alive, until
+from tests.mlora.stage_runs import ENVIRONMENT
+from tests.mlora.stages import is_alive, until
 
 LAUNCHER = (
     "import sys; from mlora.process.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
@@ -57,12 +58,11 @@ def launched(
     """A launcher at work, in a session of its own."""
     script = folder / "script.py"
     script.write_text(HEAD + body)
-    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment = {key: value for key, value in ENVIRONMENT.items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, "-c", launcher, str(stages), str(script), str(folder)]
     process = subprocess.Popen(
         command,
-        env={**environment, "PYTHONPATH": paths},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -170,11 +170,10 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     script.write_text(
         HEAD + PIPELINE.replace("caught or world", "not rank or world").replace("sleep(2)", "sleep(0)")
     )
-    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*torchrun, str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=90,
