@@ -27,7 +27,7 @@ class AdapterResult:
         loss: mean training loss of the last step.
         tokens: trained tokens.
         seconds: wall time from its first to its last step.
-        eval_loss: ``before`` the first step and ``after`` the last, or, of an adapter that has finished with
+        eval_loss: ``before`` the first step and ``after`` the last, or, of an adapter that was saved with
             the weights of its best evaluation, in that; none where it was not evaluated.
         eval_exact_match: the same for the share of prompts completed exactly.
         best: its best evaluation after a step: ``step``, ``metric`` and ``value``; none where nothing asks
@@ -94,7 +94,7 @@ class RunResult:
 def adapter_result(task: Task) -> AdapterResult:
     """Return what has come of a task so far."""
     progress, rule = task.progress, task.config.best_rule
-    saved = task.saved_step if progress.state == "finished" else None
+    saved = {"finished": task.saved_step, "stopped": task.kept_step}.get(progress.state)
     last = progress.step if saved is None else saved
     return AdapterResult(
         state=progress.state,
