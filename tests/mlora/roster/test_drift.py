@@ -116,7 +116,7 @@ def test_what_a_process_has_no_room_for_any_more_goes_on_in_a_new_one(
         "second": "running",
     }
     run = tmp_path / "run"
-    assert result.status == "interrupted"
+    assert (result.status, result.signal, result.exit_code) == ("interrupted", None, 1)
     (told,) = [line for line in watching.lines if "no room" in line]
     assert told.startswith("second: there is no room in this process, which takes more than when it began")
     assert told.endswith(f"mlora resume {run}")
