@@ -5,7 +5,7 @@ Usage: python .ci/matrix.py [--only NAME]... [PYTEST ARGUMENT ...]
 Each profile tells oneDNN, PyTorch, MKL and our own kernels which instruction set to use and with how many
 threads, and shuffles the tests with a seed. Together the profiles have every value of every switch at least
 once, not every combination. Prints one line per profile; its log is in build/matrix. Exits with 1 if one
-failed.
+failed, if PyTorch did not use what a profile says, or if this processor could run none of them.
 """
 
 import argparse
@@ -97,20 +97,27 @@ def processor_flags() -> set[str]:
     return set(found[1].split()) if found else set()
 
 
-def obeyed(environment: dict[str, str]) -> str:
-    """What PyTorch and oneDNN say that they use under a profile."""
+def obeyed(environment: dict[str, str]) -> tuple[str, str]:
+    """What PyTorch and oneDNN say that they use under a profile; a question mark where one says nothing."""
     done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True)
     torch = re.search(r"^torch (.*)$", done.stdout, re.MULTILINE)
     onednn = re.search(r"info,cpu,isa:(.*)$", done.stdout, re.MULTILINE)
-    return f"PyTorch {torch[1] if torch else '?'}, oneDNN {onednn[1] if onednn else '?'}"
+    return torch[1] if torch else "?", onednn[1] if onednn else "?"
 
 
-def run(profile: Profile, arguments: Sequence[str]) -> bool:
-    """Run the tests under a profile and print its line; whether all passed."""
+def ignored(profile: Profile, torch: str) -> str:
+    """What PyTorch was told and did not do; empty where it obeyed, or was told nothing."""
+    if not profile.aten or torch == profile.aten.upper():
+        return ""
+    return f"{SWITCHES['aten']}={profile.aten} was ignored: PyTorch uses {torch}"
+
+
+def run(profile: Profile, arguments: Sequence[str]) -> bool | None:
+    """Run the tests under a profile and print its line; whether all passed, or none if it was not run."""
     lacks = missing(profile, processor_flags())
     if lacks:
         print(f"{profile.name}: not run, this processor has no {lacks}", flush=True)
-        return True
+        return None
     environment = {key: value for key, value in os.environ.items() if key not in SWITCHES.values()}
     environment |= profile.environment
     log = LOGS / f"{profile.name.replace(' ', '-')}.log"
@@ -124,11 +131,24 @@ def run(profile: Profile, arguments: Sequence[str]) -> bool:
     lines = log.read_text().splitlines()
     counts = re.sub(r" in [\d.]+s.*", "", lines[-1].strip("= ")) if lines else "no output"
     seconds = time.monotonic() - began
-    print(f"{profile.name}: {profile.told} ({obeyed(environment)}): {counts}, {seconds:.0f} s", flush=True)
+    torch, onednn = obeyed(environment)
+    used = f"PyTorch {torch}, oneDNN {onednn}"
+    print(f"{profile.name}: {profile.told} ({used}): {counts}, {seconds:.0f} s", flush=True)
+    unheard = ignored(profile, torch)
+    if unheard:
+        print(f"  {unheard}", flush=True)
     for line in lines:
         if line.startswith(("FAILED", "ERROR")):
             print(f"  {line}", flush=True)
-    return done.returncode == 0
+    return done.returncode == 0 and not unheard
+
+
+def exit_code(passed: Sequence[bool | None]) -> int:
+    """Of what `run` said of each profile: 0 if at least one was run, and none failed."""
+    if all(one is None for one in passed):
+        print("no profile was run", flush=True)
+        return 1
+    return 1 if False in passed else 0
 
 
 def main() -> int:
@@ -139,7 +159,7 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     LOGS.mkdir(parents=True, exist_ok=True)
     passed = [run(one, arguments) for one in PROFILES if one.name in (options.only or names)]
-    return 0 if all(passed) else 1
+    return exit_code(passed)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mlora.config import AdapterConfig, RunConfig, TrainingFields
-from mlora.fields.aliases import known_as, spelt_alike
+from mlora.fields.aliases import UNSUPPORTED, known_as, spelt_alike
 from mlora.fields.dataset_config import DatasetConfig
 from mlora.fields.lora_fields import CHOICES
 from mlora.fields.pipeline_config import PipelineConfig
@@ -38,6 +38,13 @@ HOMES: dict[str, Sequence[str]] = {
     "under sweep": list(SweepConfig.model_fields),
 }
 """Where each key belongs; of several places, the first."""
+
+TRAINING = set(TrainingFields.model_fields)
+OTHERWISE = {
+    "packing": "rows are always packed, without padding; leave it out",
+    "scheduler": "did you mean 'lr_scheduler_type'?",
+}
+"""Keys that mean something else where hyperparameters stand."""
 
 EXPECTED = {
     "string_type": "must be text",
@@ -163,11 +170,15 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     first, dot, rest = key.partition(".")
     if dot and first in known:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
+    if key in OTHERWISE and set(known) >= TRAINING:
+        return f"unknown key; {OTHERWISE[key]}"
     for home, keys in HOMES.items():
         if key in keys and key not in known:
             return f"unknown key here; it belongs {home}"
     here = known_as(key, known)
     elsewhere = _elsewhere(key, known_as) if here is None else None
+    if key in UNSUPPORTED.split() and not (here or elsewhere):
+        return f"unknown key; {key} of Transformers' TrainingArguments is not supported"
     here = here or (None if elsewhere else spelt_alike(key, known))
     if here:
         return f"unknown key; did you mean {here!r}?"

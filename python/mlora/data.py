@@ -153,7 +153,7 @@ def read_prompt_lines(path: Path) -> list[str]:
     refuse_other_kinds(path, plain_text=path.suffix != ".jsonl")
     if path.suffix != ".jsonl":
         try:
-            return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     prompts = []

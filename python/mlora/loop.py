@@ -32,7 +32,7 @@ from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.step.account import BatchResult
 from mlora.step.traffic import Ticket
 from mlora.sweep.outcome import write_outcome
-from mlora.tasks import Task
+from mlora.tasks import State, Task
 
 
 @contextmanager
@@ -112,6 +112,7 @@ class TrainingLoop:
             RunError: a file cannot be written, or memory ran out.
         """
         self._write_summary("running")
+        self._folder.tidy_adapters([task.name for task in self._roster.tasks])
         try:
             self._begin(self._roster.admitted())
             self._decide(self._run.iteration, stopping=False)
@@ -333,20 +334,28 @@ class TrainingLoop:
             self._finish_task(task, f"stopped early: {rule.metric} did not improve in {patience} evaluations")
 
     def _finish_task(self, task: Task, message: str) -> None:
+        self._save(task)
+        self._end_task(task, "finished", message)
+
+    def _stop_task(self, task: Task, message: str) -> None:
+        """End a task that failed; what it had reached before is saved where its best weights are kept."""
+        task.progress.state = "stopped"
+        if task.kept_step is not None:
+            self._save(task)
+            message += f"; saved as it was at step {task.kept_step}, the best"
+        self._end_task(task, "stopped", message)
+
+    def _save(self, task: Task) -> None:
         folder = self._folder.adapters / task.name
         try:
             self._engine.save(task.name, folder, self._best.weights(task))
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or first_line(error)
             raise RunError(f"{folder}: cannot be saved: {reason}") from error
-        self._engine.remove_adapter(task.name)
-        task.progress.state, task.progress.message = "finished", message
-        self._reporter.changed(task)
-        self._write_summary("running")
 
-    def _stop_task(self, task: Task, message: str) -> None:
+    def _end_task(self, task: Task, state: State, message: str) -> None:
         self._engine.remove_adapter(task.name)
-        task.progress.state, task.progress.message = "stopped", message
+        task.progress.state, task.progress.message = state, message
         self._reporter.changed(task)
         self._write_summary("running")
 

@@ -31,7 +31,7 @@ from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import TokenBalanced
 from mlora.step.crew import Crew, PartOptions
-from mlora.step.process_memory import peak_memory, used_memory
+from mlora.step.process_memory import left_by_runs, peak_memory, used_memory
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ def prepare(
         RunError: the base model cannot be loaded, every adapter was refused, or data changed since the
             checkpoint.
     """
-    choose_device(config.device, dtype_of(config))  # at the start: reading the data may take long
+    # at the start: reading the data may take long
+    device = choose_device(config.device, dtype_of(config))
+    earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
     check_blocks(config, base.blocks)
     builder = TaskBuilder(config, base)
@@ -120,7 +122,7 @@ def prepare(
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
             loaded = _used_by_base(engine) if measure else 0
-            memory = run_memory(config, engine)
+            memory = run_memory(config, engine, earlier=earlier)
             folder = RunFolder(config.output_dir)
             roster = Roster(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
             decisions = Decisions(config, engine, roster, reporter, sweep)
@@ -177,13 +179,16 @@ def sweep_of(config: RunConfig) -> Sweep | None:
     return Sweep(config)
 
 
-def run_memory(config: RunConfig, engine: Engine, *, measured: bool = False) -> RunMemory | None:
+def run_memory(
+    config: RunConfig, engine: Engine, *, measured: bool = False, earlier: int = 0
+) -> RunMemory | None:
     """Return what a run knows of its memory, if it has a limit.
 
     Args:
         config: the run's.
         engine: with its model, before any adapter.
         measured: measure what micro-batches need where dry runs could tell, too, as on a CPU.
+        earlier: bytes that earlier runs of this process have left in use.
 
     Raises:
         RunError: a limit does not go with the rest of the config.
@@ -214,7 +219,7 @@ def run_memory(config: RunConfig, engine: Engine, *, measured: bool = False) -> 
         return engine.used_memory()
 
     tasks = TaskMemory(stages, samples if measures else None)
-    return RunMemory(config, tasks, look(), peak_memory(engine.device), pieces, look)
+    return RunMemory(config, tasks, look(), peak_memory(engine.device), pieces, look, earlier)
 
 
 def _used_by_base(engine: Engine) -> int:

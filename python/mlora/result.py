@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ class AdapterResult:
         loss: mean training loss of the last step.
         tokens: trained tokens.
         seconds: wall time from its first to its last step.
-        eval_loss: ``before`` the first step and ``after`` the last, or, of an adapter that has finished with
+        eval_loss: ``before`` the first step and ``after`` the last, or, of an adapter that was saved with
             the weights of its best evaluation, in that; none where it was not evaluated.
         eval_exact_match: the same for the share of prompts completed exactly.
         best: its best evaluation after a step: ``step``, ``metric`` and ``value``; none where nothing asks
@@ -55,12 +54,13 @@ class RunResult:
     Args:
         status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped, or
             all trials of a sweep;
-            ``paused`` when only paused tasks remain; ``interrupted`` when a signal ended it after a
-            checkpoint.
+            ``paused`` when only paused tasks remain; ``interrupted`` when it ended with a checkpoint
+            before every adapter was trained: a signal came, or there is no room in this process for those
+            that are left. `mlora.resume` goes on in both cases.
         output_dir: its folder.
         seconds: wall time, all parts of a resumed run together.
         adapters: by name, in the order of the config.
-        signal: the signal that interrupted it.
+        signal: the signal that interrupted it; none where none came.
     """
 
     status: Status
@@ -71,9 +71,9 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 when finished or paused, 128 + the signal after an interruption, else 1."""
-        if self.status == "interrupted":
-            return 128 + (self.signal or signal.SIGINT)
+        """0 when finished or paused, 128 + the signal where one came, else 1: something was not trained."""
+        if self.status == "interrupted" and self.signal is not None:
+            return 128 + self.signal
         return 0 if self.status in ("finished", "paused") else 1
 
     def without(self, names: Collection[str]) -> RunResult:
@@ -94,7 +94,7 @@ class RunResult:
 def adapter_result(task: Task) -> AdapterResult:
     """Return what has come of a task so far."""
     progress, rule = task.progress, task.config.best_rule
-    saved = task.saved_step if progress.state == "finished" else None
+    saved = {"finished": task.saved_step, "stopped": task.kept_step}.get(progress.state)
     last = progress.step if saved is None else saved
     return AdapterResult(
         state=progress.state,

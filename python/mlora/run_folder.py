@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ OWN_FILES = re.compile(
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
 )
 
+SCRATCH = re.compile(r"\.([^.]+)\.[a-z0-9_]{8}")  # of `save_adapter`; no adapter's name has a dot
 PATIENCE = 0.5  # seconds: `is_running` holds the lock for an instant
 
 
@@ -171,6 +173,23 @@ class RunFolder:
                     shutil.rmtree(folder)
         except OSError as error:
             raise RunError(f"output_dir: {self.path} cannot be cleared: {error.strerror}") from error
+
+    def tidy_adapters(self, names: Collection[str]) -> None:
+        """Remove folders that a process was writing adapters to when it was killed.
+
+        Args:
+            names: of the run's adapters.
+
+        Raises:
+            RunError: the system refuses.
+        """
+        try:
+            for path in self.adapters.glob(".*"):
+                found = SCRATCH.fullmatch(path.name)
+                if found and found[1] in names:
+                    shutil.rmtree(path)
+        except OSError as error:
+            raise RunError(f"{self.adapters}: cannot be tidied: {error.strerror}") from error
 
     def check_is_run(self) -> None:
         """Check that a run is here.

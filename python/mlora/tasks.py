@@ -99,9 +99,14 @@ class Task:
     @property
     def saved_step(self) -> int:
         """The step after which it was as it is when it ends: that of its best evaluation, or the last."""
-        rule, progress = self.config.best_rule, self.progress
-        loads = rule is not None and rule.loads
-        return progress.best_step if loads and progress.best_step is not None else progress.step
+        best = self.kept_step
+        return self.progress.step if best is None else best
+
+    @property
+    def kept_step(self) -> int | None:
+        """The step of its best evaluation, where it ends with those weights; none before there is one."""
+        rule = self.config.best_rule
+        return self.progress.best_step if rule is not None and rule.loads else None
 
     def evaluation(self, step: int) -> Mapping[str, Any]:
         """Return what was measured after a step; nothing where it was not evaluated then.

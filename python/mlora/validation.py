@@ -14,7 +14,7 @@ from mlora.prepare import Prepared, prepare, sweep_of
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
 from mlora.step.crew import PartOptions
-from mlora.step.process_memory import used_memory
+from mlora.step.process_memory import used_at_first, used_memory
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:
@@ -40,21 +40,23 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     if config.sweep is not None:
         sweep_of(config)
         config = RunConfig.model_validate(config.with_samples())
-    before = used_memory(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    before = used_memory(cpu)
     unlimited = config.scheduler.model_copy(update={"memory_limit": None})
     prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter, measure=True)
     prepared.engine.close()
-    plan = _plan(config, prepared, before)
+    plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     return prepared, replace(plan, places=places) if plan else None
 
 
-def _plan(config: RunConfig, prepared: Prepared, before: int) -> MemoryPlan | None:
+def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> MemoryPlan | None:
     """What a run will need, by the stages that it will have or, where those are measured, equal ones.
 
     Args:
         config: the run's.
         prepared: the run.
         before: bytes that the process had before it loaded the model.
+        new: bytes that a process has then whose first run it is.
     """
     engine = prepared.engine
     if engine.device.type != "cpu" or config.pipeline.replicas > 1:
@@ -66,7 +68,7 @@ def _plan(config: RunConfig, prepared: Prepared, before: int) -> MemoryPlan | No
         packed = 4 if config.pack_base else 1  # twice, and oneDNN pads
         held = [packed * stage.base_bytes for stage in stages]
         libraries = max(0, prepared.loaded - before - sum(held))  # what loading has made them take
-        base = [before + libraries + size for size in held]
+        base = [new + libraries + size for size in held]
         return memory_plan(config, prepared.roster.tasks, memory, base)
     except ValueError as error:
         if config.scheduler.memory_limit is None:  # nobody has asked for it

@@ -43,6 +43,7 @@ def replace_memory(patch: pytest.MonkeyPatch) -> None:
         return DryRun([KNEES] * places, [(s, [p] * places) for s, p in zip(shapes, phases, strict=True)])
 
     patch.setattr(Engine, "used_memory", lambda self: [0] * self.stages)
+    patch.setattr("mlora.prepare.left_by_runs", lambda _: 0)
     patch.setattr(RunMemory, "took", lambda *_: None)
     patch.setattr(TaskMemory, "admitted", lambda self, name: (TASK,) * len(self._stages))
     patch.setattr(TaskMemory, "_dry_run", dry_run)

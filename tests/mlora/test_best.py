@@ -150,6 +150,53 @@ def test_the_last_weights_are_saved_where_the_best_are_not_asked_for(
     assert not (tmp_path / "run" / "states").exists()
 
 
+EXPLODING = {
+    "learning_rate": 1e25,
+    "max_grad_norm": 0,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 4,
+}
+
+
+def test_a_task_that_is_stopped_later_leaves_its_best_weights(tiny_base: Path, tmp_path: Path) -> None:
+    data = worsening(tiny_base, tmp_path, **EXPLODING)
+    del data["adapters"][1]
+    watching = Watching()
+    result = train(resolve_config(data, folder=tmp_path), reporter=watching)
+    first, run = result.adapters["first"], tmp_path / "run"
+    assert (result.status, result.exit_code, first.state) == ("failed", 1, "stopped")
+    assert first.best is not None
+    best = first.best["step"]
+    assert first.message.endswith(f"is not a number; saved as it was at step {best}, the best")
+    assert (first.saved_step, first.eval_loss["after"]) == (best, first.best["value"])
+    kept = saved(run)
+    assert all(tensor.isfinite().all() for tensor in kept.values())
+    rows = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
+    loss = peft_eval_loss(tiny_base, run / "adapters" / "first", rows)
+    assert loss == pytest.approx(first.best["value"], rel=1e-5)
+    again = resume(run)
+    assert again.adapters["first"] == first
+    assert equal(saved(run), kept)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"load_best_model_at_end": False}, {"learning_rate": 1e38, "warmup_steps": 0}],
+    ids=["last", "nothing evaluated"],
+)
+def test_a_task_that_is_stopped_without_a_best_leaves_nothing(
+    tiny_base: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    data = worsening(tiny_base, tmp_path, **EXPLODING | changes)
+    del data["adapters"][1]
+    first = train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    assert first.state == "stopped"
+    assert first.message.endswith("is not a number")
+    assert first.saved_step is None
+    assert not (tmp_path / "run" / "adapters" / "first").exists()
+
+
 def test_the_evaluation_at_the_end_counts(tiny_base: Path, tmp_path: Path) -> None:
     """`max_steps` is no multiple of `eval_steps`; step 0 does not count, though it is better than all."""
     data = worsening(tiny_base, tmp_path, eval_steps=3, max_steps=4, learning_rate=1e-3)

@@ -1,11 +1,13 @@
 """Mistakes in a config, and what is said about each: one line, with the key, what was expected, what came."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from mlora.config import AdapterConfig, RunConfig, TrainingFields
+from mlora.config_faults import unknown_key
 from mlora.config_file import load_config
 from mlora.errors import RunError
 from mlora.fields.aliases import NAMES
@@ -15,6 +17,7 @@ from mlora.fields.pipeline_config import PipelineConfig
 from mlora.fields.scheduler_config import SchedulerConfig
 from mlora.fields.search_space import LEAF_KEYS
 from mlora.fields.sweep_config import SweepConfig
+from transformers import TrainingArguments
 
 Faults = Callable[..., list[str]]
 RUN = """\
@@ -202,6 +205,17 @@ def test_wrong_values_say_what_was_expected_and_what_came(
         ("scheduler.memory", "did you mean 'memory_limit'?"),
         ("memory_limit", "unknown key here; it belongs under scheduler"),
         ("stages", "unknown key here; it belongs under pipeline"),
+        ("defaults.eval_file", "did you mean 'eval_dataset'?"),
+        ("adapters.a.val_set_size", "did you mean 'eval_dataset'?"),
+        ("adapters.a.train_path", "did you mean 'dataset'?"),
+        ("defaults.save_best", "did you mean 'load_best_model_at_end'?"),
+        ("defaults.early_stopping_min_delta", "did you mean 'early_stopping_threshold'?"),
+        ("defaults.eval_strategy", "did you mean 'eval_steps'?"),
+        ("defaults.packing", "unknown key; rows are always packed, without padding; leave it out"),
+        ("adapters.a.packing", "unknown key; rows are always packed, without padding; leave it out"),
+        ("packing", "unknown key here; it belongs under scheduler"),
+        ("defaults.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
+        ("adapters.a.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
         ("save", "unknown key; known keys: base_model, output_dir,"),
     ],
 )
@@ -209,6 +223,20 @@ def test_names_of_other_tools_lead_to_ours(faults: Faults, key: str, expected: s
     (line,) = faults(RUN, f"{key}=1")
     assert line.startswith("--set ")
     assert expected in line
+
+
+@pytest.mark.parametrize("where", ["", "defaults.", "adapters.a."])
+def test_what_has_no_counterpart_here_is_said_to_have_none(faults: Faults, where: str) -> None:
+    for key in ("deepspeed", "eval_accumulation_steps", "eval_delay", "eval_on_start", "data_seed"):
+        (line,) = faults(RUN, f"{where}{key}=1")
+        assert line.endswith(f": unknown key; {key} of Transformers' TrainingArguments is not supported")
+
+
+def test_no_key_of_transformers_is_guessed() -> None:
+    known = list(TrainingFields.model_fields)
+    for key in (field.name for field in dataclasses.fields(TrainingArguments)):
+        if key not in known and "did you mean" in (said := unknown_key(key, known)):
+            assert key in " ".join(NAMES.values()).split(), said
 
 
 def test_each_alias_leads_to_a_key_and_is_none_itself() -> None:

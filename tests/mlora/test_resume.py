@@ -160,6 +160,18 @@ def test_checkpoints_are_few_and_follow_save_steps(whole: dict[str, Any], tmp_pa
     assert names == ["step-00000012.pt", "step-00000018.pt"]
 
 
+def test_what_a_kill_leaves_of_an_adapter_is_removed(whole: dict[str, Any], tmp_path: Path) -> None:
+    data = whole | {"output_dir": "killed"}
+    with pytest.raises(ConnectionAbortedError):
+        train(resolve_config(data, folder=tmp_path), reporter=Crashing(5))
+    adapters = tmp_path / "killed" / "adapters"
+    for name in (".first.ab_1xyz9", ".other.ab_1xyz9", ".first.mine"):  # only the first one is a run's own
+        (adapters / name).mkdir(parents=True)
+        (adapters / name / "adapter_model.safetensors").write_bytes(b"half")
+    resume(tmp_path / "killed")
+    assert {path.name for path in adapters.iterdir()} == {"first", "second", ".other.ab_1xyz9", ".first.mine"}
+
+
 def test_resume_without_a_checkpoint_starts_anew(whole: dict[str, Any], tmp_path: Path) -> None:
     whole["defaults"]["save_steps"] = None
     with pytest.raises(ConnectionAbortedError):

@@ -117,8 +117,8 @@ def test_what_validate_calls_ready_trains_after_the_process_has_grown(tmp_path: 
             more = ["--overwrite", "--set", f"scheduler.memory_limit={limit}MiB"]
             done = _run([*command, "train", str(path), *more])
             peak = int((tmp_path / "peak").read_text()) / 1024
-            if grown := done.returncode == 130:  # the second twin has to wait for a new process
-                assert "there is no room in this process" in done.stderr
+            # the second twin may have to wait for a new process
+            if grown := done.returncode == 1 and "there is no room in this process" in done.stderr:
                 done = _run([*command, "resume", str(tmp_path / "run")])
                 peak = max(peak, int((tmp_path / "peak").read_text()) / 1024)
         assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])

@@ -16,34 +16,36 @@ class Kind:
 
     Args:
         name: what it is.
-        convert: a command that makes jsonl of it; ``{file}`` and ``{jsonl}`` are paths.
+        convert: a command that makes what is read of it; ``{file}`` and ``{new}`` are paths.
+        packed: what its name ends with where a file of another kind is in it.
     """
 
     name: str
     convert: str
+    packed: str = ""
 
 
 def _pandas(reader: str) -> str:
     write = "to_json(sys.argv[2], orient='records', lines=True)"
-    return f'python -c "import pandas, sys; pandas.{reader}(sys.argv[1]).{write}" {{file}} {{jsonl}}'
+    return f'python -c "import pandas, sys; pandas.{reader}(sys.argv[1]).{write}" {{file}} {{new}}'
 
 
 def _rows(rows: str) -> str:
     print_rows = f"[print(json.dumps(row)) for row in {rows}]"
-    return f'python -c "import csv, json, sys; {print_rows}" < {{file}} > {{jsonl}}'
+    return f'python -c "import csv, json, sys; {print_rows}" < {{file}} > {{new}}'
 
 
 ARRAY = Kind("a JSON array", _rows("json.load(sys.stdin)"))
 BY_START = {
     b"PAR1": Kind("Parquet", _pandas("read_parquet")),
     b"ARROW1": Kind("Arrow", _pandas("read_feather")),
-    b"\x1f\x8b": Kind("compressed with gzip", "gunzip -k {file}"),
-    b"\x28\xb5\x2f\xfd": Kind("compressed with zstd", "unzstd {file}"),
-    b"\xfd7zXZ": Kind("compressed with xz", "unxz -k {file}"),
-    b"BZh": Kind("compressed with bzip2", "bunzip2 -k {file}"),
-    b"PK\x03\x04": Kind("a zip archive", "unzip {file}"),
-    b"\xff\xfe": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {jsonl}"),
-    b"\xfe\xff": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {jsonl}"),
+    b"\x1f\x8b": Kind("compressed with gzip", "gunzip < {file} > {new}", ".gz"),
+    b"\x28\xb5\x2f\xfd": Kind("compressed with zstd", "unzstd < {file} > {new}", ".zst"),
+    b"\xfd7zXZ": Kind("compressed with xz", "unxz < {file} > {new}", ".xz"),
+    b"BZh": Kind("compressed with bzip2", "bunzip2 < {file} > {new}", ".bz2"),
+    b"PK\x03\x04": Kind("a zip archive", "unzip -p {file} > {new}", ".zip"),
+    b"\xff\xfe": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {new}"),
+    b"\xfe\xff": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {new}"),
 }
 BY_SUFFIX = {
     ".csv": Kind("CSV", _rows("csv.DictReader(sys.stdin)")),
@@ -71,10 +73,20 @@ def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error
     found = _kind(path, start, array=not plain_text or path.suffix.lower() == ".json")
     if found:
-        jsonl = path.with_suffix(".jsonl") if path.suffix != ".jsonl" else path.with_suffix(".new.jsonl")
-        command = found.convert.format(file=shlex.quote(str(path)), jsonl=shlex.quote(str(jsonl)))
+        new = shlex.quote(str(_converted(path, found)))
+        command = found.convert.format(file=shlex.quote(str(path)), new=new)
         what = "jsonl or text of one prompt a line" if plain_text else "jsonl, one JSON object a line"
         raise RunError(f"{path}: is {found.name}, but what is read is {what}; convert it: {command}")
+
+
+def _converted(path: Path, kind: Kind) -> Path:
+    """Where a file goes that is converted."""
+    inner = path.with_suffix("")
+    if kind.packed and path.suffix.lower() != kind.packed:  # the name is that of what is in it
+        return inner.with_name(f"{inner.name}.new{path.suffix}")
+    if kind.packed and inner.suffix:
+        return inner
+    return path.with_suffix(".jsonl" if path.suffix != ".jsonl" else ".new.jsonl")
 
 
 def _kind(path: Path, start: bytes, *, array: bool) -> Kind | None:

@@ -4,8 +4,9 @@ On a CPU the limit is on what a process has resident, on a GPU on what its alloc
 model and the libraries take is measured once the model is there; what tasks need is predicted by samples
 before the first step (dry runs on a CPU), and then by what micro-batches are measured to need.
 
-Whether a task is refused for good depends on what never changes: the base as this process loaded it, and
-samples. What a process has taken since only makes a task wait.
+Whether a task is refused for good depends on what no other process would change: the smallest base that a
+process of the run has had as it was loaded, and samples. What a process has taken beyond that only makes a
+task wait.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _LEAST_RESERVED = 32 * MIB  # once it has, and the base is known
 _WARM = 8  # micro-batches
 _TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
 
+Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
+"""Bounds a micro-batch, as `MemoryEstimate.activations`."""
+
 
 class RunMemory:
     """What tasks may use of a run's memory, and what they need.
@@ -43,6 +47,7 @@ class RunMemory:
         pieces: bytes that an allocator may hold in pieces too small to be of use; always kept free.
         look: lets each stage give back what nobody uses, and returns what it has in use then, in bytes;
             none = nothing runs.
+        earlier: bytes of `base` at the first place that runs have left there which this process made before.
 
     Attributes:
         tasks: knows what they need.
@@ -60,6 +65,7 @@ class RunMemory:
         peak: int,
         pieces: int = 0,
         look: Callable[[], Sequence[int]] | None = None,
+        earlier: int = 0,
     ) -> None:
         assert config.scheduler.limit_bytes is not None
         self.tasks, self.base, self.reserved = tasks, list(base), RESERVED + pieces
@@ -67,6 +73,7 @@ class RunMemory:
         self.limit = config.scheduler.limit_bytes
         self._held = tuple(-(-held // config.pipeline.micro_batches) for held in held_by(config))
         self._loaded, self._peak, self._pieces, self._look = list(base), peak, pieces, look
+        self._smallest = [max(0, base[0] - earlier), *base[1:]]  # of the run's processes, as loaded
         self._more = self._passed = self._grown = 0
         self.fresh = True
 
@@ -100,15 +107,15 @@ class RunMemory:
         self._peak = max(peak, self._peak)
         self._passed += 1
         self.fresh = False
-        self._reserve()
+        self.estimate.stale |= self._reserve()
 
-    def _reserve(self) -> None:
+    def _reserve(self) -> bool:
+        """Reserve what is still to come, and say whether that is another amount than before."""
         warm = self._passed >= _WARM
         still = 0 if warm else RESERVED - self._grown  # what has come of it is part of the base
         reserved = max(self._more, still, _LEAST_RESERVED) + self._pieces
-        if reserved != self.reserved:
-            self.reserved = reserved
-            self.estimate.stale = True
+        changed, self.reserved = reserved != self.reserved, reserved
+        return changed
 
     def look_again(self, tasks: Sequence[Task]) -> None:
         """Let processes give back what nobody uses, and measure the base anew: it may be less than before.
@@ -143,6 +150,7 @@ class RunMemory:
             "more": self._more,
             "passed": self._passed,
             "grown": self._grown,
+            "smallest": list(self._smallest),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -160,11 +168,12 @@ class RunMemory:
         self.estimate.stale = False
         self.reserved, self.base = state["reserved"], list(state["base"])
         self._more, self._passed, self._grown = state["more"], state["passed"], state["grown"]
+        self._smallest = list(map(min, self._smallest, state["smallest"]))
 
     def check(self, task: Task) -> None:
-        """Refuse a task that does not fit alone beside the base as it was loaded, by samples and with the
-        least reserve: whatever is measured later, the answer is the same. A task of which there are no
-        samples for now is not refused.
+        """Refuse a task that fits alone in no process: beside the smallest base that one of the run's has had
+        as it was loaded, by samples and with the least reserve. A task of which there are no samples for now
+        is refused where none can be taken.
 
         Args:
             task: that `know` was told of.
@@ -173,8 +182,14 @@ class RunMemory:
             ValueError: it does not; see `refusal`.
         """
         bounds = self._by_samples(task)
-        if math.inf not in bounds and not self._within(task, bounds, self._least()):
-            raise ValueError(self.refusal(task, as_loaded=True))
+        if math.inf in bounds:
+            parts = zip(self._smallest, self.tasks.begun(task.name), strict=True)
+            fits = all(base + RESERVED + begun < self.limit for base, begun in parts)
+        else:
+            taken = [base + self._least for base in self._smallest]
+            fits = max(self._together(task, bounds, taken)) <= self.limit
+        if not fits:
+            raise ValueError(self.refusal(task, for_good=True))
 
     def fits(self, task: Task) -> bool:
         """Say whether a task fits alone, with today's base and reserve.
@@ -182,30 +197,57 @@ class RunMemory:
         Args:
             task: that `know` was told of.
         """
-        return self._within(task, self._bounds(task), [base + self.reserved for base in self.base])
+        taken = [base + self.reserved for base in self.base]
+        return max(self._together(task, self._bounds(task), taken)) <= self.limit
 
     def fits_barely(self, task: Task) -> bool:
         """Say whether a task fits where it is alone and stays alone: growth of the base takes from the least
-        reserve, and samples count where measurements have only widened the margin. What `check` lets pass
-        does so in a process that has trained nothing.
+        reserve, and samples count where measurements have only widened the margin.
 
         Args:
             task: that `know` was told of.
         """
+        return self._barely(task) <= self.limit
+
+    def no_room(self, tasks: Sequence[Task]) -> str:
+        """Say why none of some tasks begins in this process though `check` lets them pass, and what would do.
+
+        Args:
+            tasks: that `know` was told of; none of them fits barely.
+        """
+        if not self.fresh:
+            return (
+                "there is no room in this process, which takes more than when it began; train what is left "
+                "in a new one"
+            )
+        missing = min(self._barely(task) for task in tasks) - self.limit
+        would = "less" if missing == math.inf else f"{in_units(missing)} less"
+        limit = (
+            "that is higher" if missing == math.inf else f"of {math.ceil((self.limit + missing) / MIB)} MiB"
+        )
+        return (
+            f"there is no room in this process, which takes {in_units(max(self.base))} before it trains; "
+            f"train what is left in a new one that takes {would}, or with a scheduler.memory_limit {limit}"
+        )
+
+    def _barely(self, task: Task) -> float:
+        """What is in use at the fullest place while a task is there alone, and stays alone."""
         lengths = {task.name: self.tasks.largest(task)}
         likely = self.estimate.predict(lengths, [task.name])
         known = zip(self._bounds(task), self._by_samples(task), likely, strict=True)
         bounds = [max(min(bound, sampled), size) for bound, sampled, size in known]
         now = [base + self._more + self._pieces for base in self.base]
-        return self._within(task, bounds, list(map(max, now, self._least())))
+        loaded = [base + self._least for base in self._loaded]
+        return max(self._together(task, bounds, list(map(max, now, loaded))))
 
-    def _least(self) -> list[int]:
-        """What each stage's process has in use at least, beside tasks."""
-        return [base + _LEAST_RESERVED + self._pieces for base in self._loaded]
+    @property
+    def _least(self) -> int:
+        return _LEAST_RESERVED + self._pieces
 
-    def _within(self, task: Task, bounds: Sequence[float], taken: Sequence[int]) -> bool:
+    def _together(self, task: Task, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
+        """What is in use at each place with a task."""
         parts = zip(bounds, self.tasks.admitted(task.name), taken, strict=True)
-        return all(bound + states + used <= self.limit for bound, states, used in parts)
+        return [bound + states + used for bound, states, used in parts]
 
     def _bounds(self, task: Task) -> Sequence[float]:
         return self.estimate.activations({task.name: self.tasks.largest(task)}, [task.name])
@@ -213,16 +255,19 @@ class RunMemory:
     def _by_samples(self, task: Task) -> Sequence[float]:
         return self.estimate.by_samples({task.name: self.tasks.largest(task)}, [task.name])
 
-    def refusal(self, task: Task, *, as_loaded: bool = False) -> str:
+    def refusal(self, task: Task, *, for_good: bool = False) -> str:
         """Say why a task does not fit, and what would: the largest batch, or a limit.
 
         Args:
             task: that `know` was told of.
-            as_loaded: by what `check` goes by, not by what is known today.
+            for_good: by what `check` goes by, not by what is known today.
         """
-        at_base = self._loaded if as_loaded else self.base
-        reserved = _LEAST_RESERVED + self._pieces if as_loaded else self.reserved
-        bounds = self._by_samples(task) if as_loaded else self._bounds(task)
+        bounds_of = self.estimate.by_samples if for_good else self.estimate.activations
+        at_base = self._smallest if for_good else self.base
+        bounds = self._by_samples(task) if for_good else self._bounds(task)
+        reserved = self._least if for_good else self.reserved
+        if for_good and math.inf in bounds:
+            reserved = RESERVED
         states, lengths = self.tasks.admitted(task.name), self.tasks.largest(task)
         taken = (
             f"of scheduler.memory_limit {in_units(self.limit)}, {in_units(max(at_base))} are taken by the "
@@ -231,23 +276,25 @@ class RunMemory:
         if math.inf in bounds:
             return (
                 f"has {in_units(max(states))} of states; {taken}: too little is left to measure what a "
-                "micro-batch of it needs beside the adapters that are there now"
+                f"micro-batch of it needs{'' if for_good else ' beside the adapters that are there now'}"
             )
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
-        would = max(base + reserved + need for base, need in zip(at_base, needs, strict=True))
-        fits = self._most_that_fit(task, len(lengths), [base + reserved for base in at_base])
+        used = [base + reserved for base in at_base]
+        would = max(self._together(task, bounds, used))
+        fits = self._most_that_fit(task, len(lengths), used, bounds_of)
         what = f"per_device_train_batch_size {fits} or" if fits else "not even one sequence fits;"
         return (
             f"needs {in_units(max(needs))} for its largest micro-batch of {len(lengths)} sequences with "
             f"{sum(lengths)} tokens; {taken}; {what} a limit of {math.ceil(would / MIB)} MiB would do"
         )
 
-    def _most_that_fit(self, task: Task, count: int, taken: Sequence[int]) -> int:
+    def _most_that_fit(self, task: Task, count: int, taken: Sequence[int], bounds_of: Bounds) -> int:
         """The largest batch below `count` with which all micro-batches of a task would fit, or 0."""
 
         def fits(batch: int) -> bool:
             lengths = largest_lengths(with_batches_of(task, batch), partial(self.tasks.size, task.name))
-            return self._within(task, self.estimate.activations({task.name: lengths}, [task.name]), taken)
+            bounds = bounds_of({task.name: lengths}, [task.name])
+            return max(self._together(task, bounds, taken)) <= self.limit
 
         return bisect_left(range(1, count), True, key=lambda batch: not fits(batch))
 

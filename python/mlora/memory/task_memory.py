@@ -99,6 +99,14 @@ class TaskMemory:
         """
         return tuple(state.total + max(state.total, state.update) for state in self._states[name])
 
+    def begun(self, name: str) -> tuple[int, ...]:
+        """Return the bytes that a task's weights and gradients take at each stage.
+
+        Args:
+            name: of a task that `know` was told of.
+        """
+        return tuple(state.weights + state.gradients for state in self._states[name])
+
     def at_rest(self, name: str) -> tuple[int, ...]:
         """Return the bytes that a task's states take at each stage between micro-batches.
 
@@ -150,10 +158,7 @@ class TaskMemory:
         """Of one task for each kind of adapter: how many of a kind there are does not matter."""
         kinds = {self._key(name): name for name in reversed(names)}
         loras = {name: self._loras[name] for name in kinds.values()}
-        states = [
-            sum(self._states[name][place].weights + self._states[name][place].gradients for name in loras)
-            for place in range(len(self._stages))
-        ]
+        states = [sum(self.begun(name)[place] for name in loras) for place in range(len(self._stages))]
         longest = max(self._longest[name] for name in names)
         samples = self._samples(loras, states, longest)
         return DryRun([stage.knees for stage in self._stages], samples)

@@ -58,14 +58,14 @@ class BestWeights:
         """Return the weights that a task ends with; none = those that the engine has.
 
         Args:
-            task: that ends.
+            task: that ends; where it was stopped, what the engine has is in doubt.
 
         Raises:
             RunError: they cannot be read.
         """
-        if task.saved_step == task.progress.step:
+        if task.kept_step is None or (task.alive and task.kept_step == task.progress.step):
             return None
-        what = f"the best weights of {task.name}, of step {task.saved_step}"
+        what = f"the best weights of {task.name}, of step {task.kept_step}"
         return read_state(_path(task, self._folder), "weights", _stamp(task), what)
 
 

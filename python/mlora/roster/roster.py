@@ -66,6 +66,7 @@ class Roster:
         self.admission: Admission = NOBODY
         self._engine, self._builder, self._reporter, self._folder = engine, builder, reporter, folder
         self._waited: list[str] = []
+        self._left: list[str] = []
 
     def named(self, name: str) -> Task | None:
         """The task of a name, if there is one."""
@@ -101,7 +102,7 @@ class Roster:
         """Return the running tasks that fit alone, or have begun. The others wait. Where there are no others,
         processes give back what nobody uses, and those are tried that barely fit, of which one runs alone.
 
-        A task that fits no more because the process has grown waits for another process."""
+        A task for which only this process has no room waits for another one."""
         running = self.running()
         if self.memory is None or not running:
             return running
@@ -117,19 +118,16 @@ class Roster:
         return found
 
     def _none_fits(self, tasks: Sequence[Task]) -> None:
-        """Refuse tasks that no process could train; where this one has grown, another may train the rest."""
+        """Refuse tasks that no process could train; another one than this may train the rest."""
         assert self.memory is not None
         for task in tasks:
-            if self.memory.fresh:
-                self.unfits(task, self.memory.refusal(task))
-            else:
-                self._check(task)
-        left = [task.name for task in tasks if task.name not in self.unfit]
-        if left:
-            self._reporter.warn(
-                f"{some(left)}: there is no room in this process, which takes more than when it began; train "
-                f"what is left in a new one: mlora resume {self._folder.path}"
-            )
+            self._check(task)
+        left = [task for task in tasks if task.name not in self.unfit]
+        names = [task.name for task in left]
+        if left and names != self._left:
+            why = self.memory.no_room(left)
+            self._reporter.warn(f"{some(names)}: {why}: mlora resume {self._folder.path}")
+        self._left = names
 
     def needs(self, tasks: Sequence[Task]) -> list[Need]:
         """Return what tasks need.

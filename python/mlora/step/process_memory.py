@@ -6,6 +6,7 @@ import ctypes
 import gc
 import resource
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -52,6 +53,28 @@ def used_memory(device: torch.device) -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except FileNotFoundError:  # not Linux
         return peak_memory(device)
+
+
+@cache
+def used_at_first(device: torch.device) -> int:
+    """Return the memory that was in use when this was first asked, before the first of the process's runs.
+
+    Args:
+        device: as for `used_memory`.
+    """
+    return used_memory(device)
+
+
+def left_by_runs(device: torch.device) -> int:
+    """Return the memory that earlier runs of this process have left in use, in bytes, and what else the
+    process has taken since the first of them began.
+
+    Args:
+        device: as for `used_memory`.
+    """
+    first = used_at_first(device)
+    release_memory(device)
+    return max(0, used_memory(device) - first)
 
 
 def release_memory(device: torch.device) -> None:

@@ -15,12 +15,15 @@ from mlora.scheduler.estimate import DryRun
 from tiny_run import run_data
 
 
-def memory_of(tiny_base: Path, folder: Path, estimate: Any, look: Any = None) -> RunMemory:
+def memory_of(
+    tiny_base: Path, folder: Path, estimate: Any, look: Any = None, base: int = 500 * MIB, earlier: int = 0
+) -> RunMemory:
     data = run_data(tiny_base, folder, scheduler={"memory_limit": "4GiB"})
     tasks: Any = SimpleNamespace(
         estimate=estimate, at_rest=lambda name: (0,), admitted=lambda name: (5,), knows=lambda name: True
     )
-    return RunMemory(resolve_config(data, folder=folder), tasks, [500 * MIB], 500 * MIB, look=look)
+    config = resolve_config(data, folder=folder)
+    return RunMemory(config, tasks, [base], base, look=look, earlier=earlier)
 
 
 def test_growth_that_was_seen_as_a_peak_counts_once(tiny_base: Path, tmp_path: Path) -> None:
@@ -124,6 +127,41 @@ def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone(
         assert memory.base == [now * MIB]
         assert memory.fits_barely(task) is fits, now
         assert not memory.fits(task)
+
+
+def test_the_smallest_base_of_all_processes_is_what_refusals_go_by(tiny_base: Path, tmp_path: Path) -> None:
+    samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
+    task: Any = SimpleNamespace(name="a")
+
+    def process(base: int, earlier: int = 0) -> RunMemory:
+        estimate = MemoryEstimate("+".join, lambda _: DryRun([[None]], samples))
+        memory = memory_of(tiny_base, tmp_path, estimate, base=base * MIB, earlier=earlier * MIB)
+        memory.tasks.largest = lambda task: [80]  # type: ignore[method-assign]
+        memory.limit = 490 * MIB + 32 * MIB + 84 * MIB
+        return memory
+
+    process(489).check(task)
+    process(600, earlier=111).check(task)
+    with pytest.raises(ValueError, match="492 MiB are taken by the base model"):
+        process(600, earlier=108).check(task)
+    memory = process(600)
+    memory.load_state(process(489).state())
+    memory.load_state(process(700).state())
+    memory.check(task)
+    assert not memory.fits_barely(task)  # in this process
+
+
+def test_what_cannot_be_measured_is_refused_where_no_process_could(tiny_base: Path, tmp_path: Path) -> None:
+    task: Any = SimpleNamespace(name="a")
+    estimate = MemoryEstimate("+".join, lambda _: DryRun([[None]], []))
+    memory = memory_of(tiny_base, tmp_path, estimate)
+    memory.tasks.largest = lambda task: [80]  # type: ignore[method-assign]
+    memory.tasks.begun = lambda name: (3,)  # type: ignore[method-assign]
+    memory.limit = 596 * MIB + 4
+    memory.check(task)
+    memory.limit -= 1
+    with pytest.raises(ValueError, match="and 96 MiB kept in reserve: too little is left to measure what a"):
+        memory.check(task)
 
 
 def test_a_new_process_forgets_what_another_one_had_taken(tiny_base: Path, tmp_path: Path) -> None:

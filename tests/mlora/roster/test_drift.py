@@ -1,10 +1,11 @@
 """A process takes more the longer it trains: that makes tasks wait, and none is refused for it."""
 
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from drifting_runs import drift
 from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
 from mlora.config_file import resolve_config
@@ -13,6 +14,7 @@ from mlora.errors import RunError
 from mlora.memory.measured_samples import MeasuredSamples
 from mlora.memory.run_memory import RunMemory
 from mlora.memory.task_memory import TaskMemory
+from mlora.result import RunResult
 from mlora.run import resume, train
 from mlora.validation import validate
 from tiny_run import lines, run_data, weights
@@ -26,8 +28,8 @@ class Meter:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         replace_memory(patch)
-        self.used, self.grows, self.gives_back = 0, 0, 0
-        patch.setattr(Engine, "used_memory", lambda _: [self.used])
+        self.used, self.grows, self.gives_back, self.jitter = 0, 0, 0, count(0, 0)
+        patch.setattr(Engine, "used_memory", lambda _: [self.used + next(self.jitter)])
         patch.setattr(Engine, "release_memory", lambda _: self.release())
         patch.setattr(TaskMemory, "at_rest", lambda *_: (0,))
         patch.setattr(RunMemory, "took", lambda memory, *_: self.took(memory))
@@ -78,14 +80,14 @@ def test_validate_and_train_agree_on_who_never_fits(
     adapters: list[str] = []
     create = Engine.create_adapter
 
-    def count(engine: Engine, name: str, *args: Any, **more: Any) -> None:
+    def note(engine: Engine, name: str, *args: Any, **more: Any) -> None:
         adapters.append(name)
         create(engine, name, *args, **more)
 
     def warm_up(_: MeasuredSamples) -> None:
         meter.used = meter.grows = warm * MIB
 
-    monkeypatch.setattr(Engine, "create_adapter", count)
+    monkeypatch.setattr(Engine, "create_adapter", note)
     monkeypatch.setattr(MeasuredSamples, "warm_up", warm_up)
     for module in ("prepare", "validation"):
         monkeypatch.setattr(f"mlora.{module}.used_memory", lambda _: meter.used + len(adapters) * TASK)
@@ -114,7 +116,7 @@ def test_what_a_process_has_no_room_for_any_more_goes_on_in_a_new_one(
         "second": "running",
     }
     run = tmp_path / "run"
-    assert result.status == "interrupted"
+    assert (result.status, result.signal, result.exit_code) == ("interrupted", None, 1)
     (told,) = [line for line in watching.lines if "no room" in line]
     assert told.startswith("second: there is no room in this process, which takes more than when it began")
     assert told.endswith(f"mlora resume {run}")
@@ -122,6 +124,91 @@ def test_what_a_process_has_no_room_for_any_more_goes_on_in_a_new_one(
     again = resume(run)
     assert again.exit_code == 0
     assert again.adapters["second"].state == "finished"
+
+
+def states(result: RunResult) -> dict[str, str]:
+    return {name: adapter.state for name, adapter in result.adapters.items()}
+
+
+def left_over(data: dict[str, Any], folder: Path, meter: Meter) -> Path:
+    """A run whose second task waits for a new process."""
+    meter.grows = 60 * MIB
+    config = resolve_config(data, folder=folder)
+    assert states(train(config)) == {"first": "finished", "second": "running"}
+    return folder / "run"
+
+
+def test_a_new_process_that_is_larger_leaves_a_task_to_the_next(
+    data: dict[str, Any], tmp_path: Path, meter: Meter
+) -> None:
+    run = left_over(data, tmp_path, meter)
+    for used in (21, 21, 60):
+        meter.used = used * MIB
+        result = resume(run, reporter=(watching := Watching()))
+        assert (result.status, states(result)["second"]) == ("interrupted", "running")
+        (told,) = [line for line in watching.lines if "no room" in line]
+        assert told.startswith(
+            f"second: there is no room in this process, which takes {used} MiB before it trains; train what "
+            f"is left in a new one that takes {used - 20} MiB less, or with a scheduler.memory_limit of "
+            f"{TASK // MIB + 32 + used + 1} MiB"
+        )
+        assert told.endswith(f": mlora resume {run}")
+    meter.used = 0
+    assert resume(run).exit_code == 0
+
+
+def test_a_limit_that_was_named_would_do(data: dict[str, Any], tmp_path: Path, meter: Meter) -> None:
+    run = left_over(data, tmp_path, meter)
+    meter.used = 21 * MIB
+    resume(run, reporter=(watching := Watching()))
+    (told,) = [line for line in watching.lines if "no room" in line]
+    change_limit(run, int(told.partition("memory_limit of ")[2].split()[0]))
+    assert states(resume(run))["second"] == "finished"
+
+
+def test_a_run_in_a_process_that_has_grown_before_refuses_nobody(
+    data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook: what earlier runs have left counts as growth."""
+    monkeypatch.setattr("mlora.prepare.left_by_runs", lambda _: meter.used)
+    meter.used = 60 * MIB
+    result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
+    assert (result.status, set(states(result).values())) == ("interrupted", {"running"})
+    (told,) = [line for line in watching.lines if "no room" in line]
+    assert told.startswith("first, second: there is no room in this process, which takes 60 MiB before")
+    meter.used = 0
+    assert resume(tmp_path / "run").exit_code == 0
+
+
+def test_a_measurement_that_is_never_the_same_decides_once(
+    data: dict[str, Any], tmp_path: Path, meter: Meter
+) -> None:
+    run = left_over(data, tmp_path, meter)
+    meter.used, meter.jitter = 21 * MIB, count(0, 4096)
+    before = len(decisions(run))
+    assert states(resume(run))["second"] == "running"
+    assert len(decisions(run)) <= before + 1
+
+
+def test_a_refusal_for_good_names_the_figures_that_it_goes_by(
+    data: dict[str, Any], tmp_path: Path, meter: Meter
+) -> None:
+    """Those of the smallest process, whatever the present one takes; the limit that they name is enough."""
+    run = left_over(data, tmp_path, meter)
+    change_limit(run, TASK // MIB + 31)
+    meter.used = 21 * MIB
+    refused = resume(run).adapters["second"]
+    assert refused.state == "refused"
+    assert "0 bytes are taken by the base model and libraries, and 32 MiB kept in reserve" in refused.message
+    assert refused.message.endswith(f"a limit of {TASK // MIB + 33} MiB would do")
+
+
+def change_limit(run: Path, limit: int) -> None:
+    """Change a run's limit to so many MiB."""
+    path = run / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["scheduler"]["memory_limit"] = f"{limit}MiB"
+    path.write_text(yaml.safe_dump(values))
 
 
 def test_what_was_measured_anew_is_in_the_journal(
