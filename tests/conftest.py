@@ -26,7 +26,7 @@ RUN_SETS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
 WATCHED = ("ATEN_", "CUDA_", "MASTER_", "MKL_", "MLORA_", "OMP_", "ONEDNN_", "TRITON_", "WORLD_")
 """How the names of variables begin that tests may set; libraries set others for themselves."""
 CHILD = Path(__file__).resolve().parent / "child"
-"""Its `sitecustomize` passes `--cpu-isa` on to processes."""
+"""Its `sitecustomize` has processes compute as this one does with `--cpu-isa`."""
 AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def use_cpu_isa(name: str) -> None:
     """In this process and in those that tests start."""
     torch.ops.mlora_ext.use_cpu_isa(name)
-    os.environ["MLORA_TESTS_CPU_ISA"] = name
+    os.environ["MLORA_TESTS_KERNELS"] = f"{name} {torch.ops.mlora_ext.base_gemm(torch.float32)}"
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *([inherited] if inherited else [])])
 

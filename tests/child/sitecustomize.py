@@ -1,6 +1,7 @@
-"""Python imports this first in the processes that tests start with `--cpu-isa`: they use its kernels, too.
+"""Python imports this first in the processes that tests start with `--cpu-isa`: they compute as pytest does.
 
-tests/conftest.py puts this folder on their path, and the name of the instruction set into `VARIABLE`.
+tests/conftest.py puts this folder on their path, and the names of the instruction set of our kernels and of
+the library for frozen products, which each process would choose by a measurement, into `VARIABLE`.
 """
 
 import os
@@ -8,7 +9,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-VARIABLE = "MLORA_TESTS_CPU_ISA"
+VARIABLE = "MLORA_TESTS_KERNELS"
 
 
 class Operators:
@@ -26,7 +27,9 @@ class Operators:
         def load_and_choose(module: ModuleType) -> None:
             load(module)
             if module.LOADED:
-                module.torch.ops.mlora_ext.use_cpu_isa(os.environ[VARIABLE])
+                cpu_isa, base_gemm = os.environ[VARIABLE].split()
+                module.torch.ops.mlora_ext.use_cpu_isa(cpu_isa)
+                module.torch.ops.mlora_ext.set_base_gemm(module.torch.float32, base_gemm)
 
         found.loader.exec_module = load_and_choose
         return found
