@@ -143,7 +143,7 @@ def find_places(
             passes.append(observe(changed(samples) if bit >= 0 else {}))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - the model's own; the forward pass raises it, too, if it stays
+    except _FAILURES as error:
         return {EVERY: f"in a trial pass the model fails ({type(error).__name__}: {error})"}
     plain = passes[0]
     rolled = _reshaped(observe, counting, lambda t: t.roll(1, 0))
@@ -179,6 +179,16 @@ def _with_ratios(
 
 
 _Observe = Callable[[Mapping[int, Tensor]], Observer]
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What a model may raise for a batch that it was not made for."""
 
 
 def _reshaped(observe: _Observe, counting: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Observer:
@@ -187,7 +197,7 @@ def _reshaped(observe: _Observe, counting: Sequence[Tensor], change: Callable[[T
         return observe({id(tensor): change(tensor) for tensor in counting})
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 - the model may refuse such a batch with any error
+    except _FAILURES:
         return Observer()
 
 
@@ -231,10 +241,15 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
         for bit, calls in enumerate(passes[1:]):
             difference = (calls[index][1].double() - rows.double()).abs()
             moved = torch.where(difference > 0, difference / scale, 0.0).amax(1).cpu()
-            changed = moved > (CHANGED if rows.element_size() > 2 else CHANGED_16_BITS) * epsilon
+            changed = moved > _noticed(rows) * epsilon
             codes |= changed.long() << bit
             unknown |= ((moved > CLEAN * epsilon) & ~changed).long()
         yield shape, torch.where(unknown == 1, 0, codes) - 1
+
+
+def _noticed(rows: Tensor) -> int:
+    """Epsilons by which a row must differ to be another one."""
+    return CHANGED if rows.element_size() > 2 else CHANGED_16_BITS
 
 
 def _follows_values(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
@@ -242,7 +257,7 @@ def _follows_values(place: SampleDim, before: Calls, after: Calls, batch: int) -
     for (shape, rows), (shape_after, rows_after) in zip(before, after, strict=False):
         if shape != shape_after or not rows.numel():
             continue
-        limit = CLEAN * torch.finfo(rows.dtype).eps * float(rows.abs().max())
+        limit = _noticed(rows) * torch.finfo(rows.dtype).eps * float(rows.abs().max())
         by_sample = place.owners(shape, batch).argsort(stable=True).view(batch, -1).to(rows.device)
         each, each_after = (seen[by_sample].flatten(1) for seen in (rows, rows_after))
         if bool((each_after - each.roll(1, 0)).abs().max() <= limit):

@@ -58,6 +58,7 @@ def many_kinds(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "output_dir": str(folder / "run"),
         "seed": 3,
         "device": "cpu",
+        "base_gemm": "aten",
         "defaults": {
             "max_steps": 6,
             "learning_rate": 2e-3,

@@ -341,7 +341,7 @@ def test_base_gemm_is_measured_unless_it_is_named(tiny_base: Path, tmp_path: Pat
     before = gemm.chosen(torch.float32)
     try:
         gemm.choose({"float32": library})
-        train(resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path))
+        train(resolve_config(run_data(tiny_base, tmp_path, base_gemm=None), folder=tmp_path))
         assert load_config(tmp_path / "run" / "config.yaml").base_gemm == library
         gemm.choose({"float32": "aten" if library == "onednn" else "onednn"})
         train(load_config(tmp_path / "run" / "config.yaml"), overwrite=True)

@@ -71,6 +71,7 @@ def run_data(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "output_dir": str(folder / "run"),
         "seed": 3,
         "device": "cpu",
+        "base_gemm": "aten",  # else each process measures which library is faster, and they round differently
         "defaults": {"max_steps": 6, "learning_rate": 5e-3, "logging_steps": 2, "save_steps": 2},
         "datasets": [
             {"name": "one", "path": "one.jsonl", "format": "tokens"},
