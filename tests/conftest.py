@@ -38,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
+    # For the processes that tests start. With fewer cores than threads, MKL would choose fewer, and torch after it.
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))
 
