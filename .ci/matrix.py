@@ -119,7 +119,7 @@ def run(profile: Profile, arguments: Sequence[str]) -> bool | None:
         print(f"{profile.name}: not run, this processor has no {lacks}", flush=True)
         return None
     environment = {key: value for key, value in os.environ.items() if key not in SWITCHES.values()}
-    environment |= profile.environment
+    environment |= profile.environment | {"OMP_WAIT_POLICY": "PASSIVE"}  # processes share cores: no one spins
     log = LOGS / f"{profile.name.replace(' ', '-')}.log"
     command = [sys.executable, "-m", "pytest", "-v", "--color=no"]
     command += ["-m", "not soak and not gpu and not nightly"]
