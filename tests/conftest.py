@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
-    # For the processes that tests start. With fewer cores than threads, MKL would choose fewer, and torch after it.
+    # For the processes that tests start. With fewer cores than threads, MKL and then torch would use fewer.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .embeddings import resized_embeddings
 from .routing import router_of
 from .weights import adapter_parameters
 
@@ -79,6 +80,7 @@ def save(
     if len(names) > 1 and "default" not in names:
         _clear_root(folder)
     resumed = {_STEP: torch.tensor(router_of(model).step), **_trained_base(model, state_dict)}
+    resumed |= {key: tensor.clone() for key, tensor in resized_embeddings(model).items()}
     for name in names:
         tensors = adapter_tensors(model, name, state_dict)
         inside = len(names) > 1 and name != "default"

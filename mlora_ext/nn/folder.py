@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .convert import add_adapter, convert_model, plan_adapter
+from .embeddings import resized_embeddings
 from .existing import without_start
 from .linear import MultiLoRALinear
 from .routes import LayerSpec
@@ -39,6 +40,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter as a folder that `PeftModel.from_pretrained` loads.
 
+    Embeddings with another number of rows than the base's folder says are saved with it, with a warning.
     Everything is written under a temporary name beside and then renamed: a new folder appears whole or not at
     all; in a folder that exists, the adapter's files are replaced and others stay.
 
@@ -62,7 +64,7 @@ def save_adapter(
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: expected a folder to write, got the file {target}")
-    state = _whole_state(model, name, weights)
+    state = _whole_state(model, name, weights) | _changed_base(model, name)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -108,6 +110,17 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
                 f"weights: {key}: expected shape {list(shapes[key])}, got {list(given[key].shape)}"
             )
     return {key: given[key].detach().contiguous() for key in shapes}
+
+
+def _changed_base(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """Resized embeddings under PEFT's keys, which tell the base of an adapter's layer from other layers."""
+    layers = adapter_layers(model, name)
+    state = {}
+    for key, tensor in resized_embeddings(model).items():
+        layer, _, parameter = key.rpartition(".")
+        base = ".base_layer" if layer in layers else ""
+        state[f"{_PREFIX}{layer}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()
+    return state
 
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:

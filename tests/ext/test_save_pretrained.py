@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS, converted, llama, token_ids
-from peft import PeftModel
+from models import CONFIGS, VOCABULARY, converted, llama, token_ids
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tolerances import assert_same_up_to_rounding
 from torch import nn
@@ -197,3 +197,48 @@ def test_arguments_in_the_wrong_order_or_form_are_one_line() -> None:
         with pytest.raises(ValueError, match=told):
             call()
     assert isinstance(model.merge_and_unload(adapter_names=["x"], progressbar=True), LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["body", "head"])
+def test_embeddings_that_were_resized_are_saved_with_the_adapter(
+    tied: bool, targets: list[str], tmp_path: Path
+) -> None:
+    if tied and "lm_head" in targets:
+        pytest.skip("an adapter on tied weights is refused")
+
+    def resized(rows: int = VOCABULARY + 3) -> LlamaForCausalLM:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        return model.eval()
+
+    plain = llama()
+    plain.config.tie_word_embeddings = tied
+    plain.tie_weights()
+    plain.save_pretrained(tmp_path / "base")
+    ids = torch.cat([token_ids(2, 5), torch.full((2, 1), VOCABULARY + 1)], 1)
+    trained = resized()
+    model = mx.convert_model(trained, {"a": LoraConfig(r=4, target_modules=targets, init_lora_weights=False)})
+    expected = logits(model, ids)
+    with pytest.warns(
+        UserWarning, match=f"has {VOCABULARY + 3} tokens, that of the base in .* has {VOCABULARY}:"
+    ):
+        model.save_pretrained(tmp_path / "out")
+    peft = PeftModel.from_pretrained(resized(), tmp_path / "out")
+    assert_same_up_to_rounding(logits(peft, ids), expected, "PEFT")
+    own = resized()
+    with pytest.raises(ValueError, match="load the base that the adapter was trained on"):
+        mx.load_adapter(own, "a", tmp_path / "out")
+    mx.load_adapter(model, "b", tmp_path / "out")
+    assert_same_up_to_rounding(logits(model, ids, adapter_names=["b", "b"]), expected, "beside it")
+    resumed = mx.convert_model(own, {"a": LoraConfig(r=4, target_modules=targets)})
+    assert not resumed.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=False)[1]
+    assert_same_up_to_rounding(logits(resumed, ids), expected, "Trainer's checkpoint")
+
+
+def test_embeddings_of_the_base_are_not_saved(
+    base: LlamaForCausalLM, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    mx.convert_model(base, {"a": CONFIGS["a"]}).save_pretrained(tmp_path / "out")
+    assert all("lora_" in key for key in load_file(tmp_path / "out" / "adapter_model.safetensors"))
+    assert not list(recwarn)

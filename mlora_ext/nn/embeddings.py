@@ -1,0 +1,53 @@
+"""Embeddings whose rows the user has changed in number: they are saved with adapters, as PEFT saves them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def resized_embeddings(model: nn.Module) -> dict[str, Tensor]:
+    """Input and output embeddings of a model with another vocabulary than the base in its folder or cache.
+
+    Returns:
+        `{"model.embed_tokens.weight": [vocabulary, d], ...}`, keys as in the model's state dict; empty where
+        the sizes are equal, where the base cannot be found, or where another process holds the embeddings.
+    """
+    config: Any = getattr(model, "config", None)
+    stored, own = _stored_vocabulary(config), _vocabulary(config)
+    if stored is None or own is None or stored == own:
+        return {}
+    transformer: Any = model
+    layers = (transformer.get_input_embeddings(), transformer.get_output_embeddings())
+    found = {
+        f"{name}.{key}": parameter.detach()
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(module is layer for layer in layers)
+        for key, parameter in module.named_parameters(recurse=False)
+        if not parameter.is_meta
+    }
+    if found:
+        warnings.warn(
+            f"the vocabulary has {own} tokens, that of the base in {config._name_or_path} has {stored}: "
+            f"{', '.join(found)} are saved with the adapter",
+            stacklevel=2,
+        )
+    return found
+
+
+def _vocabulary(config: Any) -> int | None:
+    """The number of tokens that a model's config names; None where it is no config of Transformers."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return getattr(text, "vocab_size", None)
+
+
+def _stored_vocabulary(config: Any) -> int | None:
+    """That of the folder or of the cached model that the base was read from; None where there is none."""
+    if _vocabulary(config) is None or not getattr(config, "_name_or_path", ""):
+        return None
+    try:
+        return _vocabulary(type(config).from_pretrained(config._name_or_path, local_files_only=True))
+    except (OSError, ValueError):
+        return None
