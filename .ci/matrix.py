@@ -70,7 +70,7 @@ PROFILES = [
     Profile("avx2 with bf16", 4, 5, "AVX2_VNNI_2", "avx2", mkl_bits="AVX2", kernels="avx2"),
     Profile("avx512", 4, 1, "AVX512_CORE", "avx512", mkl="AVX512", kernels="avx512"),
     Profile("avx512 with bf16", 2, 2, "AVX512_CORE_BF16", "avx512", kernels="avx512bf16"),
-    Profile("mixed", 4, 3, "AVX2", "avx512", mkl_bits="AVX512"),
+    Profile("mixed", 4, 4, "AVX2", "avx512", mkl_bits="AVX512"),
 ]
 """A higher instruction set than the processor's is left unused by oneDNN and MKL; PyTorch and we need it."""
 
