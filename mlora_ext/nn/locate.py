@@ -14,7 +14,8 @@ from .call_kind import Call, kind_of, sizes_of
 from .linear import MultiLoRALinear
 from .routes import Route
 from .routing import Router, router_of
-from .samples import Places, SampleDim, find_places, special_tokens
+from .samples import Places, SampleDim, find_places
+from .trial_passes import TrialPasses, special_tokens
 
 _CONTENTS = (
     "input_ids",
@@ -98,7 +99,8 @@ def locate(
         own = [tensor for name, tensor in contents.items() if name not in others]
         left_out = [contents[name] for name in others]
         _refuse_batch_statistics(module)
-        found = find_places(module, call, own, left_out, route.sizes, router.observed)
+        passes = TrialPasses(module, call, own, left_out, router.observed)
+        found = find_places(passes, route.sizes)
         _mark_eager(module, found)
         if len(router.places) >= _KINDS:
             del router.places[next(iter(router.places))]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..segments import SegmentLayout
 from .flights import Flights, attach_token
 from .routes import BASE, LayerGroup, Route, RouteTensors, only_used
-from .samples import Observer, Places, SampleDim
+from .samples import Places, SampleDim
+from .trial_passes import Observer
 from .turn import Turn, calling_frame, is_running
 
 if TYPE_CHECKING:

@@ -5,27 +5,20 @@ alike where B = S, and rows may be flattened, interleaved, selected, or shared b
 first mixed batch the frozen base runs a few times, without gradients, on that batch and on copies of it in
 which some samples have other contents. A row that changes belongs to one of the samples that changed. Sample
 b changes in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell whose a row is.
-Two more passes see what follows the order of the samples, and what their number.
+Two more passes see what follows the order of the samples, and what their number. See `trial_passes`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from .call_kind import Call
+from .trial_passes import FAILURES, Observer, TrialPasses
 
-COLUMNS = 8
-"""Columns of x by which rows are compared."""
 CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 """A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if a column
 moved by more than `CHANGED` of them. Between the two it is left out: a mixture of experts rounds rows of
@@ -88,83 +81,44 @@ EVERY = ("", 0)
 """Stands for all layers."""
 
 
-@dataclass(eq=False)
-class Observer:
-    """What layers see in one pass: shapes, and some columns of every row."""
-
-    seen: dict[str, list[tuple[torch.Size, Tensor]]] = field(default_factory=dict)
-
-    def see(self, layer: str, x: Tensor) -> None:
-        """Remember one call of a layer."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        columns = rows[:, :: max(1, x.shape[-1] // COLUMNS)][:, :COLUMNS]
-        self.seen.setdefault(layer, []).append((x.shape, columns.clone()))
-
-
-def find_places(
-    module: nn.Module,
-    call: Call,
-    contents: Sequence[Tensor],
-    others: Sequence[Tensor],
-    sizes: Sequence[float],
-    observed: Callable[[], Any],
-) -> Places:
+def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
     """Find where samples lie in the inputs of all layers that a forward pass calls.
 
     Args:
-        module: whose forward is called; the model, or its encoder.
-        call: positional and keyword arguments of the forward pass.
-        contents: those tensors among the arguments that hold what samples are made of, `[batch, ...]`.
-        others: those that have as many entries but do not count samples.
+        passes: of the model, or of its encoder, with the batch.
         sizes: of each sample, see `sizes_of`.
-        observed: a context in which layers call `Observer.see` and add no adapter.
 
     Returns:
         By layer and dimensions; where the module fails in a pass, the reason by `EVERY`.
     """
-    leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    batch, special = contents[0].shape[0], special_tokens(module)
-    counting = [t for t in tensors if t.shape[0] == batch and not any(t is other for other in others)]
-
-    def observe(replaced: Mapping[int, Tensor]) -> Observer:
-        with _undisturbed(module), observed() as observer:
-            args, kwargs = pytree.tree_map(lambda leaf: _copied(leaf, replaced), call, is_leaf=_is_leaf)
-            module.forward(*args, **kwargs)
-        return observer
-
-    def changed(samples: Tensor) -> Mapping[int, Tensor]:
-        return {id(t): _other_contents(t, samples, special) for t in contents}
-
-    passes = []
     try:
-        for bit in range(-1, batch.bit_length()):  # none of the samples, then those of each binary digit
-            samples = torch.tensor([bit >= 0 and (b + 1) >> bit & 1 for b in range(batch)], dtype=torch.bool)
-            passes.append(observe(changed(samples) if bit >= 0 else {}))
+        plain = passes.changed[0]
     except torch.OutOfMemoryError:
         raise
-    except _FAILURES as error:
+    except FAILURES as error:
         return {EVERY: f"in a trial pass the model fails ({type(error).__name__}: {error})"}
-    plain = passes[0]
-    rolled = _reshaped(observe, counting, lambda t: t.roll(1, 0))
-    grown: list[Observer] = []
-    places: dict[tuple[str, int], SampleDim | str] = {}
-    for layer, dims in {
-        (layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls
-    }:
-        before = _calls(plain, layer, dims)
-        found = _by_changes([_calls(observer, layer, dims) for observer in passes], batch)
-        if isinstance(found, list):  # several, or rows that changed with no sample
-            grown = grown or [_reshaped(observe, counting, lambda t: torch.cat([t, t[-1:]]))]
-            found = _by_growth(before, _calls(grown[0], layer, dims), batch, found)
-        if isinstance(found, SampleDim) and _follows_values(
-            found, before, _calls(rolled, layer, dims), batch
-        ):
-            found = "the order of its rows depends on their values"
-        if isinstance(found, SampleDim):
-            found = _with_ratios(found, [shape for shape, _ in before], batch, sizes)
-        places[layer, dims] = found
-    return places
+    inputs = {(layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls}
+    return {one: _find_place(passes, *one, sizes) for one in inputs}
+
+
+def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[float]) -> SampleDim | str:
+    """Where samples lie in the inputs of one layer that have this number of dimensions, or why not."""
+    batch = passes.batch
+
+    def calls(observers: Sequence[Observer]) -> list[Calls]:
+        return [[one for one in seen.seen.get(layer, []) if len(one[0]) == dims] for seen in observers]
+
+    before, *_ = changed = calls(passes.changed)
+    found = _by_changes(changed, batch)
+    if isinstance(found, list):  # several, or rows that changed with no sample
+        found = _by_growth(before, calls([passes.grown])[0], batch, found)
+    if isinstance(found, str):
+        return found
+    if _may_follow_values(found, before, calls([passes.rolled])[0], batch):
+        again = _by_changes(calls(passes.rolled_and_changed), batch) if passes.rolled_and_changed else ""
+        if found != again and not (isinstance(again, list) and found in again):
+            return "the order of its rows depends on their values"
+    return _with_ratios(found, [shape for shape, _ in before], batch, sizes)
 
 
 def _with_ratios(
@@ -176,29 +130,6 @@ def _with_ratios(
         return "its calls see other numbers of rows of each sample"
     number = entries.pop()
     return place._replace(ratios=tuple(number / size if size else 0.0 for size in sizes))
-
-
-_Observe = Callable[[Mapping[int, Tensor]], Observer]
-_FAILURES = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
-"""What a model may raise for a batch that it was not made for."""
-
-
-def _reshaped(observe: _Observe, counting: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Observer:
-    """A pass in which all tensors of samples are changed; one that saw nothing if the model refuses that."""
-    try:
-        return observe({id(tensor): change(tensor) for tensor in counting})
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES:
-        return Observer()
 
 
 Calls = Sequence[tuple[torch.Size, Tensor]]
@@ -252,18 +183,21 @@ def _noticed(rows: Tensor) -> int:
     return CHANGED if rows.element_size() > 2 else CHANGED_16_BITS
 
 
-def _follows_values(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
-    """Whether samples came in another order than the next one, when all moved on by one."""
+def _may_follow_values(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
+    """Whether samples may be in an order of their own, by what a layer saw when all moved on by one.
+
+    Each sample looks like one from before, and not, or not only, like its predecessor. Samples that are equal
+    look so, too, and those whose caches have not moved on.
+    """
     for (shape, rows), (shape_after, rows_after) in zip(before, after, strict=False):
         if shape != shape_after or not rows.numel():
             continue
         limit = _noticed(rows) * torch.finfo(rows.dtype).eps * float(rows.abs().max())
         by_sample = place.owners(shape, batch).argsort(stable=True).view(batch, -1).to(rows.device)
         each, each_after = (seen[by_sample].flatten(1) for seen in (rows, rows_after))
-        if bool((each_after - each.roll(1, 0)).abs().max() <= limit):
-            continue
-        alike = [((each - sample).abs().amax(1) <= limit) for sample in each_after]
-        if all(bool(one.any()) for one in alike):
+        alike = torch.stack([(each - sample).abs().amax(1) <= limit for sample in each_after])
+        predecessors = torch.eye(batch, dtype=torch.bool, device=rows.device).roll(1, 0)
+        if bool(alike.any(1).all()) and not torch.equal(alike, predecessors):
             return True
     return False
 
@@ -287,10 +221,6 @@ def _by_growth(before: Calls, after: Calls, batch: int, possible: Sequence[Sampl
     return "its rows do not follow from the samples, as positions that all samples share"
 
 
-def _calls(observer: Observer, layer: str, dims: int) -> Calls:
-    return [call for call in observer.seen.get(layer, []) if len(call[0]) == dims]
-
-
 def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
     """All places in which an input of this shape may hold the samples."""
     found = []
@@ -300,106 +230,3 @@ def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
         elif size and size % batch == 0:
             found += [SampleDim(dim, "blocks"), SampleDim(dim, "interleaved")]
     return found
-
-
-@contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """No gradients, no compilation; buffers and random numbers are as before afterwards."""
-    import numpy as np
-
-    buffers = [
-        (part, name, buffer, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    others = random.getstate(), np.random.get_state()  # SpecAugment draws from NumPy's
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        random.setstate(others[0])
-        np.random.set_state(others[1])
-        with torch.no_grad():
-            for part, name, buffer, content in buffers:
-                part._buffers[name] = buffer
-                if not _overlaps(buffer):  # as an expanded one, which nothing can write to
-                    buffer.copy_(content)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, tuple | list | dict)
-
-
-def _copied(leaf: Any, replaced: Mapping[int, Tensor]) -> Any:
-    """An argument for one pass, which may write to it, as to a cache."""
-    if isinstance(leaf, Tensor):
-        return replaced.get(id(leaf), leaf).detach().clone()
-    # A tensor of a graph refuses to be copied by `deepcopy`.
-    return copy.deepcopy(leaf, {id(t): t.detach().clone() for t in _tensors_in(leaf, set())})
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Tensors inside of an object: its attributes, and items of lists, tuples and dicts."""
-    if id(value) in seen or isinstance(value, nn.Module):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for item in (*items, *getattr(value, "__dict__", {}).values()):
-        yield from _tensors_in(item, seen)
-
-
-def _other_contents(tensor: Tensor, samples: Tensor, special: Tensor) -> Tensor:
-    """The tensor with other contents in these samples (`[B]` bool): valid ones, where it holds tokens."""
-    samples = samples.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
-    if tensor.is_floating_point():
-        noise = torch.randn(tensor.shape[1:], generator=torch.Generator().manual_seed(0))
-        size = tensor.abs().max().clamp(1e-3, 1e3) / 4
-        other = tensor + size * noise.to(tensor)
-    elif tensor.dtype == torch.bool:
-        other = ~tensor
-    else:
-        other = _other_tokens(tensor, special.to(tensor.device))
-    return torch.where(samples, other, tensor)
-
-
-def _other_tokens(tokens: Tensor, special: Tensor) -> Tensor:
-    """Each token becomes another one of this tensor; special ones stay, where a sample has others."""
-    usual = ~torch.isin(tokens, special)
-    inner = tuple(range(1, tokens.dim()))
-    usual |= ~usual.any(inner, keepdim=True) if inner else ~usual
-    known = tokens[usual].unique()
-    if known.numel() < 2:
-        return torch.where(usual, torch.where(tokens > 0, tokens - 1, tokens + 1), tokens)
-    following = known[(torch.searchsorted(known, tokens.clamp(known[0], known[-1])) + 1) % known.numel()]
-    return torch.where(usual, following, tokens)
-
-
-def special_tokens(module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
-    """Tokens that configurations of Transformers name: a model may count them, or replace them by images.
-
-    Args:
-        module: whose parts have the configurations.
-        kinds: only those whose names begin so.
-    """
-    found: set[int] = set()
-
-    def collect(values: Mapping[Any, Any]) -> None:
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                collect(value)
-            elif str(key).startswith(kinds) and str(key).endswith(("token_id", "token_index", "token_ids")):
-                found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-
-    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-    for config in {id(config): config for config in configs}.values():
-        if callable(getattr(config, "to_dict", None)):
-            collect(config.to_dict())
-    return torch.tensor(sorted(found), dtype=torch.int64)

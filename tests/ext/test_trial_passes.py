@@ -71,6 +71,39 @@ def test_random_numbers_are_those_of_a_forward_without_trials() -> None:
     assert torch.equal(torch.rand(3), after_trials)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "following"),
+    [([0, 1], [7, 7]), ([0, 0, 1, 1], [7, 7, 7, 7]), ([0, 0, 1, 1], [7, 8, 7, 8]), ([0, 1, 2], [7, 7, 7])],
+    ids=str,
+)
+def test_equal_tokens_after_different_prompts(prompts: list[int], following: list[int]) -> None:
+    """Rows that stay alike when samples move on: their caches stay where they are."""
+    model, ids = converted().eval(), token_ids(3, 5)[prompts]
+    names = [NAMES[prompt] for prompt in prompts]
+
+    def after_the_prompts(names: list[str]) -> Tensor:
+        cache = DynamicCache()
+        model(input_ids=ids, adapter_names=names, past_key_values=cache)
+        step = {"input_ids": torch.tensor(following).unsqueeze(1), "use_cache": True}  # a kind of its own
+        return model(**step, adapter_names=names, past_key_values=cache).logits.detach()
+
+    together = after_the_prompts(names)
+    for sample, name in enumerate(names):
+        alone = after_the_prompts([name] * len(names))
+        assert_same_up_to_rounding(together[sample], alone[sample], f"sample {sample}")
+
+
+def test_an_order_by_values_is_seen_where_samples_look_alike() -> None:
+    class ByScore(Inside):
+        def forward(self, ids: Tensor, score: Tensor) -> Tensor:
+            order = score.argsort()
+            return self.out(self.lin(self.embed(ids)[order])[order.argsort()])
+
+    model, ids = model_of(ByScore), ids_of(1, 5).expand(4, 5)
+    with pytest.raises(ValueError, match="the order of its rows depends on their values"):
+        model(ids, score=torch.tensor([1.0, 2.0, 3.0, 4.0]), adapter_names=NAMES)
+
+
 def test_a_model_that_fails_on_other_contents_is_refused() -> None:
     class Particular(Inside):
         def arrange(self, h: Tensor) -> Tensor:
