@@ -20,9 +20,10 @@ from torch import Tensor
 from .trial_passes import FAILURES, Observer, TrialPasses
 
 CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
-"""A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, changed if a column
-moved by more than `CHANGED` of them. Between the two it is left out: a mixture of experts rounds rows of
-other samples differently when its groups grow."""
+BESIDE, BESIDE_16_BITS = 2**-10, 2**-4
+"""A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, or by at most this
+part of its own largest move; changed if a column moved by more than `CHANGED` epsilons. Between these it is
+left out: a mixture of experts rounds rows of other samples differently when its groups grow."""
 
 
 class SampleDim(NamedTuple):
@@ -98,7 +99,14 @@ def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
     except FAILURES as error:
         return {EVERY: f"in a trial pass the model fails ({type(error).__name__}: {error})"}
     inputs = {(layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls}
-    return {one: _find_place(passes, *one, sizes) for one in inputs}
+    places = {}
+    for layer, dims in inputs:
+        place = _find_place(passes, layer, dims, sizes)
+        if isinstance(place, str) and passes.with_caches is not None:
+            with_caches = _find_place(passes.with_caches, layer, dims, sizes)
+            place = with_caches if isinstance(with_caches, SampleDim) else place
+        places[layer, dims] = place
+    return places
 
 
 def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[float]) -> SampleDim | str:
@@ -166,16 +174,17 @@ def _each_is_known(agree: Sequence[SampleDim], owners: Tensor, batch: int) -> bo
 def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
     """Shape of each call, and `[rows]` int64: the sample that each row changed with, or -1 if unknown."""
     for index, (shape, rows) in enumerate(passes[0]):
-        codes, unknown = torch.zeros(2, rows.shape[0], dtype=torch.int64)
         epsilon = torch.finfo(rows.dtype).eps
         scale = rows.double().abs().amax(0) if rows.numel() else 1.0
+        moved = torch.zeros(len(passes) - 1, rows.shape[0], dtype=torch.float64)
         for bit, calls in enumerate(passes[1:]):
             difference = (calls[index][1].double() - rows.double()).abs()
-            moved = torch.where(difference > 0, difference / scale, 0.0).amax(1).cpu()
-            changed = moved > _noticed(rows) * epsilon
-            codes |= changed.long() << bit
-            unknown |= ((moved > CLEAN * epsilon) & ~changed).long()
-        yield shape, torch.where(unknown == 1, 0, codes) - 1
+            moved[bit] = torch.where(difference > 0, difference / scale, 0.0).amax(1)
+        beside = BESIDE if rows.element_size() > 2 else BESIDE_16_BITS
+        clean = moved <= (beside * moved.amax(0)).clamp(min=CLEAN * epsilon)
+        changed = ~clean & (moved > _noticed(rows) * epsilon)
+        codes = (changed.long() << torch.arange(len(moved)).unsqueeze(1)).sum(0)
+        yield shape, torch.where((clean | changed).all(0), codes, 0) - 1
 
 
 def _noticed(rows: Tensor) -> int:

@@ -55,6 +55,7 @@ class TrialPasses:
         contents: those tensors among the arguments that hold what samples are made of, `[batch, ...]`.
         others: those that have as many entries but do not count samples.
         observed: a context in which layers call `Observer.see` and add no adapter.
+        caches: tensors inside of arguments that hold what samples are made of, too.
     """
 
     def __init__(
@@ -64,15 +65,33 @@ class TrialPasses:
         contents: Sequence[Tensor],
         others: Sequence[Tensor],
         observed: Callable[[], AbstractContextManager[Observer]],
+        caches: Sequence[Tensor] = (),
     ) -> None:
         self.batch = contents[0].shape[0]
-        self._module, self._call, self._contents, self._observed = module, call, contents, observed
-        leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        self._counting = [
-            t for t in tensors if t.shape[0] == self.batch and not any(t is other for other in others)
-        ]
+        self._module, self._call, self._observed, self._others = module, call, observed, others
+        self._leaves = pytree.tree_leaves(call, is_leaf=_is_leaf)
+        self._contents, self._caches = [*contents, *caches], caches
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        left_out = {id(other) for other in others}
+        self._counting = [t for t in [*tensors, *caches] if self._counts(t) and id(t) not in left_out]
         self._special = special_tokens(module)
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] == self.batch
+
+    @cached_property
+    def with_caches(self) -> TrialPasses | None:
+        """Passes in which samples have other contents in caches, too; None if there are none.
+
+        Where a source has one token, what a decoder reads of it follows from the cache alone.
+        """
+        objects = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor | nn.Module)]
+        inside = {id(t): t for leaf in objects for t in _tensors_in(leaf, set())}
+        caches = [t for t in inside.values() if t.is_floating_point() and t.dim() > 1 and self._counts(t)]
+        if not caches or self._caches:
+            return None
+        contents = self._contents
+        return TrialPasses(self._module, self._call, contents, self._others, self._observed, caches)
 
     @cached_property
     def changed(self) -> list[Observer]:
@@ -170,7 +189,8 @@ def _copied(leaf: Any, replaced: Mapping[int, Tensor]) -> Any:
     if isinstance(leaf, Tensor):
         return replaced.get(id(leaf), leaf).detach().clone()
     # A tensor of a graph refuses to be copied by `deepcopy`.
-    return copy.deepcopy(leaf, {id(t): t.detach().clone() for t in _tensors_in(leaf, set())})
+    inside = {id(t): replaced.get(id(t), t).detach().clone() for t in _tensors_in(leaf, set())}
+    return copy.deepcopy(leaf, inside)
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:

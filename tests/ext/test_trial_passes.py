@@ -21,7 +21,10 @@ from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     DynamicCache,
+    EncoderDecoderCache,
 )
 
 import mlora_ext as mx
@@ -102,6 +105,42 @@ def test_an_order_by_values_is_seen_where_samples_look_alike() -> None:
     model, ids = model_of(ByScore), ids_of(1, 5).expand(4, 5)
     with pytest.raises(ValueError, match="the order of its rows depends on their values"):
         model(ids, score=torch.tensor([1.0, 2.0, 3.0, 4.0]), adapter_names=NAMES)
+
+
+def test_what_follows_from_the_cache_alone() -> None:
+    """Of a source of one token a decoder reads the same whatever its own tokens are."""
+    sizes = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "max_position_embeddings": 32}
+    base = BartForConditionalGeneration(BartConfig(vocab_size=61, dropout=0.0, init_std=0.2, **sizes))
+    targets = {"target_modules": ["q_proj", "out_proj"], "init_lora_weights": False}
+    model = mx.convert_model(base, {name: LoraConfig(r=2, **targets) for name in "ab"}).eval()
+    source, words = token_ids(3, 1), token_ids(3, 3)
+
+    def after_the_first(names: list[str]) -> Tensor:
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        first = {"input_ids": source, "decoder_input_ids": words[:, :2], "past_key_values": cache}
+        encoded = (model(**first, adapter_names=names).encoder_last_hidden_state,)
+        step = {"encoder_outputs": encoded, "decoder_input_ids": words[:, 2:], "past_key_values": cache}
+        return model(**step, adapter_names=names).logits.detach()
+
+    together = after_the_first(["a", "b", "__base__"])
+    for sample, name in enumerate(["a", "b", "__base__"]):
+        assert_same_up_to_rounding(together[sample], after_the_first([name] * 3)[sample], name)
+
+
+def test_rounding_by_other_samples_is_no_change() -> None:
+    """As where experts see other numbers of rows: little beside what a row's own sample changes."""
+
+    class Rounding(Inside):
+        def arrange(self, h: Tensor) -> Tensor:
+            state = h.new_zeros(4, 1, 1)  # as a cache, it does not grow with the batch
+            return self.lin(h + state + 2e-6 * h.roll(1, 0))
+
+    model, ids = model_of(Rounding), ids_of(4, 1)
+    together = model(ids, adapter_names=NAMES).detach()
+    for sample, name in enumerate(NAMES):
+        alone = model(ids, adapter_names=[name] * 4).detach()
+        assert_same_up_to_rounding(together[sample], alone[sample], name)
 
 
 def test_a_model_that_fails_on_other_contents_is_refused() -> None:

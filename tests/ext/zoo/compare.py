@@ -4,7 +4,7 @@ import ast
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +118,19 @@ def outcome(model: nn.Module, batches: Sequence[Sequence[Sample]], names: list[s
             else:
                 return Outcome("equal", targets, reasons)
     return Outcome("refused", targets, reasons)
+
+
+def following_advice(convert: Callable[[dict[str, LoraConfig]], nn.Module]) -> nn.Module:
+    """A model converted on all linear layers but those that refusals say to leave out."""
+    targets: dict[str, Any] | None = {"target_modules": "all-linear"}
+    for _ in range(_ATTEMPTS):
+        try:
+            return convert(_configs(targets))
+        except ValueError as error:
+            targets = _advice(str(error), targets)
+            if targets is None:
+                raise
+    raise AssertionError("refusals without end")
 
 
 def _configs(targets: dict[str, Any]) -> dict[str, LoraConfig]:
