@@ -33,7 +33,7 @@ from mlora.tasks import Task
 from stage_runs import assert_alike, by_adapter, commands, save_deep_base, tensors
 from tiny_run import lines, weights, write_jsonl, write_run
 
-from tests.tolerances import assert_same_up_to_rounding
+from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
 Actions = dict[Any, Callable[[], object]]
 
@@ -359,8 +359,15 @@ def test_a_micro_batch_without_trained_tokens_comes_first(data: dict[str, Any], 
 @pytest.fixture
 def spread(tmp_path: Path) -> dict[str, Any]:
     """A config for two stages over processes."""
-    base = save_deep_base(tmp_path / "base")
-    return five_tasks(base, tmp_path, pipeline={"stages": 2, "partition": [2, 2]})
+    return on_a_deep_base(tmp_path, pipeline={"stages": 2, "partition": [2, 2]})
+
+
+def on_a_deep_base(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Five tasks; the gradients of this base are larger, and the epsilon that steadies Adam with them."""
+    base = folder / "base"
+    data = five_tasks(base if base.exists() else save_deep_base(base), folder, **changes)
+    data["defaults"]["adam_epsilon"] = 100 * STEADY_EPSILON
+    return data
 
 
 PATCH = """
@@ -372,7 +379,7 @@ replace_memory(pytest.MonkeyPatch())
 
 def test_two_stages_under_a_limit(spread: dict[str, Any], tmp_path: Path) -> None:
     """From the beginning, and from where a run of one stage was interrupted."""
-    one = five_tasks(tmp_path / "base", tmp_path)
+    one = on_a_deep_base(tmp_path)
     run_to_end(one, tmp_path, "whole")
     one["output_dir"] = "other"
     train(resolve_config(one, folder=tmp_path), reporter=Watching({("first", 2): interrupt}))
