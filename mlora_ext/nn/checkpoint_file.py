@@ -73,19 +73,20 @@ def save(
         ValueError: if weights are missing in `state_dict`, or the folder holds the weights of another model.
         OSError: if the disk is full or the place is not writable.
     """
-    from .folder import save_adapter
+    from .folder import write_folder
 
     folder = Path(directory)
     _refuse_other_model(folder)
     if len(names) > 1 and "default" not in names:
         _clear_root(folder)
     resumed = {_STEP: torch.tensor(router_of(model).step), **_trained_base(model, state_dict)}
-    resumed |= {key: tensor.clone() for key, tensor in resized_embeddings(model).items()}
+    embeddings = resized_embeddings(model, state_dict)
+    resumed |= {key: tensor.clone() for key, tensor in embeddings.items()}
     for name in names:
         tensors = adapter_tensors(model, name, state_dict)
         inside = len(names) > 1 and name != "default"
         weights = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
-        save_adapter(model, name, folder / name if inside else folder, weights)
+        write_folder(model, name, folder / name if inside else folder, weights, embeddings)
         for key, tensor in tensors.items():
             resumed[f"{key.removesuffix('.weight')}.{name}.weight"] = tensor
     _write(folder / _FILE, resumed)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 
-def resized_embeddings(model: nn.Module) -> dict[str, Tensor]:
+def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Input and output embeddings of a model with another vocabulary than the base in its folder or cache.
+
+    Args:
+        model: converted.
+        state_dict: of the model, to take them from; what it lacks is left out. Default: the model's own.
 
     Returns:
         `{"model.embed_tokens.weight": [vocabulary, d], ...}`, keys as in the model's state dict; empty where
@@ -19,15 +24,17 @@ def resized_embeddings(model: nn.Module) -> dict[str, Tensor]:
     stored, own = _stored_vocabulary(config), _vocabulary(config)
     if stored is None or own is None or stored == own:
         return {}
-    transformer: Any = model
-    layers = (transformer.get_input_embeddings(), transformer.get_output_embeddings())
+    getters = [getattr(model, f"get_{side}_embeddings", lambda: None) for side in ("input", "output")]
+    layers = [layer for layer in (getter() for getter in getters) if layer is not None]
     found = {
         f"{name}.{key}": parameter.detach()
         for name, module in model.named_modules(remove_duplicate=False)
         if any(module is layer for layer in layers)
         for key, parameter in module.named_parameters(recurse=False)
-        if not parameter.is_meta
     }
+    if state_dict is not None:
+        found = {key: state_dict[key].detach() for key in found if key in state_dict}
+    found = {key: tensor for key, tensor in found.items() if not tensor.is_meta}
     if found:
         warnings.warn(
             f"the vocabulary has {own} tokens, that of the base in {config._name_or_path} has {stored}: "
@@ -39,7 +46,10 @@ def resized_embeddings(model: nn.Module) -> dict[str, Tensor]:
 
 def _vocabulary(config: Any) -> int | None:
     """The number of tokens that a model's config names; None where it is no config of Transformers."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    try:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    except ValueError:  # several of its parts have a vocabulary
+        return None
     return getattr(text, "vocab_size", None)
 
 

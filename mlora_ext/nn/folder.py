@@ -60,11 +60,22 @@ def save_adapter(
         >>> save_adapter(model, "a", "out/a")
         >>> PeftModel.from_pretrained(base, "out/a")
     """
+    write_folder(model, name, folder, weights, resized_embeddings(model))
+
+
+def write_folder(
+    model: nn.Module,
+    name: str,
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, Tensor] | None,
+    embeddings: Mapping[str, Tensor],
+) -> None:
+    """`save_adapter` with these embeddings beside it, `{"model.embed_tokens.weight": [vocabulary, d]}`."""
     router_of(model).check_names("name", [name])
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: expected a folder to write, got the file {target}")
-    state = _whole_state(model, name, weights) | _changed_base(model, name)
+    state = _whole_state(model, name, weights) | _changed_base(model, name, embeddings)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -112,11 +123,11 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     return {key: given[key].detach().contiguous() for key in shapes}
 
 
-def _changed_base(model: nn.Module, name: str) -> dict[str, Tensor]:
+def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Resized embeddings under PEFT's keys, which tell the base of an adapter's layer from other layers."""
     layers = adapter_layers(model, name)
     state = {}
-    for key, tensor in resized_embeddings(model).items():
+    for key, tensor in embeddings.items():
         layer, _, parameter = key.rpartition(".")
         base = ".base_layer" if layer in layers else ""
         state[f"{_PREFIX}{layer}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()

@@ -12,10 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .call_kind import Call, kind_of, sizes_of
 from .linear import MultiLoRALinear
+from .other_contents import special_tokens
 from .routes import Route
 from .routing import Router, router_of
 from .samples import Places, SampleDim, find_places
-from .trial_passes import TrialPasses, special_tokens
+from .trial_passes import TrialPasses
 
 _CONTENTS = (
     "input_ids",

@@ -21,9 +21,10 @@ from .trial_passes import FAILURES, Observer, TrialPasses
 
 CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 BESIDE, BESIDE_16_BITS = 2**-10, 2**-4
-"""A row is clean if it moved by at most `CLEAN` epsilons of each column's largest number, or by at most this
-part of its own largest move; changed if a column moved by more than `CHANGED` epsilons. Between these it is
-left out: a mixture of experts rounds rows of other samples differently when its groups grow."""
+"""A row is clean in a pass if each column moved by at most `CLEAN` epsilons of its largest number, or by at
+most this part of what it moves by in another pass; changed if a column moved by more, and by more than
+`CHANGED` epsilons. Between the two it is left out: a mixture of experts rounds rows of other samples
+differently when its groups grow."""
 
 
 class SampleDim(NamedTuple):
@@ -99,31 +100,25 @@ def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
     except FAILURES as error:
         return {EVERY: f"in a trial pass the model fails ({type(error).__name__}: {error})"}
     inputs = {(layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls}
-    places = {}
-    for layer, dims in inputs:
-        place = _find_place(passes, layer, dims, sizes)
-        if isinstance(place, str) and passes.with_caches is not None:
-            with_caches = _find_place(passes.with_caches, layer, dims, sizes)
-            place = with_caches if isinstance(with_caches, SampleDim) else place
-        places[layer, dims] = place
-    return places
+    return {one: _find_place(passes, *one, sizes) for one in inputs}
 
 
 def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[float]) -> SampleDim | str:
     """Where samples lie in the inputs of one layer that have this number of dimensions, or why not."""
     batch = passes.batch
 
-    def calls(observers: Sequence[Observer]) -> list[Calls]:
-        return [[one for one in seen.seen.get(layer, []) if len(one[0]) == dims] for seen in observers]
+    def calls(observer: Observer) -> Calls:
+        return [one for one in observer.seen.get(layer, []) if len(one[0]) == dims]
 
-    before, *_ = changed = calls(passes.changed)
-    found = _by_changes(changed, batch)
+    before = calls(passes.changed[0])
+    found = _by_changes([calls(seen) for seen in passes.changed], batch)
     if isinstance(found, list):  # several, or rows that changed with no sample
-        found = _by_growth(before, calls([passes.grown])[0], batch, found)
+        found = _by_growth(before, [(count, calls(seen)) for count, seen in passes.grown], batch, found)
     if isinstance(found, str):
         return found
-    if _may_follow_values(found, before, calls([passes.rolled])[0], batch):
-        again = _by_changes(calls(passes.rolled_and_changed), batch) if passes.rolled_and_changed else ""
+    if not _have_moved_on(found, before, calls(passes.rolled), batch):
+        rolled = [calls(seen) for seen in passes.rolled_and_changed]
+        again = _by_changes(rolled, batch) if rolled else "the model takes its samples in this order only"
         if found != again and not (isinstance(again, list) and found in again):
             return "the order of its rows depends on their values"
     return _with_ratios(found, [shape for shape, _ in before], batch, sizes)
@@ -175,15 +170,15 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
     """Shape of each call, and `[rows]` int64: the sample that each row changed with, or -1 if unknown."""
     for index, (shape, rows) in enumerate(passes[0]):
         epsilon = torch.finfo(rows.dtype).eps
-        scale = rows.double().abs().amax(0) if rows.numel() else 1.0
-        moved = torch.zeros(len(passes) - 1, rows.shape[0], dtype=torch.float64)
-        for bit, calls in enumerate(passes[1:]):
-            difference = (calls[index][1].double() - rows.double()).abs()
-            moved[bit] = torch.where(difference > 0, difference / scale, 0.0).amax(1)
         beside = BESIDE if rows.element_size() > 2 else BESIDE_16_BITS
-        clean = moved <= (beside * moved.amax(0)).clamp(min=CLEAN * epsilon)
-        changed = ~clean & (moved > _noticed(rows) * epsilon)
-        codes = (changed.long() << torch.arange(len(moved)).unsqueeze(1)).sum(0)
+        moved = torch.stack([(calls[index][1].double() - rows.double()).abs() for calls in passes[1:]])
+        if rows.numel():
+            largest = rows.double().abs().amax(0)
+            moved /= largest.clamp(min=BESIDE * float(largest.max()) or 1.0)
+        noise = (beside * moved.amax(0)).clamp(min=CLEAN * epsilon)
+        clean = (moved <= noise).all(-1)
+        changed = ((moved > noise) & (moved > _noticed(rows) * epsilon)).any(-1)
+        codes = (changed.long() << torch.arange(len(moved), device="cpu").unsqueeze(1)).sum(0)
         yield shape, torch.where((clean | changed).all(0), codes, 0) - 1
 
 
@@ -192,42 +187,49 @@ def _noticed(rows: Tensor) -> int:
     return CHANGED if rows.element_size() > 2 else CHANGED_16_BITS
 
 
-def _may_follow_values(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
-    """Whether samples may be in an order of their own, by what a layer saw when all moved on by one.
+def _have_moved_on(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
+    """Whether each sample looks like its predecessor before, and like no other, when all moved on by one.
 
-    Each sample looks like one from before, and not, or not only, like its predecessor. Samples that are equal
-    look so, too, and those whose caches have not moved on.
+    Else samples may be in an order of their own; or some are equal, or hold what did not move on.
     """
-    for (shape, rows), (shape_after, rows_after) in zip(before, after, strict=False):
-        if shape != shape_after or not rows.numel():
+    if [shape for shape, _ in before] != [shape for shape, _ in after]:
+        return False
+    predecessors = torch.eye(batch, dtype=torch.bool, device="cpu").roll(1, 0)
+    for (shape, rows), (_, rows_after) in zip(before, after, strict=True):
+        if not rows.numel():
             continue
         limit = _noticed(rows) * torch.finfo(rows.dtype).eps * float(rows.abs().max())
-        by_sample = place.owners(shape, batch).argsort(stable=True).view(batch, -1).to(rows.device)
+        by_sample = place.owners(shape, batch).argsort(stable=True).view(batch, -1)
         each, each_after = (seen[by_sample].flatten(1) for seen in (rows, rows_after))
         alike = torch.stack([(each - sample).abs().amax(1) <= limit for sample in each_after])
-        predecessors = torch.eye(batch, dtype=torch.bool, device=rows.device).roll(1, 0)
-        if bool(alike.any(1).all()) and not torch.equal(alike, predecessors):
-            return True
-    return False
+        if not torch.equal(alike, predecessors):
+            return False
+    return True
 
 
-def _by_growth(before: Calls, after: Calls, batch: int, possible: Sequence[SampleDim]) -> SampleDim | str:
-    """Of these places, the one whose dimension alone grows with the samples, by what each has."""
-    dims = {
-        dim
-        for (small, _), (large, _) in zip(before, after, strict=False)
-        for dim in range(len(small) - 1)
-        if small[dim] != large[dim]
-    }
-    left = [place for place in possible if dims == {place.dim}]
-    grows = all(
-        large[dim] * batch == small[dim] * (batch + 1)
-        for (small, _), (large, _) in zip(before, after, strict=False)
-        for dim in dims
-    )
-    if len(left) == 1 and grows and len(before) == len(after):
-        return left[0]
-    return "its rows do not follow from the samples, as positions that all samples share"
+def _by_growth(
+    before: Calls, grown: Sequence[tuple[int, Calls]], batch: int, possible: Sequence[SampleDim]
+) -> SampleDim | str:
+    """Of these places, the one whose dimension alone grows with the samples, by what each has.
+
+    Args:
+        before: calls of a layer with the batch.
+        grown: how many samples came twice, and the calls then.
+        batch: samples.
+        possible: places that agree with which rows changed.
+    """
+    unknown = "its rows do not follow from the samples, as positions that all samples share"
+    left = list(possible)
+    for count, after in grown:
+        shapes = list(zip((shape for shape, _ in before), (shape for shape, _ in after), strict=False))
+        dims = {dim for small, large in shapes for dim in range(len(small) - 1) if small[dim] != large[dim]}
+        left = [place for place in left if dims == {place.dim}]
+        grows = all(
+            large[dim] * batch == small[dim] * (batch + count) for small, large in shapes for dim in dims
+        )
+        if not grows or len(before) != len(after):
+            return unknown
+    return left[0] if grown and len(left) == 1 else unknown
 
 
 def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:

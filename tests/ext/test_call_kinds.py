@@ -9,6 +9,7 @@ from models import converted, llama, token_ids
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import mlora_ext as mx
 
@@ -119,6 +120,100 @@ def test_rows_of_nobody_beside_those_of_samples(count: int) -> None:
             return h + (z[: h.shape[0]] @ z[h.shape[0] :].T).sum(1)[:, None, None]
 
     assert not right_or_refused(model_of(Prototypes), ids_of(4, 5))
+
+
+class Unused(Inside):
+    """Samples sorted by scores; the last columns of what they are made of are not used yet."""
+
+    def forward(self, x: Tensor, score: Tensor) -> Tensor:
+        order = score.argsort()
+        return self.out(self.lin(x[order])[order.argsort()])
+
+
+class BehindDropout(Inside):
+    def forward(self, ids: Tensor, score: Tensor) -> Tensor:
+        order = score.argsort()
+        h = nn.functional.dropout(self.embed(ids), 0.5, self.training)
+        return self.out(self.lin(h[order])[order.argsort()])
+
+
+class BehindACache(Inside):
+    """What a cache holds of each sample is added before samples are sorted."""
+
+    def forward(self, ids: Tensor, score: Tensor) -> Tensor:
+        cache = DynamicCache()
+        held = torch.randn(4, 1, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+        cache.update(held, held, 0)
+        return self.step(ids, score, cache)
+
+    def step(self, ids: Tensor, score: Tensor, cache: DynamicCache) -> Tensor:
+        h = self.embed(ids)
+        keys, _ = cache.update(h[:, None], h[:, None], 0)
+        h, order = h + keys.mean((1, 2))[:, None], score.argsort()
+        return self.out(self.lin(h[order])[order.argsort()])
+
+
+class GivenACache(BehindACache):
+    def forward(self, ids: Tensor, score: Tensor, cache: DynamicCache) -> Tensor:
+        return self.step(ids, score, cache)
+
+
+@pytest.mark.parametrize("kind", [Unused, BehindDropout, BehindACache, GivenACache])
+def test_an_order_by_scores_is_seen(kind: type[Inside]) -> None:
+    """Also in the first call, whose scores happen to be in the order of the samples."""
+    model, given = model_of(kind), ids_of(4, 3)
+    if kind is Unused:
+        given = torch.cat([torch.randn(4, 3, WIDTH - 4), torch.zeros(4, 3, 4)], -1)
+    for scores in ([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 4.0, 3.0]):
+        more = {"score": torch.tensor(scores)}
+        if kind is GivenACache:
+            more["cache"] = DynamicCache()
+            held = torch.randn(4, 1, 6, WIDTH)
+            more["cache"].update(held, held, 0)
+        with pytest.raises(ValueError, match=UNKNOWN):
+            model(given, adapter_names=NAMES, **more)
+
+
+@pytest.mark.parametrize("lengths", [(3, 5, 4), (5, 3, 4), (2, 6, 4), (4, 4, 4)], ids=str)
+def test_rows_of_a_token_that_never_changes(lengths: tuple[int, ...]) -> None:
+    """Behind one another without padding, each sample beginning with the same special token."""
+
+    class Packed(Inside):
+        config = type("Config", (), {"to_dict": lambda self: {"bos_token_id": 1, "pad_token_id": 0}})()
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            kept = attention_mask.bool()
+            parts = self.embed(ids)[kept].split(attention_mask.sum(1).tolist())
+            rows = torch.cat([part.cumsum(0) for part in parts])
+            return self.out(self.embed(ids).masked_scatter(kept.unsqueeze(-1), self.lin(rows)))
+
+    model, ids = model_of(Packed, targets=("lin",)), torch.randint(2, 50, (3, 6))
+    ids[:, 0] = 1
+    mask = masks(*lengths)
+    served = right_or_refused(model, ids.masked_fill(mask == 0, 0), attention_mask=mask)
+    assert served == (len(set(lengths)) == 1)
+
+
+def test_rows_that_share_what_a_list_of_states_holds() -> None:
+    class Sharing(Inside):
+        def forward(self, ids: Tensor, states: list[Tensor]) -> Tensor:
+            return self.out(
+                self.lin(self.embed(ids) + states[0].unsqueeze(0))
+            )  # [B, B, D]: as if by position
+
+    model, ids = model_of(Sharing), ids_of(4, 4)
+    with pytest.raises(ValueError, match=UNKNOWN):
+        model(ids, states=[torch.randn(4, WIDTH)], adapter_names=NAMES)
+
+
+def test_states_that_are_no_plain_numbers() -> None:
+    class Drawing(Inside):
+        def forward(self, ids: Tensor, probabilities: list[Tensor]) -> Tensor:
+            torch.multinomial(probabilities[0], 1)
+            return self.out(self.lin(self.embed(ids)))
+
+    model, ids = model_of(Drawing), ids_of(4, 4)
+    assert right_or_refused(model, ids, probabilities=[torch.full((4, 3), 0.01)])
 
 
 def test_a_model_that_calls_itself_on_parts_of_the_batch() -> None:

@@ -12,9 +12,10 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tolerances import assert_same_up_to_rounding
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MusicgenConfig
 
 import mlora_ext as mx
+from mlora_ext.nn.embeddings import resized_embeddings
 from mlora_ext.nn.folder import adapter_state
 
 FOLDER = {"adapter_config.json", "adapter_model.safetensors"}
@@ -242,3 +243,39 @@ def test_embeddings_of_the_base_are_not_saved(
     mx.convert_model(base, {"a": CONFIGS["a"]}).save_pretrained(tmp_path / "out")
     assert all("lora_" in key for key in load_file(tmp_path / "out" / "adapter_model.safetensors"))
     assert not list(recwarn)
+
+
+def test_resized_embeddings_of_a_state_dict_are_those_that_are_saved(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    model = mx.convert_model(base, {name: LoraConfig(r=4, target_modules=["q_proj"]) for name in "ab"})
+    gathered = {key: tensor + 1 for key, tensor in model.state_dict().items()}
+    with pytest.warns(UserWarning, match="the vocabulary has") as told:
+        model.save_pretrained(tmp_path / "out", state_dict=gathered)
+    assert len(told) == 1
+    key = "model.embed_tokens.weight"
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[key], gathered[key])
+    for name in "ab":
+        saved = load_file(tmp_path / "out" / name / "adapter_model.safetensors")
+        assert torch.equal(saved[f"base_model.model.{key}"], gathered[key])
+
+
+def test_a_model_around_a_resized_base_is_saved(tmp_path: Path) -> None:
+    """It has the base's config, and no embeddings of its own."""
+
+    class WithValueHead(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.config = base, base.config
+
+    llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    model = mx.convert_model(WithValueHead(base), {"a": LoraConfig(r=4, target_modules=["q_proj"])})
+    mx.save_adapter(model, "a", tmp_path / "out")
+    assert all("lora_" in key for key in load_file(tmp_path / "out" / "adapter_model.safetensors"))
+
+
+def test_a_config_of_several_texts_names_no_vocabulary() -> None:
+    assert resized_embeddings(type("Model", (nn.Module,), {"config": MusicgenConfig()})()) == {}

@@ -4,6 +4,7 @@ Only three tokens may follow, so that prompts often continue with the same one w
 """
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from compare import RANKS, collate, following_advice
 from families import FAMILIES, Family
 from inputs import FIRST_WORD, make_samples
+from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
 
 import mlora_ext as mx
@@ -25,18 +27,28 @@ QUICK = {
     "T5ForConditionalGeneration",
     "MllamaForCausalLM",
 }
+UNCACHED, CACHED = {"use_cache": False}, {"use_cache": True}
+HOW: list[dict[str, Any]] = [
+    CACHED,
+    UNCACHED,
+    CACHED | {"num_beams": 2, "num_return_sequences": 2},
+    CACHED | {"do_sample": True},
+    CACHED | {"num_return_sequences": 2, "do_sample": True},
+]
 REFUSED = {
     **dict.fromkeys(["llava", "paligemma", "qwen2_5_vl", "qwen2_vl"], "outside of the model's own forward"),
-    "switch_transformers": "as inside a mixture of experts",
+    "rwkv": "not ordered by sample, or several samples share them",
+    "switch_transformers": "do not target this layer",
 }
-"""Newer versions of Transformers encode images before the first forward pass, past where names are known."""
-HOW: list[dict[str, Any]] = [
-    {},
-    {"do_sample": True},
-    {"num_beams": 2},
-    {"num_return_sequences": 2, "do_sample": True},
-    {"use_cache": False},
-]
+"""Images are encoded before the first forward pass; RWKV's cache mixes samples; experts see selected rows."""
+CHANGES = {
+    "flaubert": {"mask_token_id": 5},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "qwen3_next": {"num_hidden_layers": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "xlm": {"mask_token_id": 5},
+}
+"""A cache that works only with a layer of attention; a token to predict that is no padding."""
 NAMES = ["a", "b", "__base__", "b"]
 
 
@@ -52,7 +64,8 @@ def generating() -> list[object]:
 
 def converted(family: Family) -> nn.Module:
     """In fp32, with random adapters on all linear layers that can have one."""
-    base = family.build()
+    changes = family.changes | CHANGES.get(family.model_type, {})
+    base = dataclasses.replace(family, changes=changes).build()
     with torch.no_grad():
         for parameter in base.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -75,6 +88,18 @@ def few_words(ids: Tensor, scores: Tensor) -> Tensor:
     return kept
 
 
+def ways(family: Family, length: int) -> list[dict[str, Any]]:
+    """Those that the base itself can generate in."""
+    kind = family.model_type
+    if kind == "xlstm" or (kind == "recurrent_gemma" and length == 1):
+        return [UNCACHED]  # a cache of the wrong shape; a cache that a prompt of one token does not clear
+    if kind == "rwkv":
+        return [UNCACHED, CACHED]  # its cache serves no beams
+    if kind == "whisper":  # it repeats its batch itself, which is refused: test_call_kinds
+        return [how for how in HOW if "num_return_sequences" not in how]
+    return HOW
+
+
 @pytest.mark.parametrize("family", generating())
 @pytest.mark.parametrize("length", [1, 4])
 def test_each_prompt_continues_as_its_adapter_does(family: Family, length: int) -> None:
@@ -85,25 +110,31 @@ def test_each_prompt_continues_as_its_adapter_does(family: Family, length: int) 
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     seed = int(torch.randint(2**31, ()))
 
-    def generate(names: list[str], how: dict[str, Any]) -> Tensor:
+    def generate(names: list[str], how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Tokens `[sequences, length]` and logits `[sequences, 4, vocabulary]`."""
         torch.manual_seed(seed)
-        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **how}
-        out = model.generate(**batch, adapter_names=names, logits_processor=[few_words], **options)
-        return out if isinstance(out, Tensor) else out.sequences
+        options = {"max_new_tokens": 4, "min_new_tokens": 4, "num_beams": 1, "do_sample": False, **how}
+        options |= {"output_logits": True, "return_dict_in_generate": True, "logits_processor": [few_words]}
+        out = model.generate(**batch, adapter_names=names, **options)
+        return out.sequences, torch.stack(list(out.logits), 1)
 
-    for how in HOW:
-        if family.model_type == "whisper" and "num_return_sequences" in how:
-            continue  # it repeats its batch itself, which is refused: test_call_kinds
-        try:
-            together = generate(NAMES, how)
-        except ValueError as error:
-            if REFUSED.get(family.model_type, "no refusal") in str(error):
-                continue
-            raise
-        each = len(together) // len(NAMES)
-        assert each == how.get("num_return_sequences", 1)
+    refused = REFUSED.get(family.model_type)
+    for how in ways(family, length):
+        if refused is not None and (how != UNCACHED or family.model_type != "rwkv"):
+            with pytest.raises(ValueError, match=refused):
+                generate(NAMES, how)
+            continue
+        tokens, logits = generate(NAMES, how)
+        assert len(tokens) == len(NAMES) * how.get("num_return_sequences", 1)
         if "do_sample" in how:
             continue  # the numbers that others draw depend on the order of samples
+        alone = {name: generate([name] * len(NAMES), how) for name in set(NAMES)}
+        each = len(tokens) // len(NAMES)
         for sample, name in enumerate(NAMES):
-            alone = generate([name] * len(NAMES), how)
-            assert torch.equal(together[sample], alone[sample]), (how, sample, name)
+            own = slice(sample * each, (sample + 1) * each)
+            assert torch.equal(tokens[own], alone[name][0][own]), (how, sample, name)
+            if "num_beams" not in how:
+                assert_same_up_to_rounding(logits[sample], alone[name][1][sample], f"{how}, {sample}", 1e-4)
+                for other in {"a", "b"} - {name}:
+                    difference = (logits[sample, 0] - alone[other][1][sample, 0]).norm()
+                    assert difference > 1e-3 * logits[sample, 0].norm(), (sample, other)
