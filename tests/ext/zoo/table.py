@@ -32,11 +32,12 @@ results are equal. The last column says how: `on` are `target_modules`, `without
 
 
 GENERATE = """\
-`generate` of a mixed batch (greedy and two beams, with a cache; greedy without) continues each prompt as in a
-batch of its own adapter in 99 of the 105 classes that generate. Refused by name: `switch_transformers` for its
-experts; RWKV with its cache, which mixes samples; Llava, PaliGemma, Qwen2-VL and Qwen2.5-VL where layers that
-images pass are targets, which newer versions of Transformers call ahead of the first forward pass. Whisper
-refuses several return sequences of each sample. Checked by `tests/ext/zoo/test_zoo_generate.py`.
+`generate` of a mixed batch (greedy and two beams, with a cache; greedy without) continues each prompt as in
+a batch of its own adapter in 99 of the 105 classes that generate. Refused by name: `switch_transformers`
+for its experts; RWKV with its cache, which mixes samples; Llava, PaliGemma, Qwen2-VL and Qwen2.5-VL where
+layers that images pass are targets, which newer versions of Transformers call ahead of the first forward
+pass. Whisper refuses several return sequences of each sample. Checked by
+`tests/ext/zoo/test_zoo_generate.py`.
 """
 
 
