@@ -14,6 +14,8 @@ from torch import nn
 
 import mlora_ext as mx
 
+pytestmark = pytest.mark.usefixtures("transformers_own_adapters")
+
 
 def logits(model: nn.Module, ids: torch.Tensor, **named: object) -> torch.Tensor:
     with torch.no_grad():

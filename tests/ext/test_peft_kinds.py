@@ -19,6 +19,8 @@ from torch import nn
 
 import mlora_ext as mx
 
+pytestmark = pytest.mark.usefixtures("transformers_own_adapters")
+
 
 def config() -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

@@ -233,7 +233,9 @@ def _tensors(output: object) -> Iterator[Tensor]:
         yield output
     elif isinstance(output, Mapping):
         for key, value in output.items():
-            if "loss" not in key and key not in _STATES:
+            if key == "pooler_output" and isinstance(value, list | tuple):  # of images: one of each sample
+                yield torch.stack(list(value))
+            elif "loss" not in key and key not in _STATES:
                 yield from _tensors(value)
     elif isinstance(output, list | tuple):
         for value in output:
