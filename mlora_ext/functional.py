@@ -61,7 +61,7 @@ def multi_lora_linear(
     _check_adapters(x, weight, lora_a, lora_b)
     rows = x.numel() // x.shape[-1]
     _check_layout(rows, len(lora_a), layout)
-    scaling = _scaling_tensor(scaling, len(lora_a), x.device)
+    scaling = _scaling_tensor(scaling, len(lora_a), x)
     if dropout is not None and len(dropout.p) != len(lora_a):
         raise ValueError(f"dropout: expected p for {len(lora_a)} adapters, got {len(dropout.p)}")
     rng = (None, None, None) if dropout is None else dropout.tensors(x.device)
@@ -188,10 +188,15 @@ def _check_layout(rows: int, adapters: int, layout: SegmentLayout) -> None:
         )
 
 
-def _scaling_tensor(scaling: Sequence[float] | Tensor, adapters: int, device: torch.device) -> Tensor:
+def scaling_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What scalings are kept in for an x of this dtype: fp32 as the kernels read it; fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scaling_tensor(scaling: Sequence[float] | Tensor, adapters: int, x: Tensor) -> Tensor:
     if isinstance(scaling, int | float):
         raise ValueError(f"scaling: expected a list of one value per adapter ({adapters}), got {scaling}")
-    tensor = torch.as_tensor(scaling, dtype=torch.float32, device=device)
+    tensor = torch.as_tensor(scaling, dtype=scaling_dtype(x.dtype), device=x.device)
     if list(tensor.shape) != [adapters]:
         raise ValueError(
             f"scaling: expected one value per adapter ({adapters}), got shape {list(tensor.shape)}"

@@ -31,7 +31,10 @@ def kind_of(call: Call, contents: Sequence[Tensor], special: Tensor) -> tuple[Ha
         if isinstance(value, Tensor):
             held = any(value is content for content in contents)
             flags.extend(_of_tokens(value, special) if held else _flags(str(name), value))
-            return value.dim(), value.dtype, tuple(size == 1 for size in value.shape[1:-3])  # images
+            images = tuple(size == 1 for size in value.shape[1:-3])
+            # Layers cannot notice rows in another order, as a model may have for some lengths, if B = S.
+            alike = held and value.shape[0] in value.shape[1:]
+            return value.dim(), value.dtype, images, tuple(value.shape) if alike else ()
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list | tuple):

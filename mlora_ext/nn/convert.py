@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..functional import scaling_dtype
 from ..gemm import PackedWeight
 from . import adapter_interface, checkpointing, forward
 from .base_dropout import stop_base_dropout
@@ -59,7 +60,7 @@ def convert_model(
 
     Args:
         model: any module with `nn.Linear` or `Conv1D` layers.
-        adapters: PEFT's `LoraConfig` by adapter name.
+        adapters: PEFT's `LoraConfig` by adapter name; with `inference_mode=True` the adapter is frozen.
         seed: of initial values and dropout.
         autocast_adapter_dtype: keep adapters of a bf16 or fp16 base in fp32, as PEFT does. Unlike PEFT's,
             `scaling x A^T` keeps the dtype of x: in an fp16 base values above 65504 are inf.
@@ -82,6 +83,8 @@ def convert_model(
         raise ValueError(
             f"adapters: expected configs by name, {{'a': LoraConfig(...)}}, got {type(adapters).__name__}"
         )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a module, got {type(model).__name__}")
     if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)
@@ -252,6 +255,8 @@ def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, La
         layer.specs[name] = spec
         a = layer.lora_A.add(name, spec.rank)
         b = layer.lora_B.add(name, spec.rank)
+        for parameter in (a, b):
+            parameter.requires_grad_(not config.inference_mode)
         _initialise(a, b, init_kind(config), spec.rank, derived_seed(seed, name, key))
     router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), derived_seed(seed, name, "dropout"))
 
@@ -292,7 +297,7 @@ def _regroup(model: nn.Module) -> None:
         names = tuple(name for name in router.adapters if name in module.lora_A)
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
-        key = (names, scaling, dropout, module.weight.device)
+        key = (names, scaling, dropout, module.weight.device, scaling_dtype(module.weight.dtype))
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
     router.siblings = _find_siblings(layers)

@@ -278,6 +278,7 @@ def read_config(path: Path) -> LoraConfig:
     except TypeError as error:
         raise ValueError(f"folder: {path / _CONFIG}: PEFT refuses it: {error}") from error
     assert isinstance(config, LoraConfig)
+    config.inference_mode = False  # PEFT writes True into every folder
     return without_start(config)
 
 

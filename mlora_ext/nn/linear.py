@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import lora_linear_rows
+from ..functional import lora_linear_rows, scaling_dtype
 from ..gemm import PackedWeight, frozen_linear
 from .bank import AdapterBank
 from .routes import LayerGroup, LayerSpec, RouteTensors
@@ -57,7 +57,7 @@ class MultiLoRALinear(nn.Module):
         self.siblings: Siblings | None = None
         self.specs: dict[str, LayerSpec] = {}
         self.eager_dims: set[int] = set()
-        self.group = LayerGroup((), (), (), weight.device)
+        self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
@@ -66,7 +66,7 @@ class MultiLoRALinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiLoRALinear:
         super()._apply(fn, recurse)
         self.packed = self.packed and PackedWeight()
-        self.group = self.router.group_on(self.group, self.weight.device)
+        self.group = self.router.group_on(self.group, self.weight)
         if not self.layer.is_meta:
             # `to_empty` has left it undefined, and no state dict restores it.
             self.layer.fill_(self.index)

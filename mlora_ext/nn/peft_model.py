@@ -65,6 +65,8 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     from peft import PeftModel
     from peft.tuners.lora import LoraModel
 
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"peft_model: expected a model with PEFT's adapters, got {type(model).__name__}")
     if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
         raise ValueError("peft_model: is converted already; use mlora_ext.add_adapter to add an adapter")
     configs = getattr(model, "peft_config", None) if isinstance(model, PeftModel) else None

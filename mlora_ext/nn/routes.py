@@ -50,12 +50,22 @@ class RouteTensors:
 
 @dataclass(eq=False)
 class LayerGroup:
-    """Layers that have the same adapters, scalings and dropouts: they share the tensors of a route."""
+    """Layers that have the same adapters, scalings and dropouts: they share the tensors of a route.
+
+    Attributes:
+        adapters: names, in the order of the router.
+        scaling: of each.
+        dropout: of each.
+        device: of the layers.
+        dtype: of the scalings, see `scaling_dtype`.
+        active: tensors of the route that is entered.
+    """
 
     adapters: tuple[str, ...]
     scaling: tuple[float, ...]
     dropout: tuple[float, ...]
     device: torch.device
+    dtype: torch.dtype
     active: RouteTensors | None = None
     _constants: dict[tuple[str, ...], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
@@ -65,7 +75,7 @@ class LayerGroup:
             index = [self.adapters.index(name) for name in names]
             p = [self.dropout[i] for i in index]
             self._constants[names] = (
-                torch.tensor([self.scaling[i] for i in index], dtype=torch.float32, device=self.device),
+                torch.tensor([self.scaling[i] for i in index], dtype=self.dtype, device=self.device),
                 torch.tensor(p, dtype=torch.float32, device=self.device) if any(p) else None,
             )
         return self._constants[names]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..functional import scaling_dtype
 from ..segments import SegmentLayout
 from .flights import Flights, attach_token
 from .routes import BASE, LayerGroup, Route, RouteTensors, only_used
@@ -194,15 +195,16 @@ class Router:
         """Have the next mixed batch looked at anew."""
         self.places, self.specials = {}, {}
 
-    def group_on(self, group: LayerGroup, device: torch.device) -> LayerGroup:
-        """The same group for layers that have moved to a device; made if there is none yet."""
-        if group.device == device:
+    def group_on(self, group: LayerGroup, weight: Tensor) -> LayerGroup:
+        """The same group for layers whose weight has moved or changed its dtype; made if there is none."""
+        place = (weight.device, scaling_dtype(weight.dtype))
+        if (group.device, group.dtype) == place:
             return group
-        facts = (group.adapters, group.scaling, group.dropout)
+        facts = (group.adapters, group.scaling, group.dropout, *place)
         for other in self.groups:
-            if (other.adapters, other.scaling, other.dropout) == facts and other.device == device:
+            if (other.adapters, other.scaling, other.dropout, other.device, other.dtype) == facts:
                 return other
-        self.groups.append(LayerGroup(*facts, device))
+        self.groups.append(LayerGroup(*facts))
         return self.groups[-1]
 
     @contextmanager

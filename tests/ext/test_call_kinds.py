@@ -45,7 +45,7 @@ def masks(*lengths: int) -> Tensor:
 
 def right_or_refused(model: nn.Module, ids: Tensor, **more: object) -> bool:
     """Whether it was served; then every sample is as it is with one adapter for the whole batch."""
-    names = NAMES[: ids.shape[0]]
+    names = [NAMES[sample % len(NAMES)] for sample in range(ids.shape[0])]
     try:
         together = model(ids, adapter_names=names, **more)
     except ValueError as error:
@@ -104,6 +104,24 @@ def test_rows_by_an_index_argument() -> None:
     model, ids = model_of(Indexed), ids_of(4, 5)
     for keep in ([0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1]):
         right_or_refused(model, ids, keep=torch.tensor(keep))
+
+
+class ShortOnesTimeFirst(Inside):
+    """`[S, B, D]` inside, where sequences are short."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return self.out(self.lin(h.transpose(0, 1)).transpose(0, 1) if ids.shape[1] < 5 else self.lin(h))
+
+
+@pytest.mark.parametrize("lengths", [(7, 4), (4, 7), (3, 4, 7)], ids=str)
+def test_a_length_that_equals_the_batch(lengths: tuple[int, ...]) -> None:
+    """Rows in another order would have a shape that layers know."""
+    model = model_of(ShortOnesTimeFirst)
+    for length in lengths:
+        right_or_refused(model, ids_of(4, length))
+    assert right_or_refused(model, ids_of(4, 4))
+    assert right_or_refused(model, ids_of(5, 5))
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])

@@ -169,6 +169,24 @@ def test_model_survives_conversions() -> None:
     torch.testing.assert_close(half.float(), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fp64_scales_in_fp64(when: str) -> None:
+    """8 / 6 is no number of fp32's."""
+    base = nn.Sequential(nn.Linear(6, 8))
+    base = base.double() if when == "before" else base
+    model = mx.convert_model(
+        base, {"a": config(r=6, lora_alpha=8, target_modules=["0"], init_lora_weights=False)}
+    )
+    model, x = model.double(), torch.randn(4, 6, dtype=torch.float64)
+    a, b = (weight.detach() for weight in mx.adapter_parameters(model, "a").values())
+    expected = x @ model[0].weight.T + model[0].bias + 8 / 6 * (x @ a.T @ b.T)
+    with mx.use_backend("reference"):
+        got = model(x, adapter_names=["a"] * 4)
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+        single = model.float()(x.float(), adapter_names=["a"] * 4)
+        assert_same_up_to_rounding(single, expected, "in fp32 afterwards")
+
+
 def test_meta_and_back_keeps_dropout_masks() -> None:
     """Moving a model to another device takes its routes and layer indices along."""
     base = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))

@@ -102,6 +102,7 @@ NOTHING = (
     ("build", "message"),
     [
         (llama, NOTHING.format("LlamaForCausalLM")),
+        (lambda: "model", "peft_model: expected a model with PEFT's adapters, got str"),
         (lambda: nn.Sequential(with_add_adapter()), NOTHING.format("Sequential")),
         (
             lambda: mx.convert_model(llama(), {"a": config()}),

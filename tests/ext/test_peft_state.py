@@ -144,6 +144,19 @@ def test_inference_mode(trainable: bool, tmp_path: Path) -> None:
     assert flags == {trainable}
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_inference_mode_in_the_config_of_a_new_adapter(frozen: bool, tmp_path: Path) -> None:
+    """Frozen, as by get_peft_model; a folder says it of every adapter, which may train when it is read."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], inference_mode=frozen)
+    model = mx.convert_model(llama(), {"a": config})
+    mx.add_adapter(model, "b", config)
+    flags = {p.requires_grad for name in "ab" for p in mx.adapter_parameters(model, name).values()}
+    assert flags == {not frozen}
+    mx.save_adapter(model, "a", tmp_path)
+    mx.load_adapter(model, "c", tmp_path)
+    assert all(p.requires_grad for p in mx.adapter_parameters(model, "c").values())
+
+
 def test_adapters_that_wait_in_peft_are_trained() -> None:
     """PEFT freezes all adapters but the active ones; here all are active, as far as nobody froze a part."""
     from peft import get_peft_model

@@ -138,7 +138,7 @@ def told_in_one_line(source: str) -> Iterator[None]:
     """Inside, what Transformers and safetensors raise while they load becomes a ValueError of one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())

@@ -80,13 +80,18 @@ def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
 
 
 def _converted(path: Path, kind: Kind) -> Path:
-    """Where a file goes that is converted."""
-    inner = path.with_suffix("")
-    if kind.packed and path.suffix.lower() != kind.packed:  # the name is that of what is in it
-        return inner.with_name(f"{inner.name}.new{path.suffix}")
-    if kind.packed and inner.suffix:
-        return inner
-    return path.with_suffix(".jsonl" if path.suffix != ".jsonl" else ".new.jsonl")
+    """Where a file goes that is converted; no file has this name."""
+    if kind.packed and path.suffix.lower() != kind.packed:
+        new = path  # the name is that of what is in it
+    elif kind.packed and path.with_suffix("").suffix:
+        new = path.with_suffix("")
+    else:
+        new = path.with_suffix(".jsonl")
+    free, count = new, 1
+    while free.exists():
+        free = new.with_name(f"{new.stem}.new{'' if count == 1 else count}{new.suffix}")
+        count += 1
+    return free
 
 
 def _kind(path: Path, start: bytes, *, array: bool) -> Kind | None:

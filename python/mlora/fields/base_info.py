@@ -41,7 +41,7 @@ class BaseInfo:
             raise RunError(f"base_model: {shown(name)} cannot be reached: {error.strerror}") from error
         try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
             raise RunError(f"base_model: cannot load {name}: {reason}") from error

@@ -36,7 +36,7 @@ class Extent(NamedTuple):
         Raises:
             ValueError: if there is no sequence, or a length is below 1.
         """
-        if not len(lengths) or (shortest := min(lengths)) < 1:
+        if not len(lengths) or not (shortest := min(lengths)) >= 1:
             raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
         rows, longest = sum(lengths), max(lengths)
         even = rows if shortest == longest else 0

@@ -18,7 +18,7 @@ from inputs import make_batches, make_model  # noqa: E402
 
 HEAD = """# Models: which families of Transformers work
 
-Each class below was made small and random, and given two adapters (ranks 4 and 16, `all-linear`). A mixed
+Each class below was made small and random, and given two adapters (ranks 4 and 12, `all-linear`). A mixed
 batch (`adapter_names=["a", "b", "__base__", "a"]`) ran in evaluation and in training mode. **Equal**: every
 sample's outputs and every adapter's gradients are those of PEFT running that adapter alone on the same
 weights, in fp64, to 1e-9. Sequences were longer than the batch, and then exactly as long. Dropouts, router

@@ -74,3 +74,11 @@ def test_quantized_base(run: Run, tiny_base: Path, tmp_path: Path, method: dict,
         f"error: base_model: {tmp_path}/few-bits is quantized ({named}), and quantized bases are not "
         "supported yet; give the model that it was made of, in bf16, fp16 or fp32"
     )
+
+
+def test_config_of_another_shape_than_transformers_expects(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_base, tmp_path / "odd")
+    config = tmp_path / "odd" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": "few bits"}))
+    path = write_run(tmp_path, run_data(tmp_path / "odd", tmp_path))
+    assert only_line(run("validate", path)).startswith(f"error: base_model: cannot load {tmp_path}/odd: ")

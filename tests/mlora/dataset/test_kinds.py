@@ -68,6 +68,17 @@ def test_the_command_converts(tmp_path: Path, name: str, content: str) -> None:
     assert (tmp_path / name).with_suffix(".jsonl").read_text() == JSONL
 
 
+@pytest.mark.parametrize("name", ["d.csv", "d.json", "d.jsonl.gz", "d.gz"])
+def test_the_command_writes_over_nothing(tmp_path: Path, name: str) -> None:
+    packed = gzip.compress(JSONL.encode())
+    content = {"d.csv": CSV, "d.json": json.dumps(ROWS)}.get(name, packed)
+    for new in ("d.jsonl", "d.new.jsonl", "d.new2.jsonl"):
+        command = refusal(tmp_path / name, content).partition("convert it: ")[2]
+        assert command.endswith(f" {tmp_path / new}")
+        subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
+        assert (tmp_path / new).read_text() == JSONL
+
+
 def zipped(content: bytes) -> bytes:
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         archive.writestr("inner", content)
