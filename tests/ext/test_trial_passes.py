@@ -40,9 +40,14 @@ def test_kinds_of_input_are_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None
     model(ids_of(4, 5), adapter_names=NAMES)
     first = len(calls)
     assert first > 2
-    for shape in ((4, 4), (4, 9), (4, 1)):
+    for shape in ((4, 6), (4, 9), (4, 1)):
         model(ids_of(*shape), adapter_names=NAMES)
     assert len(calls) == first + 3
+    model(ids_of(4, 4), adapter_names=NAMES)
+    square = len(calls)
+    assert square > first + 4
+    model(ids_of(4, 4), adapter_names=NAMES)
+    assert len(calls) == square + 1
 
 
 def test_one_token_per_sample_does_not_tell_the_order_of_more() -> None:
