@@ -103,7 +103,7 @@ def test_rows_by_an_index_argument() -> None:
 
     model, ids = model_of(Indexed), ids_of(4, 5)
     for keep in ([0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1]):
-        right_or_refused(model, ids, keep=torch.tensor(keep))
+        assert not right_or_refused(model, ids, keep=torch.tensor(keep))
 
 
 class ShortOnesTimeFirst(Inside):
