@@ -29,8 +29,8 @@ from typing import Any
 
 import machine
 import torch
-from mlora.config import RunConfig
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
+from mlora.config.run_config import RunConfig
 from mlora.engine import Engine
 from mlora.fields.base_info import BaseInfo
 from mlora.process.malloc import keep_freed_memory

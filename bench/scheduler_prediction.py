@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.fields.base_info import BaseInfo

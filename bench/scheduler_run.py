@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mlora.checkpoint_writer import CheckpointWriter
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.fields.base_info import BaseInfo
 from mlora.loop import TrainingLoop
 from mlora.memory.run_memory import RESERVED, RunMemory

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.config import RunConfig
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
+from mlora.config.run_config import RunConfig
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

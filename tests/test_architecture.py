@@ -9,26 +9,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlora").rglob("*.py")])
 
-# A module may import its own layer and those before it. The longest matching prefix decides.
-LAYERS = [
-    ["mlora_ext"],
-    ["mlora.pipeline", "mlora.offload", "mlora.scheduler"],
-    ["mlora.base"],
-    ["mlora.model"],
-    ["mlora.step"],
-    ["mlora.engine"],
-    ["mlora"],  # what a run is made of: config, data, tasks, folder, report, everything not named elsewhere
-    ["mlora.process"],
-    ["mlora.memory"],
-    ["mlora.queue"],
-    ["mlora.sweep"],
-    ["mlora.roster"],
-    ["mlora.prepare"],
-    ["mlora.loop", "mlora.validation"],
-    ["mlora.run"],
-    ["mlora.commands"],
-    ["mlora.cli", "mlora.__main__"],
-]
 # `Sample` is the currency between a run's data and the engine.
 ALLOWED_BACK = {
     ("mlora.step.packing", "mlora.data.Sample"),
@@ -45,15 +25,6 @@ def module_name(path: Path) -> str:
     base = ROOT / "python" if path.is_relative_to(ROOT / "python") else ROOT
     parts = path.relative_to(base).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def layer_of(module: str) -> int | None:
-    best: tuple[int, int] | None = None
-    for index, names in enumerate(LAYERS):
-        for name in names:
-            if (module == name or module.startswith(name + ".")) and (best is None or len(name) > best[0]):
-                best = (len(name), index)
-    return best[1] if best else None
 
 
 def imports(path: Path) -> set[str]:
@@ -92,27 +63,6 @@ def test_no_folder_imports_from_one_that_imports_from_it() -> None:
         free = [unit for unit, others in arrows.items() if not others & set(arrows)]
         assert free, f"a circle among {sorted(arrows)}"
         arrows = {unit: others for unit, others in arrows.items() if unit not in free}
-
-
-def test_every_folder_has_a_layer() -> None:
-    named = {name for names in LAYERS for name in names}
-    below = {"fields", "dataset", "timelines"}  # with what a run is made of
-    folders = {path.parent.name for path in (ROOT / "python" / "mlora").glob("*/__init__.py")}
-    assert folders - below <= {name.removeprefix("mlora.") for name in named}
-
-
-@pytest.mark.parametrize("path", PRODUCT, ids=module_name)
-def test_imports_run_one_way(path: Path) -> None:
-    module = module_name(path)
-    if module == "mlora":
-        return
-    mine = layer_of(module)
-    assert mine is not None, f"{module} stands in no layer: name it in LAYERS"
-    for other in imports(path):
-        theirs = layer_of(other)
-        if theirs is None or (module, other) in ALLOWED_BACK:
-            continue
-        assert theirs <= mine, f"{module} imports {other}, which stands after it"
 
 
 def test_operator_package_needs_only_torch() -> None:

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlora.config import RunConfig
+    from mlora.config.run_config import RunConfig
     from mlora.engine import Engine
     from mlora.result import RunResult
     from mlora.run import train

@@ -116,7 +116,7 @@ def start(
         trace: write what they did when.
     """
     with command(goes_on=True):
-        from mlora.config_file import load_config
+        from mlora.config.config_file import load_config
 
         given = [setting for setting in set_ or [] if setting.startswith("pipeline.stages=")]
         if stages and given and given[-1] != f"pipeline.stages={stages}":
@@ -162,7 +162,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
     Trains nothing and writes nothing.
     """
     with command():
-        from mlora.config_file import load_config
+        from mlora.config.config_file import load_config
 
         config = load_config(run, set_ or [])
         begin()

@@ -62,7 +62,7 @@ def load_dataset(
     Args:
         name: the dataset's name, for messages.
         path: the file.
-        format: one of :class:`mlora.fields.dataset_config.DatasetConfig`'s.
+        format: one of :class:`mlora.config.dataset_config.DatasetConfig`'s.
         max_length: longer samples are cut to their first ``max_length`` tokens.
         vocab_size: token ids lie below it.
         max_positions: the longest sequence that the base model takes, or none.

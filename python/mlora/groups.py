@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.tasks import Task
 
 

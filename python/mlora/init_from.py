@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlora.config.lora_fields import build_lora
 from mlora.errors import RunError, first_line
-from mlora.fields.lora_fields import build_lora
 
 if TYPE_CHECKING:
-    from mlora.config import AdapterConfig
+    from mlora.config.run_config import AdapterConfig
     from mlora.fields.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from mlora.checkpoint_writer import CheckpointWriter
+from mlora.config.sweep_config import is_trial
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
-from mlora.fields.sweep_config import is_trial
 from mlora.groups import Group, Rounds
 from mlora.pipeline import PipelineError
 from mlora.plot import plot_losses

@@ -11,11 +11,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from mlora.config import AdapterConfig, RunConfig
+from mlora.config.dataset_config import DatasetConfig
+from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.fields.base_info import BaseInfo
-from mlora.fields.dataset_config import DatasetConfig
 from mlora.groups import most_under_way, slot_count
 from mlora.memory.measured_samples import PIECES, MeasuredSamples
 from mlora.memory.needs import need_of

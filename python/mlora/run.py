@@ -7,8 +7,8 @@ from typing import Any
 
 from mlora.checkpoint import load_checkpoint
 from mlora.checkpoint_writer import CheckpointWriter
-from mlora.config import RunConfig
-from mlora.config_file import load_config
+from mlora.config.config_file import load_config
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
 from mlora.loop import TrainingLoop, catch_signals
 from mlora.plot import plot_losses

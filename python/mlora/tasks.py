@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.config import AdapterConfig, RunConfig
+from mlora.config.dataset_config import DatasetConfig
+from mlora.config.lora_fields import build_lora
+from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.data import Dataset, load_dataset
 from mlora.dataset.sampler import BatchPlan, derive_seed
 from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
-from mlora.fields.dataset_config import DatasetConfig
-from mlora.fields.lora_fields import build_lora
 from mlora.init_from import check_init_from
 from mlora.step.optim_config import OptimConfig
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 from mlora.memory.memory_plan import MemoryPlan, memory_plan
 from mlora.memory.task_memory import TaskMemory, dry_stages

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.config_file import load_config
+from mlora.config.config_file import load_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mlora_ext as mx

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlora.config.scheduler_config import SchedulerConfig
 from mlora.dataset.sampler import BatchPlan
-from mlora.fields.scheduler_config import SchedulerConfig
 from mlora.groups import Group
 from mlora.memory.run_memory import MIB, RunMemory
 from mlora.queue.task_queue import Request

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.memory.run_memory import RESERVED, RunMemory
 from mlora.memory.task_memory import TaskMemory

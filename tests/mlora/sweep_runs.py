@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from limited_runs import Watching
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.result import RunResult
 from mlora.run import train
 

@@ -15,8 +15,8 @@ from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, su
 from mlora.checkpoint import list_checkpoints
 from mlora.commands.result_table import result_table
 from mlora.commands.status import read_status
-from mlora.config import AdapterConfig
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
+from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError
 from mlora.report import PlainLines
 from mlora.roster.best import compare

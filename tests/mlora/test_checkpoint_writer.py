@@ -11,7 +11,7 @@ import pytest
 import torch
 from mlora.checkpoint import list_checkpoints
 from mlora.checkpoint_writer import CheckpointWriter
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.report import Silent
 from mlora.run import resume, train

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlora.config import RunConfig, TrainingFields
-from mlora.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
+from mlora.config.best_rule import BestRule
+from mlora.config.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
+from mlora.config.run_config import RunConfig, TrainingFields
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.fields.best_rule import BestRule
 from mlora.result import RunResult
 from mlora.run import train
 
@@ -357,7 +357,7 @@ def test_config_is_frozen(tmp_path: Path, base: dict) -> None:
 
 
 def test_every_field_of_peft_is_known() -> None:
-    from mlora.fields.lora_fields import CHOICES, NOTES
+    from mlora.config.lora_fields import CHOICES, NOTES
     from peft import LoraConfig
 
     fields = {field.name for field in dataclasses.fields(LoraConfig) if field.init}

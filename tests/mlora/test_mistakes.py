@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlora.config import AdapterConfig, RunConfig, TrainingFields
-from mlora.config_faults import unknown_key
-from mlora.config_file import load_config
+from mlora.config.aliases import NAMES
+from mlora.config.config_file import load_config
+from mlora.config.dataset_config import DatasetConfig
+from mlora.config.faults import unknown_key
+from mlora.config.lora_fields import CHOICES
+from mlora.config.pipeline_config import PipelineConfig
+from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
+from mlora.config.scheduler_config import SchedulerConfig
+from mlora.config.search_space import LEAF_KEYS
+from mlora.config.sweep_config import SweepConfig
 from mlora.errors import RunError
-from mlora.fields.aliases import NAMES
-from mlora.fields.dataset_config import DatasetConfig
-from mlora.fields.lora_fields import CHOICES
-from mlora.fields.pipeline_config import PipelineConfig
-from mlora.fields.scheduler_config import SchedulerConfig
-from mlora.fields.search_space import LEAF_KEYS
-from mlora.fields.sweep_config import SweepConfig
 from transformers import TrainingArguments
 
 Faults = Callable[..., list[str]]

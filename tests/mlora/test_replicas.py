@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mlora.config_file import load_config
+from mlora.config.config_file import load_config
 from mlora.errors import RunError
 from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
 from mlora.pipeline.port import LocalPort

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from mlora.commands.result_table import aligned, result_table
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.fields.base_info import BaseInfo
 from mlora.live_table import LiveTable, short_names
 from mlora.plot import plot_losses, smooth

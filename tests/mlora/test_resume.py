@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.checkpoint import FORMAT, list_checkpoints, save_checkpoint
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.report import Silent
 from mlora.run import resume, train

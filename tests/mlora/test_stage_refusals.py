@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.run import train
 from stage_runs import error_lines, many_kinds, ranks, save_deep_base

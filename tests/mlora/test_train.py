@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mlora import train
-from mlora.config_file import load_config, resolve_config
+from mlora.config.config_file import load_config, resolve_config
 from mlora.engine import Engine, StepResult
 from mlora.errors import RunError
 from mlora.report import Silent

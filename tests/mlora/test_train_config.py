@@ -5,7 +5,7 @@ from typing import Any
 
 import mlora
 import pytest
-from mlora.config import AdapterConfig, TrainingFields
+from mlora.config.run_config import AdapterConfig, TrainingFields
 from mlora.errors import RunError
 from tiny_run import run_data, weights, write_run
 

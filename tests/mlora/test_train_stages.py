@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.result import RunResult

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+from mlora.config.paths import is_hub_id
+
 SECONDS = 5.0
-
-
-def is_hub_id(name: str) -> bool:
-    """Say whether a name can be a model's on the hub: ``name`` or ``owner/name``, unlike any other path."""
-    return HUB_ID.fullmatch(name) is not None
 
 
 def check_base(name: str, folder: Path | str | None = None) -> None:

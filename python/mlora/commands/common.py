@@ -16,7 +16,7 @@ from mlora.process.imports import no_collection
 from mlora.process.output import guarded_output
 
 if TYPE_CHECKING:
-    from mlora.config import RunConfig
+    from mlora.config.run_config import RunConfig
     from mlora.process.stages import Member
     from mlora.report import Reporter
     from mlora.result import RunResult

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlora.config.yaml_file import read_yaml
 from mlora.data import read_prompt_lines
 from mlora.dataset.chat import ChatTemplate
 from mlora.dataset.record import FormatError
 from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.generate import Request, Sampling, complete, end_token, text_of
-from mlora.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

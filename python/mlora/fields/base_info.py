@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mlora.base.hub import check_base, refuse_quantized
+from mlora.config.lora_fields import build_lora
+from mlora.config.strict import shown
 from mlora.errors import RunError, first_line
-from mlora.fields.lora_fields import build_lora
-from mlora.fields.strict import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.groups import slot_count
 from mlora.memory.needs import need_of
 from mlora.memory.run_memory import RunMemory, in_units

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.memory.needs import largest_lengths, with_batches_of
 from mlora.memory.task_memory import TaskMemory
 from mlora.process.measured_cut import held_by

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.memory.dry_run import DryStage, States
 from mlora.memory.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 from mlora.process.malloc import give_back_freed_memory, keep_freed_memory
 from mlora.process.onednn_caches import bound_caches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
 from mlora.run_folder import RunFolder
 

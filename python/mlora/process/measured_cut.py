@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mlora.config import RunConfig
-from mlora.fields.pipeline_config import PipelineConfig
+from mlora.config.pipeline_config import PipelineConfig
+from mlora.config.run_config import RunConfig
 from mlora.groups import most_under_way
 from mlora.pipeline import World
 from mlora.pipeline.order import in_flight_of

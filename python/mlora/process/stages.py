@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from mlora.base.stage_weights import digest
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.memory.run_memory import RunMemory
 from mlora.queue.task_queue import TaskQueue
-from mlora.report import Reporter
 from mlora.scheduler import Admission
 from mlora.tasks import Task
 
@@ -27,7 +26,7 @@ class Board:
         engine: whose peak is told.
         memory: of a run with a limit.
         limit: in bytes.
-        reporter: warned where the queue cannot be written; then nothing is published any more.
+        warn: told once when the queue cannot be written; nothing more is published then.
     """
 
     def __init__(
@@ -36,10 +35,10 @@ class Board:
         engine: Engine,
         memory: RunMemory | None,
         limit: int | None,
-        reporter: Reporter,
+        warn: Callable[[str], None],
     ) -> None:
         self._queue, self._engine, self._memory, self._limit = queue, engine, memory, limit
-        self._reporter = reporter
+        self._warn = warn
         self._next, self._failed = 0.0, False
         self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -58,7 +57,7 @@ class Board:
             if shown != self._shown:
                 self._queue.show(*shown)
         except RunError as error:
-            self._reporter.warn(f"{error}; `mlora status` does not show who waits, nor memory, any more")
+            self._warn(f"{error}; `mlora status` does not show who waits, nor memory, any more")
             self._failed = True
             return
         self._shown = shown

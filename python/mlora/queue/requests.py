@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mlora.config import RunConfig
+from mlora.config.aliases import nearest
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.fields.aliases import nearest
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import TaskQueue

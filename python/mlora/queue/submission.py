@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlora.config import AdapterConfig, RunConfig
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
+from mlora.config.dataset_config import DatasetConfig
+from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.strict import shown
+from mlora.config.sweep_config import is_trial
+from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError, first_fault, first_line
-from mlora.fields.dataset_config import DatasetConfig
-from mlora.fields.strict import shown
-from mlora.fields.sweep_config import is_trial
-from mlora.yaml_file import read_yaml
 
 
 def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> dict[str, Any]:

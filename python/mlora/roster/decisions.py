@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.engine import Engine
 from mlora.groups import slot_count
 from mlora.queue.board import Board
@@ -147,7 +147,7 @@ class Decisions:
         self._journal = Journal(queue, iteration, entries or {})
         self._asked |= bool(queue.requests(self.taken))
         limit = self._config.scheduler.limit_bytes
-        self._board = Board(queue, self._engine, self._memory, limit, self._reporter)
+        self._board = Board(queue, self._engine, self._memory, limit, self._reporter.warn)
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:

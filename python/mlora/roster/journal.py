@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.groups import slot_count
 from mlora.queue.task_queue import TaskQueue
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlora.config.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.fields.doubts import lora_doubts
 from mlora.memory.needs import need_of
 from mlora.memory.run_memory import RunMemory
 from mlora.process.device import is_out_of_memory

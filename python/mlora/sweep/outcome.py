@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mlora.checkpoint import sync_folder, write_file
+from mlora.config.sweep_config import SweepConfig
 from mlora.errors import RunError
-from mlora.fields.sweep_config import SweepConfig
 from mlora.run_folder import RunFolder
 from mlora.sweep.plot import plot_trials
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlora.fields.search_space import Choice, Leaf
-from mlora.fields.sweep_config import SweepConfig
+from mlora.config.search_space import Choice, Leaf
+from mlora.config.sweep_config import SweepConfig
 from mlora.plot import add_legend, save_figure
 from mlora.sweep.ranking import RankedTrial
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.fields.sweep_config import SweepConfig
+from mlora.config.sweep_config import SweepConfig
 from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.fields.best_rule import METRICS
-from mlora.fields.sweep_config import SweepConfig
+from mlora.config.best_rule import METRICS
+from mlora.config.sweep_config import SweepConfig
 from mlora.queue.task_queue import TaskQueue
 from mlora.run_folder import RunFolder, read_metrics
 from mlora.sweep.wish import trials_begun

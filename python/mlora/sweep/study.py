@@ -21,10 +21,10 @@ from optuna.distributions import (
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from mlora.config.search_space import Choice, Leaf, grid_point
+from mlora.config.sweep_config import SweepConfig
 from mlora.dataset.sampler import derive_seed
 from mlora.errors import RunError, first_line
-from mlora.fields.search_space import Choice, Leaf, grid_point
-from mlora.fields.sweep_config import SweepConfig
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

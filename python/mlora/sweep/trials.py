@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mlora.config import RunConfig
-from mlora.fields.search_space import with_params
+from mlora.config.run_config import RunConfig
+from mlora.config.search_space import with_params
 from mlora.sweep.ranking import shown
 from mlora.sweep.study import Study, check_arguments
 from mlora.sweep.wish import Wish

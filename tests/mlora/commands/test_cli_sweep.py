@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import rank_trials
 from sweep_data import sweep_data

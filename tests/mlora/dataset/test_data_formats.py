@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.data import Dataset, Prompt, load_dataset
 from mlora.errors import RunError
 from mlora.run import train

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.config_file import dump_config, load_config, resolve_config
+from mlora.config.config_file import dump_config, load_config, resolve_config
+from mlora.config.search_space import corners, grid_point, grid_size, read_space, with_params
+from mlora.config.strict import KeyPathError
+from mlora.config.sweep_config import SweepConfig
 from mlora.errors import RunError
-from mlora.fields.search_space import corners, grid_point, grid_size, read_space, with_params
-from mlora.fields.strict import KeyPathError
-from mlora.fields.sweep_config import SweepConfig
 from mlora.sweep.study import Study, check_arguments
 from sweep_data import SEARCH, sweep_data
 from tiny_run import run_data, write_run

@@ -8,7 +8,7 @@ import mlora.prepare
 import pytest
 import torch
 from limited_runs import Watching
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.prepare import run_memory
 from mlora.run import train

@@ -11,7 +11,7 @@ import mlora.prepare
 import pytest
 import torch
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.errors import RunError

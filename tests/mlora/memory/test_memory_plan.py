@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run
-from mlora.config import RunConfig
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
+from mlora.config.run_config import RunConfig
 from mlora.fields.base_info import BaseInfo
 from mlora.memory.memory_plan import MemoryPlan, TaskPlan, memory_plan
 from mlora.memory.run_memory import RESERVED, RunMemory

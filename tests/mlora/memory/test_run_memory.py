@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.memory.run_memory import MIB, RunMemory
 from mlora.queue.board import Board
 from mlora.report import Silent
@@ -71,7 +71,7 @@ def test_what_is_published_samples_nothing(tiny_base: Path, tmp_path: Path) -> N
     shown: list[Any] = []
     queue: Any = SimpleNamespace(show=lambda *views: shown.append(views))
     engine: Any = SimpleNamespace(peak_memory=0)
-    board = Board(queue, engine, memory_of(tiny_base, tmp_path, estimate), 4 << 30, Silent())
+    board = Board(queue, engine, memory_of(tiny_base, tmp_path, estimate), 4 << 30, Silent().warn)
     tasks: Any = [
         SimpleNamespace(name=name, usual_lengths=[6], progress=SimpleNamespace(state="running"))
         for name in "ab"

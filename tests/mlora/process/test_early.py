@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.config import RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
 from mlora.process.early import check_early
 from tiny_run import run_data, write_run

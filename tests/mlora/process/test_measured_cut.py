@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.fields.pipeline_config import PipelineConfig
+from mlora.config.pipeline_config import PipelineConfig
 from mlora.pipeline.partition import Cost, Table
 from mlora.process import measured_cut as module
 from mlora.process.measured_cut import held_by, measured_cut

@@ -14,7 +14,7 @@ import pytest
 from command_line import Run
 from limited_runs import Watching, five_tasks, interrupt
 from mlora.commands.status import read_status
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.queue.requests import change, submit
 from mlora.queue.task_queue import TaskQueue
 from mlora.report import Silent

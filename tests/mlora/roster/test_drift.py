@@ -8,7 +8,7 @@ import pytest
 import yaml
 from drifting_runs import drift
 from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.memory.measured_samples import MeasuredSamples

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlora.config.scheduler_config import SchedulerConfig
 from mlora.dataset.sampler import BatchPlan
-from mlora.fields.scheduler_config import SchedulerConfig
 from mlora.groups import Group
 from mlora.queue.task_queue import Request
 from mlora.report import Silent

@@ -21,7 +21,7 @@ from limited_runs import (
     submission,
     undisturbed,
 )
-from mlora.config_file import resolve_config
+from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.evaluation import EvalLoss, Fits, evaluate_losses

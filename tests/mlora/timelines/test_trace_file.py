@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mlora.config_file import load_config
+from mlora.config.config_file import load_config
 from mlora.errors import RunError
 from mlora.pipeline.measures import measure
 from mlora.pipeline.trace import Entry

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mlora.fields.strict import MOST, Strict
+from mlora.config.strict import MOST, Strict
 
 
 class PipelineConfig(Strict):

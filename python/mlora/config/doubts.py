@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlora.fields.aliases import nearest
+from mlora.config.aliases import nearest
 from mlora_ext.nn.targets import features, is_linear, target_layers
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from mlora.fields.strict import Strict
+from mlora.config.strict import Strict
 
 
 class SchedulerConfig(Strict):

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from mlora.fields.paths import resolve_path
-from mlora.fields.strict import Strict
+from mlora.config.paths import resolve_path
+from mlora.config.strict import Strict
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 WITH_PROMPTS = ("prompt_completion", "alpaca")

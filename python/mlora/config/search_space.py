@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from mlora.fields.aliases import known_as
-from mlora.fields.strict import KeyPathError, shown
+from mlora.config.aliases import known_as
+from mlora.config.strict import KeyPathError, shown
 
 Number = int | float
 Param = int | float | str

@@ -1,8 +1,7 @@
 """The config of a run and of its adapters: what may be asked for, and what is refused.
 
 Names and defaults are those of Transformers' ``TrainingArguments`` and PEFT's ``LoraConfig``. Every key
-either works or is refused; :mod:`mlora.config_file` reads the YAML and turns faults into lines that name the
-key. What stands under ``datasets``, ``scheduler``, ``pipeline`` and ``sweep`` is in :mod:`mlora.fields`.
+either works or is refused. :mod:`mlora.config.config_file` reads the YAML and says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from mlora.base.hub import is_hub_id
-from mlora.fields.aliases import nearest
-from mlora.fields.best_rule import FIELDS, BestRule, best_rule, check_best, metric_key
-from mlora.fields.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
-from mlora.fields.lora_fields import check_lora
-from mlora.fields.paths import resolve_path
-from mlora.fields.pipeline_config import PipelineConfig
-from mlora.fields.scheduler_config import SchedulerConfig
-from mlora.fields.strict import MOST, KeyPathError, KeyPathErrors, Strict
-from mlora.fields.sweep_config import SweepConfig
+from mlora.config.aliases import nearest
+from mlora.config.best_rule import FIELDS, BestRule, best_rule, check_best, metric_key
+from mlora.config.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
+from mlora.config.lora_fields import check_lora
+from mlora.config.paths import is_hub_id, resolve_path
+from mlora.config.pipeline_config import PipelineConfig
+from mlora.config.scheduler_config import SchedulerConfig
+from mlora.config.strict import MOST, KeyPathError, KeyPathErrors, Strict
+from mlora.config.sweep_config import SweepConfig
 
 
 class TrainingFields(Strict):
@@ -32,7 +30,7 @@ class TrainingFields(Strict):
     Steps that are given as a fraction below 1 (``warmup_steps``, ``eval_steps``, ``logging_steps``,
     ``save_steps``) are a ratio of the adapter's total steps, as in Transformers. ``max_length`` and
     ``assistant_only_loss`` are TRL's. ``load_best_model_at_end`` is true with ``early_stopping_patience``
-    unless it is set, and false without; see :mod:`mlora.fields.best_rule`.
+    unless it is set, and false without; see :mod:`mlora.config.best_rule`.
     """
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=MOST)

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from mlora.config.strict import shown
 from mlora.errors import RunError, first_line
-from mlora.fields.strict import shown
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 OTHER_BASE = re.compile(r"[-+]?(0_*\d[\d_]*|\d[\d_]*(:\d+)+(\.\d*)?)")

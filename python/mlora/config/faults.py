@@ -9,14 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mlora.config import AdapterConfig, RunConfig, TrainingFields
-from mlora.fields.aliases import UNSUPPORTED, known_as, spelt_alike
-from mlora.fields.dataset_config import DatasetConfig
-from mlora.fields.lora_fields import CHOICES
-from mlora.fields.pipeline_config import PipelineConfig
-from mlora.fields.scheduler_config import SchedulerConfig
-from mlora.fields.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
-from mlora.fields.sweep_config import SweepConfig
+from mlora.config.aliases import UNSUPPORTED, known_as, spelt_alike
+from mlora.config.dataset_config import DatasetConfig
+from mlora.config.lora_fields import CHOICES
+from mlora.config.pipeline_config import PipelineConfig
+from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
+from mlora.config.scheduler_config import SchedulerConfig
+from mlora.config.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
+from mlora.config.sweep_config import SweepConfig
 
 MODELS: dict[str, type[BaseModel]] = {
     "defaults": TrainingFields,

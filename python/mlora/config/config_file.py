@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from mlora.config import RunConfig
-from mlora.config_faults import Location, explain, path_of
+from mlora.config.faults import Location, explain, path_of
+from mlora.config.run_config import RunConfig
+from mlora.config.strict import shown
+from mlora.config.sweep_config import SweepConfig
+from mlora.config.yaml_file import YamlFault, load_yaml, read_yaml
 from mlora.errors import RunError
-from mlora.fields.strict import shown
-from mlora.fields.sweep_config import SweepConfig
-from mlora.yaml_file import YamlFault, load_yaml, read_yaml
 
 INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from mlora.fields.paths import resolve_path
-from mlora.fields.search_space import Choice, Space, corners, grid_size, read_space, with_params
-from mlora.fields.strict import KeyPathError, Strict
+from mlora.config.paths import resolve_path
+from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
+from mlora.config.strict import KeyPathError, Strict
 
 MOST_TRIALS = 10_000
 
@@ -26,7 +26,7 @@ class SweepConfig(Strict):
 
     ``adapter`` holds what all trials have in common: what stands below ``adapters`` for one task, without a
     name; they have the run's ``seed`` where it says none. ``search`` is nested as these fields are and says
-    what differs, see :mod:`mlora.fields.search_space`. ``places`` trials train at once; as soon as one has
+    what differs, see :mod:`mlora.config.search_space`. ``places`` trials train at once; as soon as one has
     ended or was pruned, the next takes its place.
 
     ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``: all combinations in turn.

@@ -1,10 +1,18 @@
-"""Paths in a config: relative ones resolve against the folder of the file in which they stand."""
+"""Paths and hub ids in a config. Relative paths start at the folder of the config file."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import ValidationInfo
+
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be a model's on the Hugging Face hub: ``name`` or ``owner/name``."""
+    return HUB_ID.fullmatch(name) is not None
 
 
 def resolve_path(value: str, info: ValidationInfo) -> str:

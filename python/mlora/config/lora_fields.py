@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlora.fields.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
+from mlora.config.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
