@@ -29,11 +29,11 @@ from typing import Any
 
 import machine
 import torch
+from mlora.cluster.malloc import keep_freed_memory
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
 from mlora.engine import Engine
 from mlora.fields.base_info import BaseInfo
-from mlora.process.malloc import keep_freed_memory
 from mlora.run import train
 from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials

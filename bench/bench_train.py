@@ -25,9 +25,9 @@ from typing import Any
 import machine
 import torch
 from counting import live_peak
+from mlora.cluster.malloc import keep_freed_memory
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.process.malloc import keep_freed_memory
 from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mlora.cluster.world import World
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.pipeline import FirstStage, World
+from mlora.pipeline import FirstStage
 from mlora.step.crew import Crew, PartOptions, crew_of_processes
 from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlora.process.launch import launch
+from mlora.cluster.launch import launch
 
 INTERFACE = "mlora0"
 _WORKER = str(Path(__file__).with_name("pipeline_worker.py"))
@@ -76,7 +76,7 @@ def run_network_job(job: dict[str, Any], rate: str) -> Results:
                 *prefix,
                 sys.executable,
                 "-m",
-                "mlora.process.worker",
+                "mlora.cluster.worker",
                 str(os.getpid()),
                 _WORKER,
                 path,

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mlora.pipeline import Neighbours, World, connect_neighbours
-from mlora.process.malloc import keep_freed_memory
+from mlora.cluster.malloc import keep_freed_memory
+from mlora.cluster.world import World
+from mlora.pipeline import Neighbours, connect_neighbours
 from pipeline_ours import Ours
 from pipeline_sleep import NothingLearned, SleepingStage
 from pipeline_turn import Case

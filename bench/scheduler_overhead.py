@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from mlora.process.malloc import give_back_freed_memory, keep_freed_memory
+from mlora.cluster.malloc import give_back_freed_memory, keep_freed_memory
 from scheduler_run import TurnRun, room_for
 from scheduler_setup import Shape, Work, make_config
 from scheduler_timers import Iteration, overhead, ratios

@@ -18,7 +18,7 @@ ALLOWED_BACK = {
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the
 # second sets what a library can be told by its environment only.
-READS_ENVIRONMENT = {"mlora.process.launch", "mlora.process.onednn_caches"}
+READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.onednn_caches"}
 
 
 def module_name(path: Path) -> str:

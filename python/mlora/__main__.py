@@ -1,6 +1,6 @@
 """``python -m mlora`` and ``mlora``: the command line."""
 
-from mlora.process.imports import end_imports_at_once
+from mlora.cluster.imports import end_imports_at_once
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from mlora.cluster.imports import end_imports_at_once
 from mlora.commands import queue as cli_queue
 from mlora.commands.common import RunDir, begin, command, print_rows, reporter, run_here, start_stages
 from mlora.commands.simulate import simulate
 from mlora.errors import RunError
-from mlora.process.imports import end_imports_at_once
 
 app = typer.Typer(
     no_args_is_help=True,

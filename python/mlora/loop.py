@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from mlora.checkpoint_writer import CheckpointWriter
+from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
@@ -21,7 +22,6 @@ from mlora.groups import Group, Rounds
 from mlora.pipeline import PipelineError
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, fingerprints
-from mlora.process.device import is_out_of_memory
 from mlora.process.stages import less_memory
 from mlora.report import Reporter
 from mlora.result import AdapterResult, RunResult, Status, adapter_result

@@ -11,6 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
+from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
 from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine import Engine
@@ -21,7 +22,6 @@ from mlora.memory.measured_samples import PIECES, MeasuredSamples
 from mlora.memory.needs import need_of
 from mlora.memory.run_memory import RunMemory
 from mlora.memory.task_memory import TaskMemory, dry_stages
-from mlora.process.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
 from mlora.process.early import check_blocks
 from mlora.process.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.queue.submission import submitted

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mlora.cluster.imports import no_collection
 from mlora.errors import RunError
-from mlora.process.imports import no_collection
 from mlora.process.output import guarded_output
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def begin() -> None:
         from transformers.utils import logging
 
         import mlora.engine  # noqa: F401 - with all that a model needs
-        from mlora.process.device import load_operators
+        from mlora.cluster.device import load_operators
 
     hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
@@ -93,8 +93,8 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
     """
     if config.pipeline.processes == 1:
         return
+    from mlora.cluster.launch import is_launched, launch
     from mlora.process.early import check_early
-    from mlora.process.launch import is_launched, launch
     from mlora.run_folder import RunFolder
 
     if is_launched():

@@ -186,8 +186,8 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
     import torch
     from safetensors import SafetensorError
 
+    from mlora.cluster.device import choose_device
     from mlora.engine import Engine
-    from mlora.process.device import choose_device
     from mlora.step.optim_config import OptimConfig
 
     dtype = torch.bfloat16 if bf16 else torch.float32

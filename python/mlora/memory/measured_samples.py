@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from mlora.cluster.device import is_out_of_memory
 from mlora.data import Sample as TrainSample
 from mlora.engine import Engine
 from mlora.memory.run_memory import RESERVED
 from mlora.memory.task_memory import LEAST, Sample, seed_shapes, spread
-from mlora.process.device import is_out_of_memory
 from mlora.step.optim_config import OptimConfig
 from mlora_ext.nn import MultiLoRALinear
 

@@ -5,53 +5,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .across import FirstStage, StageProcess
-    from .beats import Fault
     from .driver import Driver, Result
     from .neighbours import Neighbours, connect_neighbours
     from .order import Place
     from .runner import PipelineError
     from .runtime import Pipeline
     from .stage import Hooks, LossFn, MicroBatch, Stage
-    from .watch import Watch
-    from .world import PeerError, World
 
 _HOMES = {
     "Driver": "driver",
-    "Fault": "beats",
     "FirstStage": "across",
     "Hooks": "stage",
     "LossFn": "stage",
     "MicroBatch": "stage",
     "Neighbours": "neighbours",
-    "PeerError": "world",
     "Pipeline": "runtime",
     "PipelineError": "runner",
     "Place": "order",
     "Result": "driver",
     "Stage": "stage",
-    "Watch": "watch",
-    "World": "world",
     "connect_neighbours": "neighbours",
     "StageProcess": "across",
 }
 
 __all__ = [
     "Driver",
-    "Fault",
     "FirstStage",
     "Hooks",
     "LossFn",
     "MicroBatch",
     "Neighbours",
-    "PeerError",
     "Pipeline",
     "PipelineError",
     "Place",
     "Result",
     "Stage",
     "StageProcess",
-    "Watch",
-    "World",
     "connect_neighbours",
 ]
 

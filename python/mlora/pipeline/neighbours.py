@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..cluster.world import World
 from .wire import Wire, connect
-from .world import World
 
 
 @dataclass(frozen=True)

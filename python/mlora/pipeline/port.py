@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.world import PeerError
 from .envelope import BLOCK, as_bytes, is_small, rest_of, seal, split, unseal
 from .message import Header, Message, Shape, decode, encode, map_tensors
 from .wire import Wire
-from .world import PeerError
 
 
 class Port(Protocol):

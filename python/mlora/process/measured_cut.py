@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mlora.cluster.device import kind_of
+from mlora.cluster.world import World
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
 from mlora.groups import most_under_way
-from mlora.pipeline import World
 from mlora.pipeline.order import in_flight_of
 from mlora.pipeline.partition import Table, fastest, partition, table_of
-from mlora.process.device import kind_of
 from mlora.process.profile_stage import profile_base
 from mlora.step.crew import PartOptions
 from mlora.step.process_memory import free_memory

@@ -16,15 +16,17 @@ import torch
 from safetensors import SafetensorError
 
 from mlora.base.stage_weights import digest
+from mlora.cluster.device import dtype_of, is_out_of_memory, limit_allocator, own_device, set_malloc
+from mlora.cluster.imports import is_importing
+from mlora.cluster.watchdog import Watch
+from mlora.cluster.worker import end_with_parent
+from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way
-from mlora.pipeline import FirstStage, PeerError, PipelineError, StageProcess, Watch, World
-from mlora.process.device import dtype_of, is_out_of_memory, limit_allocator, own_device, set_malloc
-from mlora.process.imports import is_importing
+from mlora.pipeline import FirstStage, PipelineError, StageProcess
 from mlora.process.measured_cut import measured_cut
-from mlora.process.worker import end_with_parent
 from mlora.step.crew import Crew, PartOptions, crew_of_processes
 from mlora.step.part import StagePart
 from mlora.timelines.trace_file import SPANS

@@ -15,8 +15,9 @@ import mlora_ext
 from mlora.base.cut import Span
 from mlora.base.hub import check_base
 from mlora.base.pretrained import skeleton
+from mlora.cluster.world import World
 from mlora.model import load_base
-from mlora.pipeline import Driver, Pipeline, StageProcess, World, connect_neighbours
+from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
 from mlora.step.part import StagePart
 from mlora_ext.nn.routing import router_of
 

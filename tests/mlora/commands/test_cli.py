@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from command_line import Run, only_line
+from mlora.cluster.device import load_operators
 from mlora.errors import RunError
-from mlora.process.device import load_operators
 from tiny_run import run_data, write_run
 
 

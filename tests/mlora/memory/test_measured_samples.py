@@ -11,6 +11,7 @@ import mlora.prepare
 import pytest
 import torch
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
+from mlora.cluster.device import limit_allocator
 from mlora.config.config_file import resolve_config
 from mlora.data import Sample
 from mlora.engine import Engine
@@ -20,7 +21,6 @@ from mlora.memory.measured_samples import MeasuredSamples, _growth, _halved
 from mlora.memory.run_memory import RESERVED, RunMemory
 from mlora.memory.task_memory import seed_shapes, spread
 from mlora.prepare import run_memory
-from mlora.process.device import limit_allocator
 from mlora.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
 from mlora.scheduler.estimate import DryRun

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from mlora.pipeline import PeerError, World
-from mlora.pipeline.processes import Process
+from mlora.cluster.processes import Process
+from mlora.cluster.world import PeerError, World
 from mlora.pipeline.wire import Wire, connect
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 

@@ -1,8 +1,8 @@
 """Processes of a pipeline find each other and agree, or are refused in one line."""
 
 import pytest
-from mlora.pipeline import World
-from mlora.pipeline.processes import Process
+from mlora.cluster.processes import Process
+from mlora.cluster.world import World
 
 from tests.mlora.stages import stages
 

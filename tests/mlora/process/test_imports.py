@@ -7,7 +7,7 @@ from pathlib import Path
 
 PROGRAM = """
 import os, signal, sys
-from mlora.process.imports import end_imports_at_once
+from mlora.cluster.imports import end_imports_at_once
 {before}
 end_imports_at_once()
 try:

@@ -16,7 +16,7 @@ from tests.mlora.stage_runs import ENVIRONMENT
 from tests.mlora.stages import is_alive, until
 
 LAUNCHER = (
-    "import sys; from mlora.process.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+    "import sys; from mlora.cluster.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
 )
 HEAD = """
 import os, signal, sys, time
@@ -192,7 +192,7 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
 )
 def test_who_does_not_end_is_killed_and_told_of_once(tmp_path: Path, body: str, code: int, line: str) -> None:
     short = LAUNCHER.replace(
-        "sys.exit(", "import mlora.process.launch; mlora.process.launch._GRACE = 1; sys.exit("
+        "sys.exit(", "import mlora.cluster.launch; mlora.cluster.launch._GRACE = 1; sys.exit("
     )
     with launched(tmp_path, body + HANGS, stages=3, launcher=short) as process:
         _, error = process.communicate(timeout=60)

@@ -1,6 +1,6 @@
-"""``python -m mlora.process.worker PID ...``: a Python command in a process of its own.
+"""``python -m mlora.cluster.worker PID ...``: a Python command in a process of its own.
 
-:mod:`mlora.process.launch` starts it. It ends with the process PID that started it, however that ends.
+:mod:`mlora.cluster.launch` starts it. It ends with the process PID that started it, however that ends.
 """
 
 from __future__ import annotations

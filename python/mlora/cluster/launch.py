@@ -4,7 +4,7 @@ This is torch's launcher without its elastic agent, which cannot end a run in or
 ``elastic_launch`` raises ``SignalException`` and drops the processes' exit codes; as soon as one process ends
 with an error it sends SIGTERM to the others, before these can say what was wrong; and it kills, after a fixed
 30 seconds, those that are still at work. Here ``start_processes``, which the agent starts its processes with,
-is used alone. The processes are told what ``torchrun`` tells them (:class:`mlora.pipeline.World`).
+is used alone. The processes are told what ``torchrun`` tells them (:class:`mlora.cluster.world.World`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = (*_python_options(), "-m", "mlora.process.worker", str(os.getpid()), *arguments)
+    command = (*_python_options(), "-m", "mlora.cluster.worker", str(os.getpid()), *arguments)
     with _handlers_kept() as before:
         try:
             context = start_processes(

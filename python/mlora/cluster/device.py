@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from mlora.cluster.malloc import give_back_freed_memory, keep_freed_memory
+from mlora.cluster.onednn_caches import bound_caches
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
-from mlora.process.malloc import give_back_freed_memory, keep_freed_memory
-from mlora.process.onednn_caches import bound_caches
 
 
 def choose_device(device: str | None, dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from .beats import Beats, Fault, Sign
+from .heartbeats import Beats, Fault, Sign
 from .processes import Process
 from .world import PeerError, World
 
