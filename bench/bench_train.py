@@ -28,7 +28,7 @@ from counting import live_peak
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging

@@ -22,9 +22,9 @@ import torch
 from mlora.cluster.world import World
 from mlora.data import Sample
 from mlora.engine import Engine
+from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import FirstStage
 from mlora.step.crew import Crew, PartOptions, crew_of_processes
-from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM

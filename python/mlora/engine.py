@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
+from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import StepRule, Update
+from mlora.optim.scaler import LossScaler
 from mlora.pipeline.trace import Entry
 from mlora.step.account import Account, Accounts, BatchResult, StepResult
 from mlora.step.crew import Crew, PartOptions, crew_of_threads
-from mlora.step.optim_config import OptimConfig
-from mlora.step.optimizer import StepRule, Update
 from mlora.step.part import plain_lora, put_adapter
-from mlora.step.scaler import LossScaler
 from mlora.step.traffic import Ticket, Traffic
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_weights

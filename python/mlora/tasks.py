@@ -16,7 +16,7 @@ from mlora.dataset.sampler import BatchPlan, derive_seed
 from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.init_from import check_init_from
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

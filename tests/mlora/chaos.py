@@ -12,9 +12,9 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
+from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import Pipeline, PipelineError
 from mlora.step.crew import Crew, PartOptions, make_part, spans_of
-from mlora.step.optim_config import OptimConfig
 from mlora.step.part import StagePart
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from mlora.data import Sample
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, get_scheduler
 

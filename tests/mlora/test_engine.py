@@ -8,9 +8,9 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
+from mlora.optim.scaler import LossScaler
 from mlora.step.packing import PackedRows, pack
-from mlora.step.scaler import LossScaler
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make, samples
 from tiny_run import save_base

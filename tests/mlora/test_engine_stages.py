@@ -7,8 +7,8 @@ import pytest
 import torch
 from four_adapters import NAMES, STEPS, TOLERANCE, batch, create, llama
 from mlora.engine import Engine
+from mlora.optim.optim_config import OptimConfig
 from mlora.step.crew import spans_of
-from mlora.step.optim_config import OptimConfig
 from mlora.step.traffic import Ticket
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mlora.engine import Engine
 from mlora.fields.base_info import BaseInfo
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import VOCABULARY, samples
 from transformers import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, PeftModel
 from peft_alone import save_initial, train
 from tiny_models import VOCABULARY, make, samples

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from mlora.engine import Engine, StepResult
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import make, samples
 

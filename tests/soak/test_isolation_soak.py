@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -188,7 +188,7 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
 
     from mlora.cluster.device import choose_device
     from mlora.engine import Engine
-    from mlora.step.optim_config import OptimConfig
+    from mlora.optim.optim_config import OptimConfig
 
     dtype = torch.bfloat16 if bf16 else torch.float32
     where = choose_device(device, dtype)

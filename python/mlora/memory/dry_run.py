@@ -21,11 +21,11 @@ from mlora.base.base_model import BaseModel, take_apart
 from mlora.base.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.base.loss import chunk_rows
 from mlora.base.pretrained import skeleton, skeleton_of
+from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline.message import Message, Sort
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora.step.crew import PartOptions, Source
-from mlora.step.optim_config import OptimConfig
 from mlora.step.part import StagePart, put_adapter
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot

@@ -17,7 +17,7 @@ from mlora.data import Sample as TrainSample
 from mlora.engine import Engine
 from mlora.memory.run_memory import RESERVED
 from mlora.memory.task_memory import LEAST, Sample, seed_shapes, spread
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:

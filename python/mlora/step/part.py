@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.base.base_model import BaseModel
 from mlora.base.loss import chunked_losses, plain_losses
+from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks
 from mlora.step.live_memory import WorkMemory, work_memory
-from mlora.step.optim_config import OptimConfig
-from mlora.step.optimizer import AdapterOptimizer, Update
 from mlora.step.packing import PackedRows
 from mlora.step.process_memory import PeakMemory, release_memory, used_memory
 from mlora_ext import gemm

@@ -9,9 +9,9 @@ import torch
 from dry_models import CPU, LORAS, OPTIM, llama, loras, of
 from mlora.engine import Engine
 from mlora.memory.dry_run import DryStage, _period
+from mlora.optim.optim_config import OptimConfig
 from mlora.scheduler import PeakModel
 from mlora.step.crew import PartOptions, spans_of
-from mlora.step.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import FAMILIES, make
 from transformers import PreTrainedModel

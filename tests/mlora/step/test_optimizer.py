@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mlora.step.learning_rate import schedule_of
-from mlora.step.optim_config import OptimConfig
-from mlora.step.optimizer import AdapterOptimizer, OptimStep, StepRule
+from mlora.optim.learning_rate import schedule_of
+from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import AdapterOptimizer, OptimStep, StepRule
 from torch import nn
 from transformers import get_scheduler
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from mlora.step.learning_rate import schedule_of
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.learning_rate import schedule_of
+from mlora.optim.optim_config import OptimConfig
 
 
 @dataclass(frozen=True)

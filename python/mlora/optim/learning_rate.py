@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mlora.step.optim_config import OptimConfig
+from mlora.optim.optim_config import OptimConfig
 
 
 def schedule_of(config: OptimConfig) -> Callable[[int], float]:
