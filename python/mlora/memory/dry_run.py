@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 import mlora_ext
 from mlora.base.base_model import BaseModel, take_apart
 from mlora.base.cut import Cut, Span, cut_model, find_blocks, outer_modules
-from mlora.base.loss import chunk_rows
 from mlora.base.pretrained import skeleton, skeleton_of
+from mlora.objectives.cross_entropy import chunk_rows
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline.message import Message, Sort
 from mlora.pipeline.order import ALONE

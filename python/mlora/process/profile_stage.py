@@ -19,8 +19,8 @@ import mlora_ext
 from mlora.base.attention import PackedSequences
 from mlora.base.base_model import BaseModel, take_apart
 from mlora.base.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
-from mlora.base.loss import chunked_losses, plain_losses
 from mlora.base.pretrained import skeleton
+from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.pipeline.partition import Cost, Table
 from mlora_ext import SegmentLayout
 

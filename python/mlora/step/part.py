@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mlora_ext
 from mlora.base.base_model import BaseModel
-from mlora.base.loss import chunked_losses, plain_losses
+from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks

@@ -9,8 +9,8 @@ import torch
 from deep_models import BLOCKS, CPU, DEEP, cut, deep, spans
 from mlora.base.base_model import BaseModel
 from mlora.base.cut import Span, cut_model
-from mlora.base.loss import chunked_losses
 from mlora.model import load_base
+from mlora.objectives.cross_entropy import chunked_losses
 from mlora.step.packing import PackedBatch, pack
 from mlora.step.part import StagePart
 from peft import LoraConfig

@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-import mlora.base.loss
+import mlora.objectives.cross_entropy
 import pytest
 import torch
 import torch.nn.functional as F
-from mlora.base.loss import Head, LogitRule, chunked_losses, plain_losses
+from mlora.objectives.cross_entropy import Head, LogitRule, chunked_losses, plain_losses
 from tolerances import assert_as_exact
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,8 +16,10 @@ RULES = [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=3.0), LogitRule(s
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlora.base.loss, "_SMALLEST_CHUNK", 16)
-    monkeypatch.setattr(mlora.base.loss, "_CHUNK_ELEMENTS", {"cpu": 16 * 301, "cuda": 16 * 301})
+    monkeypatch.setattr(mlora.objectives.cross_entropy, "_SMALLEST_CHUNK", 16)
+    monkeypatch.setattr(
+        mlora.objectives.cross_entropy, "_CHUNK_ELEMENTS", {"cpu": 16 * 301, "cuda": 16 * 301}
+    )
 
 
 def case(dtype: torch.dtype, rule: LogitRule, bias: bool = True) -> tuple[torch.Tensor, Head, torch.Tensor]:

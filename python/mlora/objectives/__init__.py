@@ -1,0 +1,1 @@
+"""What adapters are trained for: losses over rows."""
