@@ -20,7 +20,7 @@ from mlora.config.run_config import RunConfig
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.fields.base_info import BaseInfo
-from mlora.memory.task_memory import TaskMemory, dry_stages
+from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
 from mlora.step.crew import PartOptions
 from mlora.tasks import Task, TaskBuilder

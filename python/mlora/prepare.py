@@ -18,10 +18,11 @@ from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way, slot_count
-from mlora.memory.measured_samples import PIECES, MeasuredSamples
-from mlora.memory.needs import need_of
-from mlora.memory.run_memory import RunMemory
-from mlora.memory.task_memory import TaskMemory, dry_stages
+from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
+from mlora.planning.measured_samples import PIECES, MeasuredSamples
+from mlora.planning.needs import need_of
+from mlora.planning.run_memory import RunMemory
+from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.process.early import check_blocks
 from mlora.process.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.queue.submission import submitted
@@ -31,7 +32,6 @@ from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import TokenBalanced
 from mlora.step.crew import Crew, PartOptions
-from mlora.step.process_memory import left_by_runs, peak_memory, used_memory
 from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:

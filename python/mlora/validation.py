@@ -8,13 +8,13 @@ import torch
 
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
-from mlora.memory.memory_plan import MemoryPlan, memory_plan
-from mlora.memory.task_memory import TaskMemory, dry_stages
+from mlora.memory.process_memory import used_at_first, used_memory
+from mlora.planning.memory_plan import MemoryPlan, memory_plan
+from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.prepare import Prepared, prepare, sweep_of
 from mlora.report import Reporter, Silent
 from mlora.run_folder import RunFolder
 from mlora.step.crew import PartOptions
-from mlora.step.process_memory import used_at_first, used_memory
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:

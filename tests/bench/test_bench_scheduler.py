@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from mlora.memory.estimate import DryRun
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.estimate import DryRun
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_overhead_is_a_sum_of_its_pieces(timers: ModuleType) -> None:
 
 
 def test_how_often_is_measured_is_the_librarys(timers: ModuleType) -> None:
-    from mlora.scheduler import estimate
+    from mlora.memory import estimate
 
     assert timers.MEASURED_EVERY == estimate._EVERY
 

@@ -13,14 +13,14 @@ import pytest
 from mlora.config.scheduler_config import SchedulerConfig
 from mlora.dataset.sampler import BatchPlan
 from mlora.groups import Group
-from mlora.memory.run_memory import MIB, RunMemory
+from mlora.memory.estimate import DryRun
+from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.task_queue import Request
 from mlora.roster.decisions import Decisions
 from mlora.roster.micro_batches import MicroBatches
 from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.estimate import DryRun
 from mlora.tasks import Progress
 
 from tests.mlora.limited_runs import Watching
@@ -72,7 +72,7 @@ class Process:
 
 
 class Tasks:
-    """What tasks need, as `mlora.memory.task_memory.TaskMemory` says it."""
+    """What tasks need, as `mlora.planning.task_memory.TaskMemory` says it."""
 
     def __init__(self, states: dict[str, int]) -> None:
         self._states = states

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
-from mlora.memory.run_memory import RESERVED, RunMemory
-from mlora.memory.task_memory import TaskMemory
+from mlora.memory.estimate import DryRun
+from mlora.planning.run_memory import RESERVED, RunMemory
+from mlora.planning.task_memory import TaskMemory
 from mlora.queue.task_queue import TaskQueue
 from mlora.report import Silent
 from mlora.run import resume
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.estimate import DryRun
 from mlora.tasks import Task
 
 from tests.mlora.tiny_run import run_data

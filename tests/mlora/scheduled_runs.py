@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlora.memory.task_memory import seed_shapes
+from mlora.memory.estimate import DryRun
+from mlora.planning.task_memory import seed_shapes
 from mlora.scheduler import ORDERS, PACKINGS, MemoryEstimate, Need, Room, admit, choose
-from mlora.scheduler.estimate import DryRun
 
 MIB = 2**20
 BLOCK = 2 * MIB  # what the allocator hands out multiples of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.pipeline.order import in_flight_of
-from mlora.process.profile_stage import profile_base
+from mlora.planning.profile_stage import profile_base
 from peft import LoraConfig
 from stage_runs import commands
 from tiny_run import random_tokens, save_base, write_jsonl, write_run

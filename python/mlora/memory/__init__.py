@@ -1,1 +1,1 @@
-"""A limit on memory: what a run and its tasks take, and what of them fits."""
+"""How much memory is used, and the fitted model that predicts it."""

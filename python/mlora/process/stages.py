@@ -26,7 +26,7 @@ from mlora.errors import RunError, first_line
 from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way
 from mlora.pipeline import FirstStage, PipelineError, StageProcess
-from mlora.process.measured_cut import measured_cut
+from mlora.planning.measured_cut import measured_cut
 from mlora.step.crew import Crew, PartOptions, crew_of_processes
 from mlora.step.part import StagePart
 from mlora.timelines.trace_file import SPANS

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.memory.run_memory import RunMemory
+from mlora.planning.run_memory import RunMemory
 from mlora.queue.task_queue import TaskQueue
 from mlora.scheduler import Admission
 from mlora.tasks import Task

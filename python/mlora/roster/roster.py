@@ -9,8 +9,8 @@ from mlora.cluster.device import is_out_of_memory
 from mlora.config.doubts import lora_doubts
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.memory.needs import need_of
-from mlora.memory.run_memory import RunMemory
+from mlora.planning.needs import need_of
+from mlora.planning.run_memory import RunMemory
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.report import Reporter, some

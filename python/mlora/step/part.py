@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import mlora_ext
 from mlora.base.base_model import BaseModel
+from mlora.memory.live_memory import WorkMemory, work_memory
+from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks
-from mlora.step.live_memory import WorkMemory, work_memory
 from mlora.step.packing import PackedRows
-from mlora.step.process_memory import PeakMemory, release_memory, used_memory
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_state
 from mlora_ext.nn.routing import router_of

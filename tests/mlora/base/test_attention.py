@@ -6,7 +6,7 @@ import transformers
 from mlora.base import attention
 from mlora.base.attention import PackedSequences, packed_attention
 from mlora.engine import Engine
-from mlora.step.live_memory import LiveMemory
+from mlora.memory.live_memory import LiveMemory
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, make
 from torch import nn
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from dry_models import CPU, LORAS, OPTIM, llama, loras, of
 from mlora.engine import Engine
-from mlora.memory.dry_run import DryStage, _period
 from mlora.optim.optim_config import OptimConfig
+from mlora.planning.dry_run import DryStage, _period
 from mlora.scheduler import PeakModel
 from mlora.step.crew import PartOptions, spans_of
 from peft import LoraConfig

@@ -57,7 +57,7 @@ def test_several_adapters_stay_under_a_limit(
         observe(self, lengths, among, places)
 
     monkeypatch.setattr(MemoryEstimate, "observe", compare)
-    monkeypatch.setattr("mlora.scheduler.estimate._EVERY", 1)
+    monkeypatch.setattr("mlora.memory.estimate._EVERY", 1)
     if large:
         torch.cuda.reset_peak_memory_stats()
     watching = Watching()

@@ -16,17 +16,17 @@ from mlora.config.config_file import resolve_config
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.memory.dry_run import DryStage
-from mlora.memory.measured_samples import MeasuredSamples, _growth, _halved
-from mlora.memory.run_memory import RESERVED, RunMemory
-from mlora.memory.task_memory import seed_shapes, spread
+from mlora.memory.estimate import DryRun
+from mlora.memory.live_memory import work_memory
+from mlora.memory.process_memory import PeakMemory, used_memory
+from mlora.planning.dry_run import DryStage
+from mlora.planning.measured_samples import MeasuredSamples, _growth, _halved
+from mlora.planning.run_memory import RESERVED, RunMemory
+from mlora.planning.task_memory import seed_shapes, spread
 from mlora.prepare import run_memory
 from mlora.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
-from mlora.scheduler.estimate import DryRun
 from mlora.step.crew import PartOptions
-from mlora.step.live_memory import work_memory
-from mlora.step.process_memory import PeakMemory, used_memory
 from tiny_run import lines, weights
 
 from mlora_ext.nn import MultiLoRALinear

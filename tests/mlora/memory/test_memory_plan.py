@@ -10,9 +10,9 @@ from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
 from mlora.fields.base_info import BaseInfo
-from mlora.memory.memory_plan import MemoryPlan, TaskPlan, memory_plan
-from mlora.memory.run_memory import RESERVED, RunMemory
-from mlora.memory.task_memory import TaskMemory, dry_stages
+from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
+from mlora.planning.run_memory import RESERVED, RunMemory
+from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.step.crew import PartOptions
 from mlora.tasks import Task, TaskBuilder
 from tiny_run import run_data, write_run
@@ -80,7 +80,7 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(
         "waits",
         "runs",
     ]  # it may fit once less is kept in reserve
-    monkeypatch.setattr("mlora.memory.run_memory._LEAST_RESERVED", RESERVED)
+    monkeypatch.setattr("mlora.planning.run_memory._LEAST_RESERVED", RESERVED)
     plan = memory_plan(config, tasks, memory, [BASE])
     (never,) = plan.never
     assert never.name == "first"

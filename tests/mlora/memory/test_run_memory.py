@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.memory.run_memory import MIB, RunMemory
+from mlora.memory.estimate import DryRun
+from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.board import Board
 from mlora.report import Silent
 from mlora.scheduler import Admission, MemoryEstimate
-from mlora.scheduler.estimate import DryRun
 from tiny_run import run_data
 
 

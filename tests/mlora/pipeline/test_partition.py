@@ -5,7 +5,7 @@ import random
 from math import fsum, inf
 
 import pytest
-from mlora.pipeline.partition import Cost, Partition, Table, fastest, partition
+from mlora.planning.partition import Cost, Partition, Table, fastest, partition
 
 
 def table(blocks: list[float], embedding: float = 0.0, head: float = 0.0, weight: int = 1) -> Table:

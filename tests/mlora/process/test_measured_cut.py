@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from mlora.config.pipeline_config import PipelineConfig
-from mlora.pipeline.partition import Cost, Table
-from mlora.process import measured_cut as module
-from mlora.process.measured_cut import held_by, measured_cut
+from mlora.planning import measured_cut as module
+from mlora.planning.measured_cut import held_by, measured_cut
+from mlora.planning.partition import Cost, Table
 from mlora.step.crew import PartOptions
 
 OPTIONS = PartOptions(torch.device("cpu"), torch.float32)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import mlora.process.profile_stage
+import mlora.planning.profile_stage
 import pytest
 import torch
 from deep_models import BLOCKS, CPU, DEEP, deep
 from mlora.base.cut import outer_modules
-from mlora.pipeline.partition import partition
-from mlora.process.profile_stage import profile_base
+from mlora.planning.partition import partition
+from mlora.planning.profile_stage import profile_base
 from peft import LoraConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -93,13 +93,13 @@ def test_kinds_of_blocks_are_measured_once_each(tmp_path: Path, monkeypatch: pyt
         mlp_only_layers=[0, 1],
     )
     measured: list[int] = []
-    block = mlora.process.profile_stage._Profile.block
+    block = mlora.planning.profile_stage._Profile.block
 
-    def record(self: mlora.process.profile_stage._Profile, index: int) -> object:
+    def record(self: mlora.planning.profile_stage._Profile, index: int) -> object:
         measured.append(index)
         return block(self, index)
 
-    monkeypatch.setattr(mlora.process.profile_stage._Profile, "block", record)
+    monkeypatch.setattr(mlora.planning.profile_stage._Profile, "block", record)
     table = profile_base(save(Qwen3MoeForCausalLM(config), tmp_path), LENGTHS, CPU, torch.float32, repeats=1)
     assert measured == [0, 2]
     assert [cost == table.blocks[0] for cost in table.blocks] == [True, True, False, False, False, False]
@@ -112,14 +112,14 @@ def test_one_part_at_a_time_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = LlamaForCausalLM(config)
     largest = max(size(model.model.layers[0]), size(model.lm_head) + size(model.model.norm))
     here: list[int] = []
-    measure = mlora.process.profile_stage._Profile._measure
+    measure = mlora.planning.profile_stage._Profile._measure
 
-    def record(self: mlora.process.profile_stage._Profile, *args: object) -> object:
+    def record(self: mlora.planning.profile_stage._Profile, *args: object) -> object:
         parameters = self.base.model.parameters()
         here.append(sum(p.numel() * p.element_size() for p in parameters if not p.is_meta))
         return measure(self, *args)
 
-    monkeypatch.setattr(mlora.process.profile_stage._Profile, "_measure", record)
+    monkeypatch.setattr(mlora.planning.profile_stage._Profile, "_measure", record)
     profile_base(save(model, tmp_path), LENGTHS, CPU, torch.float32, repeats=1)
     assert len(here) == 3
     assert 0 < max(here) <= largest

@@ -11,9 +11,9 @@ from limited_runs import TASK, Watching, decisions, die, replace_memory, undistu
 from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.memory.measured_samples import MeasuredSamples
-from mlora.memory.run_memory import RunMemory
-from mlora.memory.task_memory import TaskMemory
+from mlora.planning.measured_samples import MeasuredSamples
+from mlora.planning.run_memory import RunMemory
+from mlora.planning.task_memory import TaskMemory
 from mlora.result import RunResult
 from mlora.run import resume, train
 from mlora.validation import validate

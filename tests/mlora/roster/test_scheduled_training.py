@@ -25,7 +25,7 @@ from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.evaluation import EvalLoss, Fits, evaluate_losses
-from mlora.memory.run_memory import RunMemory
+from mlora.planning.run_memory import RunMemory
 from mlora.result import RunResult
 from mlora.run import resume, train
 from mlora.scheduler import MemoryEstimate
@@ -286,7 +286,7 @@ def test_a_task_in_doubt_waits_until_less_is_kept_in_reserve(
     data["adapters"][4]["per_device_train_batch_size"] = 4
     del data["adapters"][4]["eval_dataset"]
     monkeypatch.setattr(
-        "mlora.scheduler.estimate.MemoryEstimate.activations",
+        "mlora.memory.estimate.MemoryEstimate.activations",
         lambda self, lengths, among: [32 * MIB if len(next(iter(lengths.values()))) == 4 else MIB],
     )
     passed: list[int] = []

@@ -5,8 +5,8 @@ import math
 import random
 
 import pytest
+from mlora.memory.batch_shape import Extent
 from mlora.scheduler import MemoryModel, PeakModel
-from mlora.scheduler.extent import Extent
 
 TRUE = (8.4e6, 43_500.0, 3.25)
 

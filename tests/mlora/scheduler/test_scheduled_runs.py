@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from statistics import median
 
 import pytest
+from mlora.memory.bound import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
+from mlora.memory.estimate import DryRun
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.bound import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
-from mlora.scheduler.estimate import DryRun
 from scheduled_runs import simulate
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from mlora.engine import Engine
-from mlora.step.live_memory import LiveMemory
+from mlora.memory.live_memory import LiveMemory
 from tiny_models import make, samples
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from mlora.step import process_memory
-from mlora.step.process_memory import left_by_runs, used_at_first
+from mlora.memory import process_memory
+from mlora.memory.process_memory import left_by_runs, used_at_first
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from mlora.scheduler.extent import Extent
+from mlora.memory.batch_shape import Extent
 
 _SEED = 1e-3
 """Weight of a dry run's square error. Small, so that it decides only about what measurements have not shown:

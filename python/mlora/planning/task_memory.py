@@ -1,7 +1,7 @@
 """What tasks need of the memory of each stage, by samples before they have run and by measurements after.
 
 Samples are micro-batches of each mixture of adapters: run dry where that can be, else measured
-(`mlora.memory.measured_samples`).
+(`mlora.planning.measured_samples`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mlora.config.run_config import RunConfig
-from mlora.memory.dry_run import DryStage, States
-from mlora.memory.needs import largest_lengths
+from mlora.memory.estimate import DryRun, Phases
+from mlora.planning.dry_run import DryStage, States
+from mlora.planning.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
-from mlora.scheduler.estimate import DryRun, Phases
 from mlora.step.crew import PartOptions, count_blocks, spans_of
 from mlora.tasks import Task
 from mlora_ext.nn.folder import read_config

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlora.step.process_memory import PeakMemory
+from mlora.memory.process_memory import PeakMemory
 
 
 class WorkMemory(Protocol):

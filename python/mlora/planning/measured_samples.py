@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from mlora.cluster.device import is_out_of_memory
 from mlora.data import Sample as TrainSample
 from mlora.engine import Engine
-from mlora.memory.run_memory import RESERVED
-from mlora.memory.task_memory import LEAST, Sample, seed_shapes, spread
 from mlora.optim.optim_config import OptimConfig
+from mlora.planning.run_memory import RESERVED
+from mlora.planning.task_memory import LEAST, Sample, seed_shapes, spread
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _CAREFUL = 0.5  # share of what is free that a micro-batch may be bounded by
 
 
 class MeasuredSamples:
-    """Measures mixtures of adapters on an engine; see `mlora.memory.task_memory.Samples`.
+    """Measures mixtures of adapters on an engine; see `mlora.planning.task_memory.Samples`.
 
     The engine is left as it was: adapters' weights, gradients, moments and counts, random states, and all
     pages but those that the adapters had. Peaks of memory are kept, since the limit holds for these, too.

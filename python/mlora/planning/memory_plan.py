@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
 from mlora.groups import slot_count
-from mlora.memory.needs import need_of
-from mlora.memory.run_memory import RunMemory, in_units
-from mlora.memory.task_memory import TaskMemory
+from mlora.planning.needs import need_of
+from mlora.planning.run_memory import RunMemory, in_units
+from mlora.planning.task_memory import TaskMemory
 from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
 from mlora.tasks import Task
 

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from mlora.config.run_config import RunConfig
-from mlora.memory.needs import largest_lengths, with_batches_of
-from mlora.memory.task_memory import TaskMemory
-from mlora.process.measured_cut import held_by
+from mlora.planning.measured_cut import held_by
+from mlora.planning.needs import largest_lengths, with_batches_of
+from mlora.planning.task_memory import TaskMemory
 from mlora.scheduler import Room
 from mlora.scheduler.need import sum_of
 from mlora.tasks import Task

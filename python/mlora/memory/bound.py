@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.scheduler.extent import NOTHING, Extent
-from mlora.scheduler.memory_model import PeakModel
+from mlora.memory.batch_shape import NOTHING, Extent
+from mlora.memory.memory_model import PeakModel
 
 SEEDED_MARGIN = 0.04  # of a fit that samples alone have made, which are within 2%
 LEAST_MARGIN = 0.01

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.scheduler.bound import Bound
-from mlora.scheduler.extent import Extent
-from mlora.scheduler.memory_model import PeakModel
+from mlora.memory.batch_shape import Extent
+from mlora.memory.bound import Bound
+from mlora.memory.memory_model import PeakModel
 
 _LEARNING = 10  # micro-batches of a mixture that are all measured
 _EVERY = 256  # of those that follow, one in so many is

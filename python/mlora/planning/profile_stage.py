@@ -21,7 +21,7 @@ from mlora.base.base_model import BaseModel, take_apart
 from mlora.base.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
 from mlora.base.pretrained import skeleton
 from mlora.objectives.cross_entropy import chunked_losses, plain_losses
-from mlora.pipeline.partition import Cost, Table
+from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
 
 if TYPE_CHECKING:
