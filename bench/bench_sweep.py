@@ -33,7 +33,7 @@ from mlora.cluster.malloc import keep_freed_memory
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
 from mlora.engine import Engine
-from mlora.fields.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo
 from mlora.run import train
 from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials

@@ -19,7 +19,7 @@ import torch
 from mlora.config.run_config import RunConfig
 from mlora.data import Sample
 from mlora.engine import Engine
-from mlora.fields.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
 from mlora.step.crew import PartOptions

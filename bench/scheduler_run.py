@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config.run_config import RunConfig
-from mlora.fields.base_info import BaseInfo
 from mlora.loop import TrainingLoop
+from mlora.model.base_info import BaseInfo
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.prepare import Prepared, make_engine, run_memory
 from mlora.queue.task_queue import TaskQueue

@@ -242,7 +242,7 @@ def generate(
     with command():
         begin()
         from mlora.commands.serve import answer, print_answers, read_prompts
-        from mlora.generate import Sampling
+        from mlora.model.generation import Sampling
 
         texts = read_prompts(prompt or [], prompts)
         try:

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from mlora.data import Sample
-from mlora.generate import Request, complete, end_token, text_of
+from mlora.model.generation import Request, complete, end_token, text_of
 from mlora.tasks import Task
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
     from mlora.config.run_config import AdapterConfig
-    from mlora.fields.base_info import BaseInfo
+    from mlora.model.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 

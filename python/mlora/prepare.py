@@ -16,9 +16,9 @@ from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
-from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way, slot_count
 from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
+from mlora.model.base_info import BaseInfo
 from mlora.planning.measured_samples import PIECES, MeasuredSamples
 from mlora.planning.needs import need_of
 from mlora.planning.run_memory import RunMemory

@@ -14,8 +14,8 @@ from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.data import Dataset, load_dataset
 from mlora.dataset.sampler import BatchPlan, derive_seed
 from mlora.errors import RunError, first_line
-from mlora.fields.base_info import BaseInfo
 from mlora.init_from import check_init_from
+from mlora.model.base_info import BaseInfo
 from mlora.optim.optim_config import OptimConfig
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 import copy
 
 import torch
-from mlora.base.base_model import BaseModel
-from mlora.base.cut import Span
-from mlora.model import load_base
+from mlora.model.base_model import BaseModel
+from mlora.model.cut import Span
+from mlora.model.load import load_base
 from tiny_models import FAMILIES, VOCABULARY, make
 from transformers import (
     MixtralConfig,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import mlora.base.base_model
+import mlora.model.base_model
 import pytest
 import torch
 from mlora.data import Sample
@@ -301,7 +301,7 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
     base, batch = save_base(tmp_path / "base", hidden=256), samples(12, 20, seed=4)
     products = []
     for name in ("linear", "linear_dx"):
-        product = getattr(mlora.base.base_model, name)
+        product = getattr(mlora.model.base_model, name)
 
         def record(
             *tensors: torch.Tensor, packed: torch.Tensor | None, call: Callable = product
@@ -309,7 +309,7 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
             products.append(packed is not None)
             return call(*tensors, packed=packed)
 
-        monkeypatch.setattr(mlora.base.base_model, name, record)
+        monkeypatch.setattr(mlora.model.base_model, name, record)
     found = {}
     for packed in (False, True):
         engine = Engine(base, pack_base=packed, seed=1)

@@ -8,7 +8,7 @@ import pytest
 from mlora.data import Sample
 from mlora.engine import Engine
 from mlora.evaluation import _rows_that_fit, evaluate_losses
-from mlora.generate import Request
+from mlora.model.generation import Request
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import FAMILIES, VOCABULARY

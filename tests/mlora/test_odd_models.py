@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mlora.engine import Engine
-from mlora.fields.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import VOCABULARY, samples

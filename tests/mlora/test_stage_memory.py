@@ -70,7 +70,7 @@ def test_nothing_is_left_behind_over_many_steps(tmp_path: Path) -> None:
 
 USED = """
 import ctypes, mmap, pathlib, re, threading, types, weakref
-import mlora.step.part, mlora.base.tensor_file
+import mlora.step.part, mlora.model.tensor_file
 class Info(ctypes.Structure):  # malloc.h
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keep"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
@@ -85,7 +85,7 @@ def counted(number, size):  # of these, libc knows nothing
     changed(size)
     weakref.finalize(found, changed, -size)
     return found
-mlora.base.tensor_file.mmap = types.SimpleNamespace(mmap=counted)
+mlora.model.tensor_file.mmap = types.SimpleNamespace(mmap=counted)
 def look():
     global most
     info = libc.mallinfo2()

@@ -16,8 +16,8 @@ from mlora.data import read_prompt_lines
 from mlora.dataset.chat import ChatTemplate
 from mlora.dataset.record import FormatError
 from mlora.errors import RunError, first_line
-from mlora.fields.base_info import BaseInfo
-from mlora.generate import Request, Sampling, complete, end_token, text_of
+from mlora.model.base_info import BaseInfo
+from mlora.model.generation import Request, Sampling, complete, end_token, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

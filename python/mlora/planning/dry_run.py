@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.base.base_model import BaseModel, take_apart
-from mlora.base.cut import Cut, Span, cut_model, find_blocks, outer_modules
-from mlora.base.pretrained import skeleton, skeleton_of
+from mlora.model.base_model import BaseModel, take_apart
+from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
+from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.objectives.cross_entropy import chunk_rows
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline.message import Message, Sort

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
-from mlora.base.attention import PackedSequences
-from mlora.base.base_model import BaseModel, take_apart
-from mlora.base.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
-from mlora.base.pretrained import skeleton
+from mlora.model.attention import PackedSequences
+from mlora.model.base_model import BaseModel, take_apart
+from mlora.model.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
+from mlora.model.pretrained import skeleton
 from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout

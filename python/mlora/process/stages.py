@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from mlora.base.stage_weights import digest
 from mlora.cluster.device import dtype_of, is_out_of_memory, limit_allocator, own_device, set_malloc
 from mlora.cluster.imports import is_importing
 from mlora.cluster.watchdog import Watch
@@ -23,8 +22,9 @@ from mlora.cluster.worker import end_with_parent
 from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
-from mlora.fields.base_info import BaseInfo
 from mlora.groups import most_under_way
+from mlora.model.base_info import BaseInfo
+from mlora.model.stage_weights import digest
 from mlora.pipeline import FirstStage, PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
 from mlora.step.crew import Crew, PartOptions, crew_of_processes

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 import mlora_ext
-from mlora.base.cut import Span
-from mlora.base.hub import check_base
-from mlora.base.pretrained import skeleton
 from mlora.cluster.world import World
-from mlora.model import load_base
+from mlora.model.cut import Span
+from mlora.model.hub import check_base
+from mlora.model.load import load_base
+from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
 from mlora.step.part import StagePart
 from mlora_ext.nn.routing import router_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mlora.base.attention import PackedSequences
+from mlora.model.attention import PackedSequences
 from mlora_ext import SegmentLayout
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
-from mlora.base.base_model import BaseModel
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
+from mlora.model.base_model import BaseModel
 from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from mlora.base import attention
-from mlora.base.attention import PackedSequences, packed_attention
 from mlora.engine import Engine
 from mlora.memory.live_memory import LiveMemory
+from mlora.model.attention import PackedSequences, packed_attention
+from mlora.model.load import attention
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, make
 from torch import nn
 
@@ -138,7 +138,7 @@ def test_ignored_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*args, **kwargs)
 
     monkeypatch.setattr(
-        "mlora.base.base_model.register_packed_attention",
+        "mlora.model.base_model.register_packed_attention",
         lambda: transformers.AttentionInterface.register(attention.PACKED_ATTENTION, forgetful),
     )
     with pytest.raises(ValueError, match="MistralForCausalLM, layer 0: the config says sliding window 4096"):

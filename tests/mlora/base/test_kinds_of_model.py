@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from mlora.base.pretrained import load_whole, skeleton
+from mlora.model.pretrained import load_whole, skeleton
 
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 ENCODER = r"bert is an encoder \(its config\.json does not set is_decoder\); mlora trains causal language"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.base.pretrained import load_whole, skeleton
+from mlora.model.pretrained import load_whole, skeleton
 
 
 @pytest.mark.parametrize("load", [load_whole, skeleton])

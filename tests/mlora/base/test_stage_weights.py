@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from deep_models import CPU, DEEP, deep, spans
-from mlora.base.cut import Span
-from mlora.base.pretrained import load_whole
-from mlora.base.stage_weights import load_stage
-from mlora.model import load_base
+from mlora.model.cut import Span
+from mlora.model.load import load_base
+from mlora.model.pretrained import load_whole
+from mlora.model.stage_weights import load_stage
 from safetensors.torch import load_file, save_file
 from tiny_models import make
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -161,9 +161,9 @@ def test_checkpoints_that_no_stage_can_read(change, message: str, tmp_path: Path
 
 MEASURE = """
 import sys, torch
-from mlora.base.cut import Span
-from mlora.base.pretrained import skeleton
-from mlora.base.stage_weights import load_stage
+from mlora.model.cut import Span
+from mlora.model.pretrained import skeleton
+from mlora.model.stage_weights import load_stage
 
 def status(key):
     with open("/proc/self/status") as lines:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.base import tensor_file
-from mlora.base.tensor_file import TensorFile
+from mlora.model.load import tensor_file
+from mlora.model.tensor_file import TensorFile
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 

@@ -9,7 +9,7 @@ import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
-from mlora.fields.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo
 from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.planning.task_memory import TaskMemory, dry_stages

@@ -6,7 +6,7 @@ import mlora.planning.profile_stage
 import pytest
 import torch
 from deep_models import BLOCKS, CPU, DEEP, deep
-from mlora.base.cut import outer_modules
+from mlora.model.cut import outer_modules
 from mlora.planning.partition import partition
 from mlora.planning.profile_stage import profile_base
 from peft import LoraConfig

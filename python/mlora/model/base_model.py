@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.base.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
-from mlora.base.cut import Cut, Span
-from mlora.base.pretrained import stop_noise
+from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
+from mlora.model.cut import Cut, Span
+from mlora.model.pretrained import stop_noise
 from mlora.objectives.cross_entropy import Head, LogitRule
 from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts

@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.base.base_model import BaseModel, take_apart
-from mlora.base.cut import Cut, Span, cut_model
-from mlora.base.pretrained import load_whole
-from mlora.base.probe import check_packing
-from mlora.base.stage_weights import load_stage, stage_to
+from mlora.model.base_model import BaseModel, take_apart
+from mlora.model.cut import Cut, Span, cut_model
+from mlora.model.pretrained import load_whole
+from mlora.model.probe import check_packing
+from mlora.model.stage_weights import load_stage, stage_to
 
 
 def load_base(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlora.base.attention import PackedSequences
-from mlora.base.base_model import BaseModel
+from mlora.model.attention import PackedSequences
+from mlora.model.base_model import BaseModel
 
 _LENGTHS = (13, 22)
 _LONGEST_WINDOW = 64

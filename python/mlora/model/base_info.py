@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mlora.base.hub import check_base, refuse_quantized
 from mlora.config.lora_fields import build_lora
 from mlora.config.strict import shown
 from mlora.errors import RunError, first_line
+from mlora.model.hub import check_base, refuse_quantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

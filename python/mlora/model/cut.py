@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mlora.base.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
+from mlora.model.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
 
 BEFORE, BEHIND = "before", "behind"
 

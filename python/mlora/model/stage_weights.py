@@ -23,9 +23,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, cached_file
 
-from mlora.base.cut import Cut, Span, cut_model
-from mlora.base.pretrained import refuse_missing, skeleton, told_in_one_line
-from mlora.base.tensor_file import TensorFile
+from mlora.model.cut import Cut, Span, cut_model
+from mlora.model.pretrained import refuse_missing, skeleton, told_in_one_line
+from mlora.model.tensor_file import TensorFile
 
 _SAMPLE = 1 << 16  # bytes
 

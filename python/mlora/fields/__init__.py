@@ -1,1 +1,0 @@
-"""What a run's config may ask for, field by field."""

@@ -1,0 +1,1 @@
+"""The base model: loading it, cutting it into stages, attention over packed rows, generation."""
