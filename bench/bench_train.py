@@ -26,7 +26,7 @@ import machine
 import torch
 from counting import live_peak
 from mlora.cluster.malloc import keep_freed_memory
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from mlora.cluster.world import World
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import FirstStage

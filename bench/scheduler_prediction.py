@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from mlora.config.run_config import RunConfig
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory, dry_stages

@@ -11,9 +11,9 @@ PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlor
 
 # `Sample` is the currency between a run's data and the engine.
 ALLOWED_BACK = {
-    ("mlora.step.packing", "mlora.data.Sample"),
-    ("mlora.engine", "mlora.data.Sample"),
-    ("mlora.step.traffic", "mlora.data.Sample"),
+    ("mlora.data.packing", "mlora.data.dataset.Sample"),
+    ("mlora.engine", "mlora.data.dataset.Sample"),
+    ("mlora.step.traffic", "mlora.data.dataset.Sample"),
 }
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the

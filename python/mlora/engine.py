@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
-    from mlora.data import Sample
+    from mlora.data.dataset import Sample
 
 
 class Engine:

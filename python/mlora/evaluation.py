@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.model.generation import Request, complete, end_token, text_of
 from mlora.tasks import Task
 

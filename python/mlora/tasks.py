@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlora.config.dataset_config import DatasetConfig
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
-from mlora.data import Dataset, load_dataset
-from mlora.dataset.sampler import BatchPlan, derive_seed
+from mlora.data.dataset import Dataset, load_dataset
+from mlora.data.sampler import BatchPlan, derive_seed
 from mlora.errors import RunError, first_line
 from mlora.init_from import check_init_from
 from mlora.model.base_info import BaseInfo

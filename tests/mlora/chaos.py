@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import Pipeline, PipelineError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from mlora.config.scheduler_config import SchedulerConfig
-from mlora.dataset.sampler import BatchPlan
+from mlora.data.sampler import BatchPlan
 from mlora.groups import Group
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import MIB, RunMemory

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, get_scheduler

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from mlora.data import Dataset, Prompt, Sample, load_dataset, read_prompt_lines
+from mlora.data.dataset import Dataset, Prompt, Sample, load_dataset, read_prompt_lines
 from mlora.errors import RunError
 from tiny_run import random_tokens, save_tokenizer, write_jsonl
 

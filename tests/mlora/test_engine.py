@@ -6,11 +6,11 @@ from pathlib import Path
 import mlora.model.base_model
 import pytest
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
+from mlora.data.packing import PackedRows, pack
 from mlora.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.scaler import LossScaler
-from mlora.step.packing import PackedRows, pack
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make, samples
 from tiny_run import save_base

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.evaluation import _rows_that_fit, evaluate_losses
 from mlora.model.generation import Request

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, PeftModel

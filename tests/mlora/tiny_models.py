@@ -3,7 +3,7 @@
 import random
 
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from transformers import (
     CohereConfig,
     CohereForCausalLM,

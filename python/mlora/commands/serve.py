@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlora.config.yaml_file import read_yaml
-from mlora.data import read_prompt_lines
-from mlora.dataset.chat import ChatTemplate
-from mlora.dataset.record import FormatError
+from mlora.data.chat import ChatTemplate
+from mlora.data.dataset import read_prompt_lines
+from mlora.data.record import FormatError
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.model.generation import Request, Sampling, complete, end_token, text_of

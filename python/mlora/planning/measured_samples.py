@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from mlora.cluster.device import is_out_of_memory
-from mlora.data import Sample as TrainSample
+from mlora.data.dataset import Sample as TrainSample
 from mlora.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.planning.run_memory import RESERVED

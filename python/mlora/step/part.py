@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
+from mlora.data.packing import PackedRows
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
@@ -18,7 +19,6 @@ from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks
-from mlora.step.packing import PackedRows
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_state
 from mlora_ext.nn.routing import router_of

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.pipeline import Driver, Place
 from mlora.step.account import Accounts, BatchResult
-from mlora.step.packing import BASE, PackedBatch, pack, pack_prompts
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or none if it has nothing to compute."""
 
 if TYPE_CHECKING:
-    from mlora.data import Sample
+    from mlora.data.dataset import Sample
 
 
 class Ticket:

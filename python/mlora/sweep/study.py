@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 
 from mlora.config.search_space import Choice, Leaf, grid_point
 from mlora.config.sweep_config import SweepConfig
-from mlora.dataset.sampler import derive_seed
+from mlora.data.sampler import derive_seed
 from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.data import Dataset, Prompt, load_dataset
+from mlora.data.dataset import Dataset, Prompt, load_dataset
 from mlora.errors import RunError
 from mlora.run import train
 from tiny_run import save_tokenizer, write_jsonl

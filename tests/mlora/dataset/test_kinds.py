@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mlora.data import load_dataset, read_prompt_lines
-from mlora.dataset.kinds import refuse_other_kinds
+from mlora.data.dataset import load_dataset, read_prompt_lines
+from mlora.data.kinds import refuse_other_kinds
 from mlora.errors import RunError
 
 ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": 'a "b", ü', "completion": "c"}]

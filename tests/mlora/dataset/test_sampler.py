@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from mlora.dataset.sampler import BatchPlan, derive_seed, epoch_order
+from mlora.data.sampler import BatchPlan, derive_seed, epoch_order
 
 
 def plan(
@@ -48,7 +48,7 @@ def test_an_order_is_drawn_once_an_epoch_for_any_number_of_adapters(monkeypatch:
         drawn.append((seed, epoch))
         return epoch_order(samples, seed, epoch)
 
-    monkeypatch.setattr("mlora.dataset.sampler.epoch_order", counted)
+    monkeypatch.setattr("mlora.data.sampler.epoch_order", counted)
     plans = [plan(seed=seed) for seed in range(100)]
     per_epoch = plans[0].batches_per_epoch
     rows = [[of.batch(index) for of in plans] for index in range(3 * per_epoch)]

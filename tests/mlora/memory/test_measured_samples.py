@@ -13,7 +13,7 @@ import torch
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
 from mlora.cluster.device import limit_allocator
 from mlora.config.config_file import resolve_config
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.memory.estimate import DryRun

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.config.scheduler_config import SchedulerConfig
-from mlora.dataset.sampler import BatchPlan
+from mlora.data.sampler import BatchPlan
 from mlora.groups import Group
 from mlora.queue.task_queue import Request
 from mlora.report import Silent

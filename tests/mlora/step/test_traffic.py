@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.data import Sample
+from mlora.data.dataset import Sample
 from mlora.engine import Engine
 from mlora.step.traffic import _cut
 from mlora.timelines.trace_file import TraceFiles

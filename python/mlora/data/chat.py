@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from mlora.dataset.record import (
+from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
     Prompt,

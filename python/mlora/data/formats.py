@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mlora.dataset.chat import ChatTemplate, messages_of_key, sharegpt_messages
-from mlora.dataset.record import (
+from mlora.data.chat import ChatTemplate, messages_of_key, sharegpt_messages
+from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
     Prompt,

@@ -13,7 +13,7 @@ from mlora.model.attention import PackedSequences
 from mlora_ext import SegmentLayout
 
 if TYPE_CHECKING:
-    from mlora.data import Sample
+    from mlora.data.dataset import Sample
 
 BASE = "__base__"
 NOT_TRAINED = -100

@@ -1,0 +1,1 @@
+"""Datasets: formats, samples, their order, and packing into rows."""

@@ -1,1 +1,0 @@
-"""Lines of a dataset to tokens and labels, and their order."""
