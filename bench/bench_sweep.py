@@ -37,7 +37,7 @@ from mlora.model.base_info import BaseInfo
 from mlora.run import train
 from mlora.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials
-from mlora.tasks import Task, TaskBuilder
+from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler
 from transformers.utils import logging as transformers_logging

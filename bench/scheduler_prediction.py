@@ -23,7 +23,7 @@ from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
 from mlora.step.crew import PartOptions
-from mlora.tasks import Task, TaskBuilder
+from mlora.tasks.task import Task, TaskBuilder
 from scheduler_setup import Shape, Work, make_config, random_lengths
 
 SHAPES = (Shape(128), Shape(256), Shape(512))

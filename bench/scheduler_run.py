@@ -18,7 +18,7 @@ from mlora.report import Silent
 from mlora.roster.decisions import Decisions
 from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
-from mlora.tasks import Task, TaskBuilder
+from mlora.tasks.task import Task, TaskBuilder
 from scheduler_timers import EACH, Stopwatch
 
 Limit = Callable[[RunMemory, list[Task]], int]

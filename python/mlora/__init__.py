@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
     from mlora.engine import Engine
-    from mlora.result import RunResult
     from mlora.run import train
+    from mlora.tasks.result import RunResult
 
 __all__ = ["Engine", "RunConfig", "RunResult", "train"]
 

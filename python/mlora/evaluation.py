@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlora.data.dataset import Sample
 from mlora.model.generation import Request, complete, end_token, text_of
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

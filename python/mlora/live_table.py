@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.report import Pace
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

@@ -18,13 +18,11 @@ from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
-from mlora.groups import Group, Rounds
 from mlora.pipeline import PipelineError
 from mlora.plot import plot_losses
 from mlora.prepare import Prepared, fingerprints
 from mlora.process.stages import less_memory
 from mlora.report import Reporter
-from mlora.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.roster.best import BestWeights
 from mlora.roster.micro_batches import MicroBatches
 from mlora.roster.state_files import StateFiles, files_named
@@ -32,7 +30,9 @@ from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.step.account import BatchResult
 from mlora.step.traffic import Ticket
 from mlora.sweep.outcome import write_outcome
-from mlora.tasks import State, Task
+from mlora.tasks.groups import Group, Rounds
+from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
+from mlora.tasks.task import State, Task
 
 
 @contextmanager

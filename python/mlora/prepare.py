@@ -16,7 +16,6 @@ from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
-from mlora.groups import most_under_way, slot_count
 from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
 from mlora.model.base_info import BaseInfo
 from mlora.planning.measured_samples import PIECES, MeasuredSamples
@@ -32,7 +31,8 @@ from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import TokenBalanced
 from mlora.step.crew import Crew, PartOptions
-from mlora.tasks import ALIVE, Progress, Task, TaskBuilder
+from mlora.tasks.groups import most_under_way, slot_count
+from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 
 class Reporter(Protocol):

@@ -16,11 +16,11 @@ from mlora.prepare import Prepared, prepare
 from mlora.process.stages import Member, check_replicas
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.report import Reporter, Silent, some
-from mlora.result import AdapterResult, RunResult
 from mlora.roster.journal import journaled
 from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.wish import trials_begun
+from mlora.tasks.result import AdapterResult, RunResult
 from mlora.timelines.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding

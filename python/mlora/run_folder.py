@@ -20,7 +20,7 @@ from mlora.checkpoint import write_file
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_fault, first_line
-from mlora.result import AdapterResult
+from mlora.tasks.result import AdapterResult
 
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"

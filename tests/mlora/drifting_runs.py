@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from mlora.config.scheduler_config import SchedulerConfig
 from mlora.data.sampler import BatchPlan
-from mlora.groups import Group
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.task_queue import Request
@@ -21,7 +20,8 @@ from mlora.roster.micro_batches import MicroBatches
 from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import MemoryEstimate
-from mlora.tasks import Progress
+from mlora.tasks.groups import Group
+from mlora.tasks.task import Progress
 
 from tests.mlora.limited_runs import Watching
 

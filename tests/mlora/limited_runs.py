@@ -23,7 +23,7 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.report import Silent
 from mlora.run import resume
 from mlora.scheduler import MemoryEstimate
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 from tests.mlora.tiny_run import run_data
 from tests.tolerances import STEADY_EPSILON

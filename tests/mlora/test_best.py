@@ -21,7 +21,7 @@ from mlora.errors import RunError
 from mlora.report import PlainLines
 from mlora.roster.best import compare
 from mlora.run import resume, train
-from mlora.tasks import Progress
+from mlora.tasks.task import Progress
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_resume import Crashing, Interrupting

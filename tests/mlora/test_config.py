@@ -11,8 +11,8 @@ from mlora.config.config_file import apply_override, dump_config, load_config, r
 from mlora.config.run_config import RunConfig, TrainingFields
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.result import RunResult
 from mlora.run import train
+from mlora.tasks.result import RunResult
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.groups import Group, Rounds
+from mlora.tasks.groups import Group, Rounds
 
 
 def task(name: str, steps: int, save_steps: int | None) -> Any:

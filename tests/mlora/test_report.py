@@ -14,7 +14,7 @@ from mlora.model.base_info import BaseInfo
 from mlora.plot import plot_losses, smooth
 from mlora.report import Pace, PlainLines, clock
 from mlora.run import train
-from mlora.tasks import Progress, Task, TaskBuilder
+from mlora.tasks.task import Progress, Task, TaskBuilder
 from rich.console import Console
 from tiny_run import run_data
 

@@ -12,8 +12,8 @@ import yaml
 from mlora.config.config_file import resolve_config
 from mlora.engine import Engine
 from mlora.errors import RunError
-from mlora.result import RunResult
 from mlora.run import train
+from mlora.tasks.result import RunResult
 from mlora.validation import validate
 from stage_runs import (
     ENVIRONMENT,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
     from mlora.process.stages import Member
     from mlora.report import Reporter
-    from mlora.result import RunResult
+    from mlora.tasks.result import RunResult
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
 

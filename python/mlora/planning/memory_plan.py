@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
-from mlora.groups import slot_count
 from mlora.planning.needs import need_of
 from mlora.planning.run_memory import RunMemory, in_units
 from mlora.planning.task_memory import TaskMemory
 from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
-from mlora.tasks import Task
+from mlora.tasks.groups import slot_count
+from mlora.tasks.task import Task
 
 
 @dataclass(frozen=True)

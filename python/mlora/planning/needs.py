@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mlora.scheduler import Need
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 MOST_LOOKED_AT = 20_000  # micro-batches to come
 

@@ -23,7 +23,7 @@ from mlora.planning.needs import largest_lengths, with_batches_of
 from mlora.planning.task_memory import TaskMemory
 from mlora.scheduler import Room
 from mlora.scheduler.need import sum_of
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins

@@ -18,7 +18,7 @@ from mlora.planning.dry_run import DryStage, States
 from mlora.planning.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
 from mlora.step.crew import PartOptions, count_blocks, spans_of
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 from mlora_ext.nn.folder import read_config
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from mlora.cluster.worker import end_with_parent
 from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
-from mlora.groups import most_under_way
 from mlora.model.base_info import BaseInfo
 from mlora.model.stage_weights import digest
 from mlora.pipeline import FirstStage, PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
 from mlora.step.crew import Crew, PartOptions, crew_of_processes
 from mlora.step.part import StagePart
+from mlora.tasks.groups import most_under_way
 from mlora.timelines.trace_file import SPANS
 
 STAGE_0_FIRST = 2.0  # seconds in which stage 0 tells of a fault that all have

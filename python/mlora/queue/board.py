@@ -11,7 +11,7 @@ from mlora.errors import RunError
 from mlora.planning.run_memory import RunMemory
 from mlora.queue.task_queue import TaskQueue
 from mlora.scheduler import Admission
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 EVERY = 5.0  # seconds: no more often is anything published
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.run_config import RunConfig
 from mlora.engine import Engine
-from mlora.groups import slot_count
 from mlora.queue.board import Board
 from mlora.queue.task_queue import TaskQueue
 from mlora.report import Reporter
@@ -17,7 +16,8 @@ from mlora.roster.roster import Roster
 from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
 from mlora.scheduler.need import sum_of
 from mlora.sweep.wish import Wish
-from mlora.tasks import Task
+from mlora.tasks.groups import slot_count
+from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlora.config.run_config import RunConfig
-from mlora.groups import slot_count
 from mlora.queue.task_queue import TaskQueue
+from mlora.tasks.groups import slot_count
 
 
 class Journal:

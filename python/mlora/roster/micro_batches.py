@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mlora.engine import Engine
-from mlora.groups import Group
 from mlora.roster.roster import Roster
 from mlora.scheduler import choose
 from mlora.scheduler.need import within
 from mlora.step.traffic import Measured
-from mlora.tasks import Task
+from mlora.tasks.groups import Group
+from mlora.tasks.task import Task
 
 
 class MicroBatches:

@@ -19,7 +19,7 @@ from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
 from mlora.run_folder import RunFolder
 from mlora.scheduler import NOBODY, Admission, Need
 from mlora.sweep.wish import Wish
-from mlora.tasks import State, Task, TaskBuilder
+from mlora.tasks.task import State, Task, TaskBuilder
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep

@@ -14,7 +14,7 @@ from typing import Any
 from mlora.engine import Engine
 from mlora.errors import RunError, first_line
 from mlora.roster.state_files import read_state, write_state
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 
 def create_adapter(engine: Engine, task: Task, group: int) -> None:

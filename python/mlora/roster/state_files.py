@@ -11,7 +11,7 @@ from typing import Any
 
 from mlora.checkpoint import checkpoint_name, list_checkpoints, sync_folder, write_file
 from mlora.errors import RunError
-from mlora.tasks import ALIVE
+from mlora.tasks.task import ALIVE
 
 
 def best_file(name: str, step: int) -> str:

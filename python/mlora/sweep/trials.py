@@ -10,7 +10,7 @@ from mlora.config.search_space import with_params
 from mlora.sweep.ranking import shown
 from mlora.sweep.study import Study, check_arguments
 from mlora.sweep.wish import Wish
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 
 class Sweep:

@@ -14,7 +14,7 @@ from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.step.crew import PartOptions
-from mlora.tasks import Task, TaskBuilder
+from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import run_data, write_run
 
 MIB = 2**20

@@ -14,8 +14,8 @@ from mlora.errors import RunError
 from mlora.planning.measured_samples import MeasuredSamples
 from mlora.planning.run_memory import RunMemory
 from mlora.planning.task_memory import TaskMemory
-from mlora.result import RunResult
 from mlora.run import resume, train
+from mlora.tasks.result import RunResult
 from mlora.validation import validate
 from tiny_run import lines, run_data, weights
 

@@ -26,10 +26,10 @@ from mlora.engine import Engine
 from mlora.errors import RunError
 from mlora.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.planning.run_memory import RunMemory
-from mlora.result import RunResult
 from mlora.run import resume, train
 from mlora.scheduler import MemoryEstimate
-from mlora.tasks import Task
+from mlora.tasks.result import RunResult
+from mlora.tasks.task import Task
 from stage_runs import assert_alike, by_adapter, commands, save_deep_base, tensors
 from tiny_run import lines, weights, write_jsonl, write_run
 

@@ -16,7 +16,7 @@ from mlora.report import Silent
 from mlora.roster.set_aside import bring_back, set_aside
 from mlora.roster.state_files import StateFiles
 from mlora.run import resume, train
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 from stage_runs import tensors
 from tiny_run import lines, run_data, weights
 

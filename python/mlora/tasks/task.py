@@ -14,9 +14,9 @@ from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.data.dataset import Dataset, load_dataset
 from mlora.data.sampler import BatchPlan, derive_seed
 from mlora.errors import RunError, first_line
-from mlora.init_from import check_init_from
 from mlora.model.base_info import BaseInfo
 from mlora.optim.optim_config import OptimConfig
+from mlora.tasks.init_from import check_init_from
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
-from mlora.tasks import Task
+from mlora.tasks.task import Task
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from mlora.tasks import Task
+    from mlora.tasks.task import Task
 
 Status = Literal["running", "finished", "failed", "paused", "interrupted"]
 Pair = dict[str, float | None]
@@ -19,7 +19,7 @@ class AdapterResult:
     """What came of one adapter.
 
     Args:
-        state: as `mlora.tasks.Progress`, or ``refused``.
+        state: as `mlora.tasks.task.Progress`, or ``refused``.
         message: why it was stopped, pruned or refused, or that it stopped early; else empty.
         step: optimizer steps made.
         max_steps: steps that were to be made; none where it was refused.

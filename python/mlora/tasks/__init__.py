@@ -1,0 +1,1 @@
+"""Tasks, groups of tasks, and their results."""
