@@ -25,7 +25,7 @@ ADAPTERS = 4
 """Streams of lorapp where nothing says how many."""
 
 GROUPS_OF_A_STAGE = 2
-"""Into so many groups for each stage a run spreads its adapters at most, see `mlora.tasks.groups.group_count`."""
+"""A run spreads its adapters over at most this many groups per stage (`mlora.tasks.groups.group_count`)."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import torch
 import transformers
 from mlora.engine import Engine
 from mlora.memory.live_memory import LiveMemory
+from mlora.model import attention
 from mlora.model.attention import PackedSequences, packed_attention
-from mlora.model.load import attention
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, make
 from torch import nn
 

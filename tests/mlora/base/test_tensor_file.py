@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.model.load import tensor_file
+from mlora.model import tensor_file
 from mlora.model.tensor_file import TensorFile
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
