@@ -32,7 +32,7 @@ import torch
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.model.base_info import BaseInfo
 from mlora.run import train
 from mlora.run_folder import RunFolder

@@ -27,7 +27,7 @@ import torch
 from counting import live_peak
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM

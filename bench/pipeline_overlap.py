@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from mlora.cluster.world import World
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import Crew, PartOptions, crew_of_processes
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import FirstStage
-from mlora.step.crew import Crew, PartOptions, crew_of_processes
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from mlora.config.run_config import RunConfig
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import PartOptions
 from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
-from mlora.step.crew import PartOptions
 from mlora.tasks.task import Task, TaskBuilder
 from scheduler_setup import Shape, Work, make_config, random_lengths
 

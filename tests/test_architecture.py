@@ -12,8 +12,8 @@ PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlor
 # `Sample` is the currency between a run's data and the engine.
 ALLOWED_BACK = {
     ("mlora.data.packing", "mlora.data.dataset.Sample"),
-    ("mlora.engine", "mlora.data.dataset.Sample"),
-    ("mlora.step.traffic", "mlora.data.dataset.Sample"),
+    ("mlora.engine.engine", "mlora.data.dataset.Sample"),
+    ("mlora.engine.batcher", "mlora.data.dataset.Sample"),
 }
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the

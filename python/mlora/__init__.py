@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
-    from mlora.engine import Engine
+    from mlora.engine.engine import Engine
     from mlora.run import train
     from mlora.tasks.result import RunResult
 
 __all__ = ["Engine", "RunConfig", "RunResult", "train"]
 
-_HOMES = {"Engine": "engine", "RunConfig": "config.run_config", "RunResult": "tasks.result", "train": "run"}
+_HOMES = {"Engine": "engine.engine", "RunConfig": "config.run_config", "RunResult": "tasks.result", "train": "run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from mlora.tasks.task import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mlora.engine import Engine
+    from mlora.engine.engine import Engine
 
 # rows of one generation batch; completions are short, so this bounds the key-value cache, not the time
 GENERATION_ROWS = 64

@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from mlora.checkpoint_writer import CheckpointWriter
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
+from mlora.engine.adapter_state import BatchResult
+from mlora.engine.batcher import Ticket
 from mlora.errors import RunError, first_line
 from mlora.evaluation import evaluate_losses, exact_matches
 from mlora.pipeline import PipelineError
@@ -27,8 +29,6 @@ from mlora.roster.best import BestWeights
 from mlora.roster.micro_batches import MicroBatches
 from mlora.roster.state_files import StateFiles, files_named
 from mlora.run_folder import Metrics, RunFolder, read_metrics
-from mlora.step.account import BatchResult
-from mlora.step.traffic import Ticket
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result

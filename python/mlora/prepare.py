@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
 from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import Crew, PartOptions
 from mlora.errors import RunError, first_fault, first_line
 from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
 from mlora.model.base_info import BaseInfo
@@ -30,7 +31,6 @@ from mlora.roster.decisions import Decisions
 from mlora.roster.roster import Roster
 from mlora.run_folder import RunFolder
 from mlora.scheduler import TokenBalanced
-from mlora.step.crew import Crew, PartOptions
 from mlora.tasks.groups import most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import Crew, PartOptions, make_part, spans_of
+from mlora.engine.stage_worker import StagePart
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import Pipeline, PipelineError
-from mlora.step.crew import Crew, PartOptions, make_part, spans_of
-from mlora.step.part import StagePart
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.planning.task_memory import TaskMemory

@@ -9,7 +9,7 @@ import yaml
 from mlora.config.best_rule import BestRule
 from mlora.config.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
 from mlora.config.run_config import RunConfig, TrainingFields
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.run import train
 from mlora.tasks.result import RunResult

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlora.data.dataset import Sample
 from mlora.data.packing import PackedRows, pack
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.scaler import LossScaler
 from peft import LoraConfig, get_peft_model

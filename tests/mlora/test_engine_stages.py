@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from four_adapters import NAMES, STEPS, TOLERANCE, batch, create, llama
-from mlora.engine import Engine
+from mlora.engine.batcher import Ticket
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import spans_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.step.crew import spans_of
-from mlora.step.traffic import Ticket
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_models import samples

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import make, samples

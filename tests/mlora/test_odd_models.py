@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.model.base_info import BaseInfo
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig

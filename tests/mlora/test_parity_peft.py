@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, PeftModel
 from peft_alone import save_initial, train

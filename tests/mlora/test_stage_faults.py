@@ -33,8 +33,8 @@ from tests.mlora.stages import is_alive, until
 NOTICED = 10.0  # seconds
 STAGES = 3
 AT = """
-import mlora.step.part, pathlib, torch
-plain, calls = mlora.step.part.StagePart.begin, 0
+import mlora.engine.stage_worker, pathlib, torch
+plain, calls = mlora.engine.stage_worker.StagePart.begin, 0
 def begin(*arguments):
     global calls
     calls += 1
@@ -43,7 +43,7 @@ def begin(*arguments):
         time.sleep(1.5)  # the others have seen which adapters are under way
         pathlib.Path({mark!r}).touch()
         {fault}
-mlora.step.part.StagePart.begin = begin
+mlora.engine.stage_worker.StagePart.begin = begin
 """
 FAULTS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",

@@ -16,9 +16,9 @@ from tiny_run import random_tokens, save_base, write_jsonl, write_run
 MIB = 2**20
 LEFT = """
 import gc, json, pathlib
-import mlora.step.part, mlora.pipeline.stage
+import mlora.engine.stage_worker, mlora.pipeline.stage
 import torch
-stages, plain, calls = [], mlora.step.part.StagePart.after_backward, 0
+stages, plain, calls = [], mlora.engine.stage_worker.StagePart.after_backward, 0
 make = mlora.pipeline.stage.Stage.__init__
 def noted(self, *arguments):
     stages.append(self)
@@ -34,7 +34,7 @@ def after_backward(*arguments):
         with pathlib.Path({path!r}).open("a") as file:
             file.write(json.dumps([rank, calls, *found]) + "\\n")
     return plain(*arguments)
-mlora.step.part.StagePart.after_backward = after_backward
+mlora.engine.stage_worker.StagePart.after_backward = after_backward
 """
 
 
@@ -70,13 +70,13 @@ def test_nothing_is_left_behind_over_many_steps(tmp_path: Path) -> None:
 
 USED = """
 import ctypes, mmap, pathlib, re, threading, types, weakref
-import mlora.step.part, mlora.model.tensor_file
+import mlora.engine.stage_worker, mlora.model.tensor_file
 class Info(ctypes.Structure):  # malloc.h
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keep"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
-most, mapped, plain = 0, 0, mlora.step.part.StagePart.after_backward
+most, mapped, plain = 0, 0, mlora.engine.stage_worker.StagePart.after_backward
 def changed(size):
     global mapped
     mapped += size
@@ -98,7 +98,7 @@ threading.Thread(target=sample, daemon=True).start()
 def after_backward(*arguments):
     pathlib.Path({path!r} + str(rank)).write_text(str(most))
     return plain(*arguments)
-mlora.step.part.StagePart.after_backward = after_backward
+mlora.engine.stage_worker.StagePart.after_backward = after_backward
 """
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.engine import Engine, StepResult
+from mlora.engine.engine import Engine, StepResult
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from tiny_models import make, samples

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlora import train
 from mlora.config.config_file import load_config, resolve_config
-from mlora.engine import Engine, StepResult
+from mlora.engine.engine import Engine, StepResult
 from mlora.errors import RunError
 from mlora.report import Silent
 from mlora.run_folder import read_metrics

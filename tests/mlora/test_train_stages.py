@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from mlora.config.config_file import resolve_config
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.run import train
 from mlora.tasks.result import RunResult

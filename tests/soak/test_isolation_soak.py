@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -62,7 +62,7 @@ def begin() -> None:
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
 
-        import mlora.engine  # noqa: F401 - with all that a model needs
+        import mlora.engine.engine  # noqa: F401 - with all that a model needs
         from mlora.cluster.device import load_operators
 
     hub_logging.set_verbosity_error()

@@ -22,7 +22,7 @@ from mlora.model.generation import Request, Sampling, complete, end_token, text_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mlora.engine import Engine
+    from mlora.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
     from safetensors import SafetensorError
 
     from mlora.cluster.device import choose_device
-    from mlora.engine import Engine
+    from mlora.engine.engine import Engine
     from mlora.optim.optim_config import OptimConfig
 
     dtype = torch.bfloat16 if bf16 else torch.float32

@@ -17,6 +17,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import mlora_ext
+from mlora.engine.stage_group import PartOptions, Source
+from mlora.engine.stage_worker import StagePart, put_adapter
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
@@ -25,8 +27,6 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline.message import Message, Sort
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
-from mlora.step.crew import PartOptions, Source
-from mlora.step.part import StagePart, put_adapter
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.routes import LayerSpec

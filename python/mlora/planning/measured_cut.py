@@ -11,11 +11,11 @@ from mlora.cluster.device import kind_of
 from mlora.cluster.world import World
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
+from mlora.engine.stage_group import PartOptions
 from mlora.memory.process_memory import free_memory
 from mlora.pipeline.order import in_flight_of
 from mlora.planning.partition import Table, fastest, partition, table_of
 from mlora.planning.profile_stage import profile_base
-from mlora.step.crew import PartOptions
 from mlora.tasks.groups import most_under_way
 
 

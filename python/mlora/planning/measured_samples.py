@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.data.dataset import Sample as TrainSample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.planning.run_memory import RESERVED
 from mlora.planning.task_memory import LEAST, Sample, seed_shapes, spread

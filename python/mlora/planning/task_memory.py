@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mlora.config.run_config import RunConfig
+from mlora.engine.stage_group import PartOptions, count_blocks, spans_of
 from mlora.memory.estimate import DryRun, Phases
 from mlora.planning.dry_run import DryStage, States
 from mlora.planning.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
-from mlora.step.crew import PartOptions, count_blocks, spans_of
 from mlora.tasks.task import Task
 from mlora_ext.nn.folder import read_config
 

@@ -21,13 +21,13 @@ from mlora.cluster.watchdog import Watch
 from mlora.cluster.worker import end_with_parent
 from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
+from mlora.engine.stage_group import Crew, PartOptions, crew_of_processes
+from mlora.engine.stage_worker import StagePart
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.model.stage_weights import digest
 from mlora.pipeline import FirstStage, PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
-from mlora.step.crew import Crew, PartOptions, crew_of_processes
-from mlora.step.part import StagePart
 from mlora.tasks.groups import most_under_way
 from mlora.timelines.trace_file import SPANS
 

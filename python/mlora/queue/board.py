@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.planning.run_memory import RunMemory
 from mlora.queue.task_queue import TaskQueue

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.roster.state_files import StateFiles, best_file, read_state, write_state
 from mlora.tasks.task import Task

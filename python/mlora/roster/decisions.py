@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mlora.config.run_config import RunConfig
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.queue.board import Board
 from mlora.queue.task_queue import TaskQueue
 from mlora.report import Reporter

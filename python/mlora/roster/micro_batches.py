@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mlora.engine import Engine
+from mlora.engine.batcher import Measured
+from mlora.engine.engine import Engine
 from mlora.roster.roster import Roster
 from mlora.scheduler import choose
 from mlora.scheduler.need import within
-from mlora.step.traffic import Measured
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Task
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.doubts import lora_doubts
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.planning.needs import need_of
 from mlora.planning.run_memory import RunMemory

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_line
 from mlora.roster.state_files import read_state, write_state
 from mlora.tasks.task import Task

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.memory.live_memory import LiveMemory
 from mlora.model import attention
 from mlora.model.attention import PackedSequences, packed_attention

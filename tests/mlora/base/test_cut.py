@@ -8,11 +8,11 @@ import pytest
 import torch
 from deep_models import BLOCKS, CPU, DEEP, cut, deep, spans
 from mlora.data.packing import PackedBatch, pack
+from mlora.engine.stage_worker import StagePart
 from mlora.model.base_model import BaseModel
 from mlora.model.cut import Span, cut_model
 from mlora.model.load import load_base
 from mlora.objectives.cross_entropy import chunked_losses
-from mlora.step.part import StagePart
 from peft import LoraConfig
 from tiny_models import VOCABULARY, make, samples
 from transformers import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from limited_runs import Watching
 from mlora.config.config_file import resolve_config
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.prepare import run_memory
 from mlora.run import train
 from mlora.scheduler import MemoryEstimate
@@ -47,7 +47,7 @@ def test_several_adapters_stay_under_a_limit(
     if not large:
         monkeypatch.setattr(mlora.prepare, "run_memory", partial(run_memory, measured=True))
         monkeypatch.setattr(Engine, "used_memory", lambda self: [0])
-        monkeypatch.setattr("mlora.step.part.used_memory", lambda _: 0)
+        monkeypatch.setattr("mlora.engine.stage_worker.used_memory", lambda _: 0)
     errors: dict[str, list[float]] = {}
     observe = MemoryEstimate.observe
 

@@ -14,7 +14,8 @@ from limited_runs import Watching, decisions, die, five_tasks, undisturbed
 from mlora.cluster.device import limit_allocator
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import PartOptions
 from mlora.errors import RunError
 from mlora.memory.estimate import DryRun
 from mlora.memory.live_memory import work_memory
@@ -26,7 +27,6 @@ from mlora.planning.task_memory import seed_shapes, spread
 from mlora.prepare import run_memory
 from mlora.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
-from mlora.step.crew import PartOptions
 from tiny_run import lines, weights
 
 from mlora_ext.nn import MultiLoRALinear

@@ -9,11 +9,11 @@ import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
+from mlora.engine.stage_group import PartOptions
 from mlora.model.base_info import BaseInfo
 from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.planning.task_memory import TaskMemory, dry_stages
-from mlora.step.crew import PartOptions
 from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import run_data, write_run
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from mlora.config.pipeline_config import PipelineConfig
+from mlora.engine.stage_group import PartOptions
 from mlora.planning import measured_cut as module
 from mlora.planning.measured_cut import held_by, measured_cut
 from mlora.planning.partition import Cost, Table
-from mlora.step.crew import PartOptions
 
 OPTIONS = PartOptions(torch.device("cpu"), torch.float32)
 

@@ -9,7 +9,7 @@ import yaml
 from drifting_runs import drift
 from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
 from mlora.config.config_file import resolve_config
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.planning.measured_samples import MeasuredSamples
 from mlora.planning.run_memory import RunMemory

@@ -22,7 +22,7 @@ from limited_runs import (
     undisturbed,
 )
 from mlora.config.config_file import resolve_config
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.planning.run_memory import RunMemory

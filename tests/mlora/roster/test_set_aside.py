@@ -9,7 +9,7 @@ from full_disk import fill_disk
 from limited_runs import Watching, ask, five_tasks, interrupt, replace_memory, submission
 from mlora.checkpoint import list_checkpoints, save_checkpoint
 from mlora.config.config_file import resolve_config
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.prepare import Prepared, prepare
 from mlora.report import Silent

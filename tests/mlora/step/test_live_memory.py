@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from mlora.engine import Engine
+from mlora.engine.engine import Engine
 from mlora.memory.live_memory import LiveMemory
 from tiny_models import make, samples
 from torch import Tensor

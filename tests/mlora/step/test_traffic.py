@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine import Engine
-from mlora.step.traffic import _cut
+from mlora.engine.batcher import _cut
+from mlora.engine.engine import Engine
 from mlora.timelines.trace_file import TraceFiles
 from tiny_models import VOCABULARY, samples
 

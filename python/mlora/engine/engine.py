@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
+from mlora.engine.adapter_state import Account, Accounts, BatchResult, StepResult
+from mlora.engine.batcher import Ticket, Traffic
+from mlora.engine.stage_group import Crew, PartOptions, crew_of_threads
+from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import StepRule, Update
 from mlora.optim.scaler import LossScaler
 from mlora.pipeline.trace import Entry
-from mlora.step.account import Account, Accounts, BatchResult, StepResult
-from mlora.step.crew import Crew, PartOptions, crew_of_threads
-from mlora.step.part import plain_lora, put_adapter
-from mlora.step.traffic import Ticket, Traffic
 from mlora_ext import gemm
 from mlora_ext.nn.folder import adapter_weights
 from mlora_ext.nn.routing import router_of

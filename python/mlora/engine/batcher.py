@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
+from mlora.engine.adapter_state import Accounts, BatchResult
 from mlora.pipeline import Driver, Place
-from mlora.step.account import Accounts, BatchResult
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from transformers import AutoConfig, PreTrainedModel
 
 import mlora_ext
 from mlora.cluster.world import World
+from mlora.engine.stage_worker import StagePart
 from mlora.model.cut import Span
 from mlora.model.hub import check_base
 from mlora.model.load import load_base
 from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
-from mlora.step.part import StagePart
 from mlora_ext.nn.routing import router_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
