@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config.run_config import RunConfig
+from mlora.files.checkpoint_writer import CheckpointWriter
+from mlora.files.run_folder import RunFolder
 from mlora.loop import TrainingLoop
 from mlora.model.base_info import BaseInfo
 from mlora.planning.run_memory import RESERVED, RunMemory
@@ -17,7 +18,6 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.report import Silent
 from mlora.roster.decisions import Decisions
 from mlora.roster.roster import Roster
-from mlora.run_folder import RunFolder
 from mlora.tasks.task import Task, TaskBuilder
 from scheduler_timers import EACH, Stopwatch
 

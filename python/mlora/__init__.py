@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "RunConfig", "RunResult", "train"]
 
-_HOMES = {"Engine": "engine.engine", "RunConfig": "config.run_config", "RunResult": "tasks.result", "train": "run"}
+_HOMES = {
+    "Engine": "engine.engine",
+    "RunConfig": "config.run_config",
+    "RunResult": "tasks.result",
+    "train": "run",
+}
 
 
 def __getattr__(name: str) -> Any:

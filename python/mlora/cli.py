@@ -145,7 +145,7 @@ def start(
 def resume(run_dir: RunDir) -> None:
     """Continue a run from its last checkpoint."""
     with command(goes_on=True):
-        from mlora.run_folder import RunFolder
+        from mlora.files.run_folder import RunFolder
 
         config = RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
         start_stages(config, ["resume", str(run_dir)])

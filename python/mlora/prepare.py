@@ -17,6 +17,7 @@ from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import Crew, PartOptions
 from mlora.errors import RunError, first_fault, first_line
+from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
 from mlora.model.base_info import BaseInfo
 from mlora.planning.measured_samples import PIECES, MeasuredSamples
@@ -29,7 +30,6 @@ from mlora.queue.submission import submitted
 from mlora.report import Reporter
 from mlora.roster.decisions import Decisions
 from mlora.roster.roster import Roster
-from mlora.run_folder import RunFolder
 from mlora.scheduler import TokenBalanced
 from mlora.tasks.groups import most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder

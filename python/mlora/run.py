@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint import load_checkpoint
-from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config.config_file import load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
+from mlora.files.checkpoint import load_checkpoint
+from mlora.files.checkpoint_writer import CheckpointWriter
+from mlora.files.loss_plot import plot_losses
+from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.loop import TrainingLoop, catch_signals
-from mlora.plot import plot_losses
 from mlora.prepare import Prepared, prepare
 from mlora.process.stages import Member, check_replicas
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.report import Reporter, Silent, some
 from mlora.roster.journal import journaled
-from mlora.run_folder import Metrics, RunFolder, read_metrics
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.wish import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult

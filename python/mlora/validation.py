@@ -9,12 +9,12 @@ import torch
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import PartOptions
 from mlora.errors import RunError, first_line
+from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.prepare import Prepared, prepare, sweep_of
 from mlora.report import Reporter, Silent
-from mlora.run_folder import RunFolder
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:

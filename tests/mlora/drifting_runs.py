@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from mlora.config.scheduler_config import SchedulerConfig
 from mlora.data.sampler import BatchPlan
+from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.task_queue import Request
 from mlora.roster.decisions import Decisions
 from mlora.roster.micro_batches import MicroBatches
 from mlora.roster.roster import Roster
-from mlora.run_folder import RunFolder
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress

@@ -12,12 +12,12 @@ import pytest
 import torch
 from full_disk import fill_disk
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
-from mlora.checkpoint import list_checkpoints
 from mlora.commands.result_table import result_table
 from mlora.commands.status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError
+from mlora.files.checkpoint import list_checkpoints
 from mlora.report import PlainLines
 from mlora.roster.best import compare
 from mlora.run import resume, train

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.checkpoint import list_checkpoints
-from mlora.checkpoint_writer import CheckpointWriter
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
+from mlora.files.checkpoint import list_checkpoints
+from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.report import Silent
 from mlora.run import resume, train
 from tiny_run import lines, run_data, weights

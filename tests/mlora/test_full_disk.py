@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from full_disk import fill_disk
-from mlora.checkpoint import list_checkpoints
 from mlora.cli import app
+from mlora.files.checkpoint import list_checkpoints
 from tiny_run import lines, run_data, weights, write_run
 from typer.testing import CliRunner
 from watched_disk import watch_disk, writing_threads
@@ -155,7 +155,7 @@ def test_metrics_that_cannot_be_written(
     def opened(path: Path, mode: str, **options: int) -> Any:
         return Filling(path, "a") if mode == "ab" else builtins.open(path, mode, **options)
 
-    monkeypatch.setattr("mlora.run_folder.open", opened, raising=False)
+    monkeypatch.setattr("mlora.files.run_folder.open", opened, raising=False)
     assert fails("train", run_file) == f"error: {path}: cannot be written: No space left on device"
     assert path.stat().st_size == 3000
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")[: len(lines(tmp_path / "run"))]

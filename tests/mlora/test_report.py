@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from mlora.commands.result_table import aligned, result_table
 from mlora.config.config_file import resolve_config
+from mlora.files.loss_plot import plot_losses, smooth
 from mlora.live_table import LiveTable, short_names
 from mlora.model.base_info import BaseInfo
-from mlora.plot import plot_losses, smooth
 from mlora.report import Pace, PlainLines, clock
 from mlora.run import train
 from mlora.tasks.task import Progress, Task, TaskBuilder

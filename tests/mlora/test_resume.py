@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.checkpoint import FORMAT, list_checkpoints, save_checkpoint
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
+from mlora.files.checkpoint import FORMAT, list_checkpoints, save_checkpoint
+from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.report import Silent
 from mlora.run import resume, train
-from mlora.run_folder import Metrics, RunFolder, read_metrics
 from tiny_run import lines, random_tokens, run_data, weights, write_jsonl
 
 

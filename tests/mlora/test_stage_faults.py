@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from mlora.checkpoint import list_checkpoints
 from mlora.commands.status import read_status
+from mlora.files.checkpoint import list_checkpoints
 from stage_runs import (
     ENVIRONMENT,
     assert_alike,

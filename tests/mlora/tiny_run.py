@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import yaml
-from mlora.run_folder import read_metrics
+from mlora.files.run_folder import read_metrics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

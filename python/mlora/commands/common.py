@@ -94,8 +94,8 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
     if config.pipeline.processes == 1:
         return
     from mlora.cluster.launch import is_launched, launch
+    from mlora.files.run_folder import RunFolder
     from mlora.process.early import check_early
-    from mlora.run_folder import RunFolder
 
     if is_launched():
         return
@@ -140,8 +140,8 @@ def finish(result: RunResult) -> None:
     """
     from mlora.commands.result_table import result_table
     from mlora.commands.status import how_to_go_on
+    from mlora.files.run_folder import RunFolder
     from mlora.queue.task_queue import has_news
-    from mlora.run_folder import RunFolder
 
     folder = RunFolder(result.output_dir)
     sweep = folder.read_config().sweep

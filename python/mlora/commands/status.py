@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint import list_checkpoints
 from mlora.commands.result_table import result_table
 from mlora.config.best_rule import METRICS
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
+from mlora.files.checkpoint import list_checkpoints
+from mlora.files.run_folder import RunFolder, is_running, read_metrics
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
-from mlora.run_folder import RunFolder, is_running, read_metrics
 from mlora.sweep.progress import SweepProgress, sweep_progress
 
 MIB = 2**20

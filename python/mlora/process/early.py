@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.run_folder import RunFolder
+from mlora.files.run_folder import RunFolder
 
 
 def check_blocks(config: RunConfig, blocks: int) -> None:

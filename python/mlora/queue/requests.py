@@ -11,10 +11,10 @@ from typing import Any, Literal
 from mlora.config.aliases import nearest
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
+from mlora.files.run_folder import RunFolder, is_running
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import TaskQueue
-from mlora.run_folder import RunFolder, is_running
 
 Change = Literal["cancel", "pause", "unpause"]
 PATIENCE = 5.0  # seconds: a run that begins takes its folder, removes an earlier run, and writes its config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.roster.state_files import StateFiles, best_file, read_state, write_state
+from mlora.files.state_files import StateFiles, best_file, read_state, write_state
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:

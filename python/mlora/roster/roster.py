@@ -9,6 +9,7 @@ from mlora.cluster.device import is_out_of_memory
 from mlora.config.doubts import lora_doubts
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
+from mlora.files.run_folder import RunFolder
 from mlora.planning.needs import need_of
 from mlora.planning.run_memory import RunMemory
 from mlora.queue.submission import submitted
@@ -16,7 +17,6 @@ from mlora.queue.task_queue import Request
 from mlora.report import Reporter, some
 from mlora.roster.best import check_best_file
 from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
-from mlora.run_folder import RunFolder
 from mlora.scheduler import NOBODY, Admission, Need
 from mlora.sweep.wish import Wish
 from mlora.tasks.task import State, Task, TaskBuilder

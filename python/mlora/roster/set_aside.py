@@ -13,7 +13,7 @@ from typing import Any
 
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_line
-from mlora.roster.state_files import read_state, write_state
+from mlora.files.state_files import read_state, write_state
 from mlora.tasks.task import Task
 
 

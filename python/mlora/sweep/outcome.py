@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint import sync_folder, write_file
 from mlora.config.sweep_config import SweepConfig
 from mlora.errors import RunError
-from mlora.run_folder import RunFolder
+from mlora.files.checkpoint import sync_folder, write_file
+from mlora.files.run_folder import RunFolder
 from mlora.sweep.plot import plot_trials
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlora.config.search_space import Choice, Leaf
 from mlora.config.sweep_config import SweepConfig
-from mlora.plot import add_legend, save_figure
+from mlora.files.loss_plot import add_legend, save_figure
 from mlora.sweep.ranking import RankedTrial
 
 if TYPE_CHECKING:

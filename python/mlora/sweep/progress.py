@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlora.config.sweep_config import SweepConfig
-from mlora.run_folder import RunFolder
+from mlora.files.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from mlora.config.best_rule import METRICS
 from mlora.config.sweep_config import SweepConfig
+from mlora.files.run_folder import RunFolder, read_metrics
 from mlora.queue.task_queue import TaskQueue
-from mlora.run_folder import RunFolder, read_metrics
 from mlora.sweep.wish import trials_begun
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlora.checkpoint import write_file
 from mlora.errors import RunError
+from mlora.files.checkpoint import write_file
 from mlora.pipeline.actions import Kind
 from mlora.pipeline.measures import Window, measure
 from mlora.pipeline.timeline import EVALUATION, Event, Timeline, as_events

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from command_line import Run, only_line
 from mlora.commands.status import read_status
+from mlora.files.run_folder import Metrics
 from mlora.queue.requests import submit
 from mlora.queue.task_queue import TaskQueue
-from mlora.run_folder import Metrics
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, random_tokens, run_data, write_jsonl, write_run
 
@@ -328,14 +328,14 @@ def test_status_shows_who_waits_and_memory(run: Run, done: Path, task_file: Path
 def test_a_request_that_comes_too_late_is_told_of(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
     task = write_task(tmp_path)
-    write_summary = "mlora.run_folder.RunFolder.write_summary"
+    write_summary = "mlora.files.run_folder.RunFolder.write_summary"
 
     def late(folder: Any, summary: dict[str, Any]) -> None:
         original(folder, summary)
         if summary["status"] == "finished":
             submit(folder.path, [task])
 
-    from mlora.run_folder import RunFolder
+    from mlora.files.run_folder import RunFolder
 
     original = RunFolder.write_summary
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Run, bad_line, only_line
 from mlora.errors import RunError
-from mlora.run_folder import Metrics, is_running
+from mlora.files.run_folder import Metrics, is_running
 from tiny_run import run_data, write_run
 
 

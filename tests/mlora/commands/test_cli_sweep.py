@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.config.config_file import resolve_config
-from mlora.run_folder import RunFolder
+from mlora.files.run_folder import RunFolder
 from mlora.sweep.ranking import rank_trials
 from sweep_data import sweep_data
 from sweep_runs import RATES

@@ -15,11 +15,11 @@ from command_line import Run
 from limited_runs import Watching, five_tasks, interrupt
 from mlora.commands.status import read_status
 from mlora.config.config_file import resolve_config
+from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit
 from mlora.queue.task_queue import TaskQueue
 from mlora.report import Silent
 from mlora.run import resume, train
-from mlora.run_folder import read_metrics
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, run_data, weights, write_run
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.config.scheduler_config import SchedulerConfig
 from mlora.data.sampler import BatchPlan
+from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
 from mlora.report import Silent
 from mlora.roster.decisions import Decisions
 from mlora.roster.micro_batches import MicroBatches
 from mlora.roster.roster import Roster
-from mlora.run_folder import RunFolder
 from mlora.scheduler import Room
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress

@@ -7,14 +7,14 @@ import pytest
 import torch
 from full_disk import fill_disk
 from limited_runs import Watching, ask, five_tasks, interrupt, replace_memory, submission
-from mlora.checkpoint import list_checkpoints, save_checkpoint
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
+from mlora.files.checkpoint import list_checkpoints, save_checkpoint
+from mlora.files.state_files import StateFiles
 from mlora.prepare import Prepared, prepare
 from mlora.report import Silent
 from mlora.roster.set_aside import bring_back, set_aside
-from mlora.roster.state_files import StateFiles
 from mlora.run import resume, train
 from mlora.tasks.task import Task
 from stage_runs import tensors

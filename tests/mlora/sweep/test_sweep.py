@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
-from mlora.checkpoint import list_checkpoints
 from mlora.commands.status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
+from mlora.files.checkpoint import list_checkpoints
 from mlora.run import resume, train
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table

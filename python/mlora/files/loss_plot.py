@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.checkpoint import write_file
 from mlora.errors import RunError
+from mlora.files.checkpoint import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

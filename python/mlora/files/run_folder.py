@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mlora.checkpoint import write_file
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_fault, first_line
+from mlora.files.checkpoint import write_file
 from mlora.tasks.result import AdapterResult
 
 OWN_FILES = re.compile(

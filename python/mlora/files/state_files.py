@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint import checkpoint_name, list_checkpoints, sync_folder, write_file
 from mlora.errors import RunError
+from mlora.files.checkpoint import checkpoint_name, list_checkpoints, sync_folder, write_file
 from mlora.tasks.task import ALIVE
 
 
