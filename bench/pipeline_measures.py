@@ -9,12 +9,12 @@ from statistics import median
 from typing import Any
 
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.measures import busy_shares, measure
-from mlora.pipeline.simulate import simulate
-from mlora.pipeline.timeline import OPTIMIZER, Event, Timeline, as_events
 from mlora.pipeline.trace import Entry, Span
-from mlora.pipeline.workload import Link, StageTime, Stream, Workload
-from mlora.timelines.trace_file import TraceFiles
+from mlora.simulate.measures import busy_shares, measure
+from mlora.simulate.simulator import simulate
+from mlora.simulate.timeline import OPTIMIZER, Event, Timeline, as_events
+from mlora.simulate.trace_file import TraceFiles
+from mlora.simulate.workload import Link, StageTime, Stream, Workload
 from pipeline_turn import Case, Item
 from timing import spread
 

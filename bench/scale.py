@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlora.pipeline.measures import Measures, measure
-from mlora.pipeline.simulate import simulate
-from mlora.pipeline.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.measures import Measures, measure
+from mlora.simulate.simulator import simulate
+from mlora.simulate.workload import Link, StageTime, Stream, Workload
 from scale_model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
 
 RESULTS = Path(__file__).parent / "results"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlora.pipeline.workload import Link, StageTime
+from mlora.simulate.workload import Link, StageTime
 from shapes import MODELS, ModelShape
 
 SEQUENCE = 1024

@@ -18,10 +18,10 @@ from mlora.process.stages import Member, check_replicas
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.report import Reporter, Silent, some
 from mlora.roster.journal import journaled
+from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.wish import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult
-from mlora.timelines.trace_file import SPANS, TraceFiles
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding
 FREE = {

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from mlora.pipeline.timeline import Event, Timeline
+from mlora.simulate.timeline import Event, Timeline
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 PEERS = {

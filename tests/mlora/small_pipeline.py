@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from mlora.pipeline.actions import Kind
 from mlora.pipeline.order import Order, Place
-from mlora.pipeline.timeline import Event
-from mlora.pipeline.workload import Workload
+from mlora.simulate.timeline import Event
+from mlora.simulate.workload import Workload
 
 
 @dataclass

@@ -70,7 +70,7 @@ def simulate(
     Prints bubbles, throughput and micro-batches in flight.
     """
     with command():
-        from mlora.timelines.forecast import Options, forecast
+        from mlora.simulate.forecast import Options, forecast
 
         if out is not None and out.suffix.lower() != ".png":
             raise RunError(f"--out: expected the name of a .png file, got {str(out)!r}")

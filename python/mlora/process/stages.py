@@ -28,8 +28,8 @@ from mlora.model.base_info import BaseInfo
 from mlora.model.stage_weights import digest
 from mlora.pipeline import FirstStage, PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
+from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way
-from mlora.timelines.trace_file import SPANS
 
 STAGE_0_FIRST = 2.0  # seconds in which stage 0 tells of a fault that all have
 PEERS_FIRST = 8.0  # seconds in which the watch finds the fault of another stage, which then ends this process

@@ -12,11 +12,11 @@ from closed_forms import lorapp_bubble, slowest_stage_bubble
 from command_line import Run, only_line
 from matplotlib.image import imread
 from mlora.errors import RunError
-from mlora.pipeline.closed_form import least_bubble
-from mlora.pipeline.timeline import Event
+from mlora.simulate.closed_form import least_bubble
+from mlora.simulate.forecast import GROUPS_OF_A_STAGE
+from mlora.simulate.plot_timeline import plot_timeline
+from mlora.simulate.timeline import Event
 from mlora.tasks.groups import group_count, most_under_way
-from mlora.timelines.forecast import GROUPS_OF_A_STAGE
-from mlora.timelines.plot_timeline import plot_timeline
 
 
 def output(run: Run, *arguments: object) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 from closed_forms import flushed_bubble, lorapp_adapters, lorapp_bubble, slowest_stage_bubble
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.closed_form import is_reached, least_bubble
-from mlora.pipeline.measures import measure
 from mlora.pipeline.schedules import gpipe
-from mlora.pipeline.simulate import simulate
-from mlora.pipeline.timeline import Timeline
-from mlora.pipeline.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.closed_form import is_reached, least_bubble
+from mlora.simulate.measures import measure
+from mlora.simulate.simulator import simulate
+from mlora.simulate.timeline import Timeline
+from mlora.simulate.workload import Link, StageTime, Stream, Workload
 from small_pipeline import First, first_come, run_slowly
 
 HALF_A_POINT = 0.005

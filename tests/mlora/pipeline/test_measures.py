@@ -1,8 +1,8 @@
 """What a timeline amounts to, by hand."""
 
 import pytest
-from mlora.pipeline.measures import Window, bubble_ratio, busy_shares, measure, throughput
-from mlora.pipeline.timeline import Event, Timeline
+from mlora.simulate.measures import Window, bubble_ratio, busy_shares, measure, throughput
+from mlora.simulate.timeline import Event, Timeline
 
 
 def by_hand() -> Timeline:

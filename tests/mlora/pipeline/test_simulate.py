@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.pipeline.actions import Kind, check_schedule
-from mlora.pipeline.measures import measure
 from mlora.pipeline.order import order_of
-from mlora.pipeline.simulate import simulate
-from mlora.pipeline.timeline import Event, Timeline, action_lists, as_events
-from mlora.pipeline.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.measures import measure
+from mlora.simulate.simulator import simulate
+from mlora.simulate.timeline import Event, Timeline, action_lists, as_events
+from mlora.simulate.workload import Link, StageTime, Stream, Workload
 from small_pipeline import by_order, run_slowly
 
 

@@ -8,7 +8,7 @@ import torch
 from mlora.data.dataset import Sample
 from mlora.engine.batcher import _cut
 from mlora.engine.engine import Engine
-from mlora.timelines.trace_file import TraceFiles
+from mlora.simulate.trace_file import TraceFiles
 from tiny_models import VOCABULARY, samples
 
 from tests.mlora.four_adapters import NAMES, TOLERANCE, batch, create, llama

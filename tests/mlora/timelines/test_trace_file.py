@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from mlora.config.config_file import load_config
 from mlora.errors import RunError
-from mlora.pipeline.measures import measure
 from mlora.pipeline.trace import Entry
 from mlora.run import train
-from mlora.timelines.stage_times import read_times
-from mlora.timelines.trace_file import TraceFiles
+from mlora.simulate.measures import measure
+from mlora.simulate.stage_times import read_times
+from mlora.simulate.trace_file import TraceFiles
 from tiny_run import run_data, write_run
 
 MS = 10**6

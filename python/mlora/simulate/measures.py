@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .actions import Kind
+from ..pipeline.actions import Kind
 from .timeline import Timeline
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mlora.errors import RunError
-from mlora.pipeline.closed_form import is_reached, least_bubble
-from mlora.pipeline.measures import Measures, measure
 from mlora.pipeline.schedules import FLUSHED
-from mlora.pipeline.simulate import simulate
-from mlora.pipeline.timeline import Timeline, as_events
-from mlora.pipeline.workload import Link, StageTime, Stream, Workload
-from mlora.timelines.stage_times import StageTimes, read_times
+from mlora.simulate.closed_form import is_reached, least_bubble
+from mlora.simulate.measures import Measures, measure
+from mlora.simulate.simulator import simulate
+from mlora.simulate.stage_times import StageTimes, read_times
+from mlora.simulate.timeline import Timeline, as_events
+from mlora.simulate.workload import Link, StageTime, Stream, Workload
 
 BARS, MOST_BARS = 60, 60_000
 """What a picture shows: of stage 0 at least, and of all stages at most."""
@@ -147,7 +147,7 @@ class Forecast:
         Raises:
             RunError: it cannot be written.
         """
-        from mlora.timelines.plot_timeline import plot_timeline
+        from mlora.simulate.plot_timeline import plot_timeline
 
         events = as_events(self.timeline.events)
         until = self._until()

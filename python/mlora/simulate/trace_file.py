@@ -11,11 +11,11 @@ from typing import Any
 from mlora.errors import RunError
 from mlora.files.checkpoint import write_file
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.measures import Window, measure
-from mlora.pipeline.timeline import EVALUATION, Event, Timeline, as_events
 from mlora.pipeline.trace import ROLES, Entry, Span
-from mlora.timelines.plot_timeline import plot_timeline
-from mlora.timelines.stage_times import MeasuredLink, MeasuredStage, StageTimes
+from mlora.simulate.measures import Window, measure
+from mlora.simulate.plot_timeline import plot_timeline
+from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
+from mlora.simulate.timeline import EVALUATION, Event, Timeline, as_events
 
 SPANS = 1 << 17  # of a stage: the latest ones are kept
 _KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}

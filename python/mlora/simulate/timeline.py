@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .actions import Action, Kind, Schedule
+from ..pipeline.actions import Action, Kind, Schedule
 
 OPTIMIZER, EVALUATION = "S", "E"
 """The kinds of a stage's optimizer step and of a forward without a backward, in traces; forwards and

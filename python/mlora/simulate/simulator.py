@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .actions import Kind
-from .order import Order, Place, order_of
+from ..pipeline.actions import Kind
+from ..pipeline.order import Order, Place, order_of
 from .timeline import OPTIMIZER, Timeline, stack
 from .workload import Link, Workload
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .actions import Schedule
-from .schedules import SCHEDULES
+from ..pipeline.actions import Schedule
+from ..pipeline.schedules import SCHEDULES
 
 
 def _check(thing: object, *, least: float = 0.0) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlora.files.loss_plot import save_figure
 from mlora.pipeline.actions import Kind
-from mlora.pipeline.timeline import EVALUATION, OPTIMIZER, Event
+from mlora.simulate.timeline import EVALUATION, OPTIMIZER, Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlora.errors import RunError, first_fault, first_line
-from mlora.pipeline.workload import Link, StageTime
+from mlora.simulate.workload import Link, StageTime
 
 
 class MeasuredStage(BaseModel):

@@ -1,0 +1,1 @@
+"""The pipeline simulator: workloads, closed forms, forecasts, traces."""

@@ -1,1 +1,0 @@
-"""Timelines of pipelines: forecast, recorded, drawn."""
