@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.run_config import RunConfig
 from mlora.engine.engine import Engine
-from mlora.queue.board import Board
+from mlora.queue.status_publisher import Board
 from mlora.queue.task_queue import TaskQueue
 from mlora.report import Reporter
 from mlora.roster.journal import Journal, journal_key
