@@ -20,7 +20,7 @@ from mlora.report import Reporter, Silent, some
 from mlora.roster.journal import journaled
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
-from mlora.sweep.wish import trials_begun
+from mlora.sweep.proposal import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult
 
 # keys that may differ when a run goes on: none of them changes what it computes by more than rounding

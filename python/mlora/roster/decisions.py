@@ -15,7 +15,7 @@ from mlora.roster.journal import Journal, journal_key
 from mlora.roster.roster import Roster
 from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
 from mlora.scheduler.need import sum_of
-from mlora.sweep.wish import Wish
+from mlora.sweep.proposal import Wish
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 

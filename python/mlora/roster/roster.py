@@ -18,7 +18,7 @@ from mlora.report import Reporter, some
 from mlora.roster.best import check_best_file
 from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, Need
-from mlora.sweep.wish import Wish
+from mlora.sweep.proposal import Wish
 from mlora.tasks.task import State, Task, TaskBuilder
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from mlora.config.best_rule import METRICS
 from mlora.config.sweep_config import SweepConfig
 from mlora.files.run_folder import RunFolder, read_metrics
 from mlora.queue.task_queue import TaskQueue
-from mlora.sweep.wish import trials_begun
+from mlora.sweep.proposal import trials_begun
 
 
 @dataclass(frozen=True)

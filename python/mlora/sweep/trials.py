@@ -7,9 +7,9 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.config.search_space import with_params
+from mlora.sweep.proposal import Wish
 from mlora.sweep.ranking import shown
 from mlora.sweep.study import Study, check_arguments
-from mlora.sweep.wish import Wish
 from mlora.tasks.task import Task
 
 
