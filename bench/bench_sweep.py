@@ -35,7 +35,7 @@ from mlora.config.run_config import RunConfig
 from mlora.engine.engine import Engine
 from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
-from mlora.run import train
+from mlora.run.run import train
 from mlora.sweep.ranking import RankedTrial, rank_trials
 from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel

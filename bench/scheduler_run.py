@@ -10,14 +10,14 @@ from typing import Any, Self
 from mlora.config.run_config import RunConfig
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.run_folder import RunFolder
-from mlora.loop import TrainingLoop
 from mlora.model.base_info import BaseInfo
 from mlora.planning.run_memory import RESERVED, RunMemory
-from mlora.prepare import Prepared, make_engine, run_memory
 from mlora.queue.task_queue import TaskQueue
-from mlora.report import Silent
-from mlora.roster.decisions import Decisions
-from mlora.roster.roster import Roster
+from mlora.run.decisions import Decisions
+from mlora.run.loop import TrainingLoop
+from mlora.run.prepare import Prepared, make_engine, run_memory
+from mlora.run.report import Silent
+from mlora.run.task_table import Roster
 from mlora.tasks.task import Task, TaskBuilder
 from scheduler_timers import EACH, Stopwatch
 
@@ -81,7 +81,7 @@ class TurnRun:
         self._ask_at = -1
 
     def _prepare(self, config: RunConfig, limit: Limit | None) -> Prepared:
-        """As `mlora.prepare.prepare`, but for the limit."""
+        """As `mlora.run.prepare.prepare`, but for the limit."""
         base = BaseInfo(config.base_model, config.base_folder)
         builder = TaskBuilder(config, base)
         tasks = [builder.build(adapter) for adapter in config.adapters]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
     from mlora.engine.engine import Engine
-    from mlora.run import train
+    from mlora.run.run import train
     from mlora.tasks.result import RunResult
 
 __all__ = ["Engine", "RunConfig", "RunResult", "train"]
@@ -15,7 +15,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "RunConfig": "config.run_config",
     "RunResult": "tasks.result",
-    "train": "run",
+    "train": "run.run",
 }
 
 

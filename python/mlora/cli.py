@@ -130,7 +130,7 @@ def start(
         flags = [*(["--overwrite"] if overwrite else []), *(["--trace"] if trace else [])]
         start_stages(config, [name, str(run), *overrides, *flags], overwrite=overwrite)
         begin()
-        from mlora.run import train
+        from mlora.run.run import train
 
         run_here(
             config,
@@ -150,7 +150,7 @@ def resume(run_dir: RunDir) -> None:
         config = RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
         start_stages(config, ["resume", str(run_dir)])
         begin()
-        from mlora.run import resume
+        from mlora.run.run import resume
 
         run_here(config, lambda member: resume(run_dir, reporter=reporter(), member=member))
 
@@ -166,8 +166,8 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
         config = load_config(run, set_ or [])
         begin()
-        from mlora.report import PlainLines
-        from mlora.validation import validate
+        from mlora.run.report import PlainLines
+        from mlora.run.validation import validate
 
         lines = PlainLines()
         prepared, plan = validate(config, lines)

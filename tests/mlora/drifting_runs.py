@@ -16,9 +16,9 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.task_queue import Request
-from mlora.roster.decisions import Decisions
-from mlora.roster.micro_batches import MicroBatches
-from mlora.roster.roster import Roster
+from mlora.run.decisions import Decisions
+from mlora.run.micro_batches import MicroBatches
+from mlora.run.task_table import Roster
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress
@@ -121,9 +121,9 @@ class Outcome:
 
 def drift(seed: int, patch: pytest.MonkeyPatch) -> Outcome:
     """Run random tasks to their end, in as many processes as that takes."""
-    patch.setattr("mlora.roster.roster.submitted", lambda name, _: (SimpleNamespace(name=name), []))
-    patch.setattr("mlora.roster.roster.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
-    patch.setattr("mlora.roster.roster.bring_back", lambda e, t, *_: e.create_adapter(t.name))
+    patch.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
+    patch.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
+    patch.setattr("mlora.run.task_table.bring_back", lambda e, t, *_: e.create_adapter(t.name))
     dice = random.Random(seed)
     kinds = [(dice.randint(10, 60) * MIB, dice.randint(100, 1500)) for _ in range(dice.randint(1, 3))]
     states, coming = {}, {}

@@ -20,8 +20,8 @@ from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.planning.task_memory import TaskMemory
 from mlora.queue.task_queue import TaskQueue
-from mlora.report import Silent
-from mlora.run import resume
+from mlora.run.report import Silent
+from mlora.run.run import resume
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.task import Task
 
@@ -43,7 +43,7 @@ def replace_memory(patch: pytest.MonkeyPatch) -> None:
         return DryRun([KNEES] * places, [(s, [p] * places) for s, p in zip(shapes, phases, strict=True)])
 
     patch.setattr(Engine, "used_memory", lambda self: [0] * self.stages)
-    patch.setattr("mlora.prepare.left_by_runs", lambda _: 0)
+    patch.setattr("mlora.run.prepare.left_by_runs", lambda _: 0)
     patch.setattr(RunMemory, "took", lambda *_: None)
     patch.setattr(TaskMemory, "admitted", lambda self, name: (TASK,) * len(self._stages))
     patch.setattr(TaskMemory, "_dry_run", dry_run)

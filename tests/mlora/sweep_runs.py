@@ -8,7 +8,7 @@ from typing import Any
 
 from limited_runs import Watching
 from mlora.config.config_file import resolve_config
-from mlora.run import train
+from mlora.run.run import train
 from mlora.tasks.result import RunResult
 
 RATES = {"learning_rate": {"low": 1e-4, "high": 5e-2, "log": True}, "lora": {"r": {"choice": [2, 4, 8]}}}

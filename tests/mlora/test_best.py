@@ -18,9 +18,9 @@ from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
-from mlora.report import PlainLines
-from mlora.roster.best import compare
-from mlora.run import resume, train
+from mlora.run.best import compare
+from mlora.run.report import PlainLines
+from mlora.run.run import resume, train
 from mlora.tasks.task import Progress
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -34,7 +34,7 @@ from tests.tolerances import STEADY_EPSILON
 
 KILLED = """
 import os, signal, sys
-from mlora.report import Silent
+from mlora.run.report import Silent
 from mlora.run import train
 class Killed(Silent):
     left = int(sys.argv[2])

@@ -13,8 +13,8 @@ from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.files.checkpoint_writer import CheckpointWriter
-from mlora.report import Silent
-from mlora.run import resume, train
+from mlora.run.report import Silent
+from mlora.run.run import resume, train
 from tiny_run import lines, run_data, weights
 from watched_disk import copy_as_killed, watch_disk, writing_threads
 

@@ -11,7 +11,7 @@ from mlora.config.config_file import apply_override, dump_config, load_config, r
 from mlora.config.run_config import RunConfig, TrainingFields
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.run import train
+from mlora.run.run import train
 from mlora.tasks.result import RunResult
 
 

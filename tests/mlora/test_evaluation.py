@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
-from mlora.evaluation import _rows_that_fit, evaluate_losses
 from mlora.model.generation import Request
 from mlora.optim.optim_config import OptimConfig
+from mlora.run.evaluation import _rows_that_fit, evaluate_losses
 from peft import LoraConfig
 from tiny_models import FAMILIES, VOCABULARY
 

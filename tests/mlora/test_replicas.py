@@ -14,7 +14,7 @@ from mlora.config.config_file import load_config
 from mlora.errors import RunError
 from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
 from mlora.pipeline.port import LocalPort
-from mlora.run import resume, train
+from mlora.run.run import resume, train
 from safetensors.torch import load_file
 from stage_runs import ENVIRONMENT, run_stages
 from tiny_run import lines, run_data, write_run

@@ -12,8 +12,8 @@ from mlora.config.config_file import resolve_config
 from mlora.files.loss_plot import plot_losses, smooth
 from mlora.live_table import LiveTable, short_names
 from mlora.model.base_info import BaseInfo
-from mlora.report import Pace, PlainLines, clock
-from mlora.run import train
+from mlora.run.report import Pace, PlainLines, clock
+from mlora.run.run import train
 from mlora.tasks.task import Progress, Task, TaskBuilder
 from rich.console import Console
 from tiny_run import run_data

@@ -17,8 +17,8 @@ from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import FORMAT, list_checkpoints, save_checkpoint
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
-from mlora.report import Silent
-from mlora.run import resume, train
+from mlora.run.report import Silent
+from mlora.run.run import resume, train
 from tiny_run import lines, random_tokens, run_data, weights, write_jsonl
 
 

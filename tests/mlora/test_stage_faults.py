@@ -177,7 +177,7 @@ def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
 
 
 def test_error_of_stage_0_with_batches_under_way(base: Path, tmp_path: Path) -> None:
-    before = "import mlora.loop\nmlora.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
+    before = "import mlora.run.loop\nmlora.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
     codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], {0: before})
     assert codes == [1, 1, 1]
     assert re.fullmatch(r"error: stage 0 \(.*\): KeyError: 'lost'" + FLIGHT, line), line
@@ -227,7 +227,7 @@ def launched(path: Path, *options: str) -> Iterator["tuple[subprocess.Popen[str]
 def test_what_the_terminal_shows_is_put_right(base: Path, tmp_path: Path) -> None:
     """A frozen stage ends stage 0 from a thread of the watch, which no `finally` sees."""
     stuck = AT.format(call=5, mark=str(tmp_path / "mark"), fault=FAULTS["SIGSTOP"])
-    told = "import mlora.report; mlora.report.PlainLines.close = lambda self: print('put right', flush=True)"
+    told = "import mlora.run.report; mlora.run.report.PlainLines.close = lambda self: print('put right', flush=True)"
     with commands(
         ["train", write_run(tmp_path, config(base, tmp_path))], STAGES, {0: told, 1: stuck}
     ) as running:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.run import train
+from mlora.run.run import train
 from stage_runs import error_lines, many_kinds, ranks, save_deep_base
 from tiny_run import write_run
 
@@ -60,9 +60,9 @@ def test_other_configs(
 
 def test_other_version(base: Path, tmp_path: Path) -> None:
     before = """
-import mlora.process.stages
-plain = mlora.process.stages.version
-mlora.process.stages.version = lambda name: "2.11.0" if name == "torch" else plain(name)
+import mlora.run.stages
+plain = mlora.run.stages.version
+mlora.run.stages.version = lambda name: "2.11.0" if name == "torch" else plain(name)
 """
     line = refused(tmp_path, base, [{}, {}], before)
     assert re.match(f"error: {OTHER} has torch 2.11.0, {ONE} has ", line), line

@@ -12,9 +12,9 @@ import yaml
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.run import train
+from mlora.run.run import train
+from mlora.run.validation import validate
 from mlora.tasks.result import RunResult
-from mlora.validation import validate
 from stage_runs import (
     ENVIRONMENT,
     LASTING,

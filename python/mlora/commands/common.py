@@ -17,8 +17,8 @@ from mlora.process.output import guarded_output
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
-    from mlora.process.stages import Member
-    from mlora.report import Reporter
+    from mlora.run.report import Reporter
+    from mlora.run.stages import Member
     from mlora.tasks.result import RunResult
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
@@ -74,7 +74,7 @@ def begin() -> None:
 def reporter() -> Reporter:
     """Return a live table on a terminal, plain lines elsewhere."""
     from mlora.live_table import LiveTable
-    from mlora.report import PlainLines
+    from mlora.run.report import PlainLines
 
     return LiveTable() if sys.stdout.isatty() else PlainLines()
 
@@ -95,7 +95,7 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
         return
     from mlora.cluster.launch import is_launched, launch
     from mlora.files.run_folder import RunFolder
-    from mlora.process.early import check_early
+    from mlora.run.preflight import check_early
 
     if is_launched():
         return
@@ -119,7 +119,7 @@ def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, t
     Raises:
         typer.Exit: with the run's exit code, unless this is a later stage.
     """
-    from mlora.process.stages import membership, run_stage
+    from mlora.run.stages import membership, run_stage
 
     with membership(config) as member:
         if member and member.world.rank:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import Run, bad_line, only_line
 from mlora.files.run_folder import Metrics
-from mlora.prepare import prepare
+from mlora.run.prepare import prepare
 from safetensors.torch import load_file
 from tiny_run import run_data, write_run
 

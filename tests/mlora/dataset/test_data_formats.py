@@ -10,7 +10,7 @@ import pytest
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import Dataset, Prompt, load_dataset
 from mlora.errors import RunError
-from mlora.run import train
+from mlora.run.run import train
 from tiny_run import save_tokenizer, write_jsonl
 
 CHAT = (

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlora.prepare
+import mlora.run.prepare
 import pytest
 import torch
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
@@ -24,8 +24,8 @@ from mlora.planning.dry_run import DryStage
 from mlora.planning.measured_samples import MeasuredSamples, _growth, _halved
 from mlora.planning.run_memory import RESERVED, RunMemory
 from mlora.planning.task_memory import seed_shapes, spread
-from mlora.prepare import run_memory
-from mlora.run import resume, train
+from mlora.run.prepare import run_memory
+from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
 from tiny_run import lines, weights
 
@@ -305,7 +305,7 @@ def run_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure as on a GPU, in a process that has nothing in use beside what tasks need."""
     free(monkeypatch)
     monkeypatch.setattr(RunMemory, "took", lambda *_: None)
-    monkeypatch.setattr(mlora.prepare, "run_memory", partial(run_memory, measured=True))
+    monkeypatch.setattr(mlora.run.prepare, "run_memory", partial(run_memory, measured=True))
 
 
 @pytest.fixture

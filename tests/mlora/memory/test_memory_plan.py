@@ -109,7 +109,7 @@ def test_a_limit_without_processes_for_the_stages_is_refused(
     run: Run, tiny_base: Path, tmp_path: Path
 ) -> None:
     from mlora.errors import RunError
-    from mlora.run import train
+    from mlora.run.run import train
 
     data = run_data(tiny_base, tmp_path) | {
         "scheduler": {"memory_limit": "8GiB"},

@@ -10,7 +10,7 @@ from mlora.config.config_file import resolve_config
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.status_publisher import Board
-from mlora.report import Silent
+from mlora.run.report import Silent
 from mlora.scheduler import Admission, MemoryEstimate
 from tiny_run import run_data
 

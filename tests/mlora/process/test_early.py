@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.process.early import check_early
+from mlora.run.preflight import check_early
 from tiny_run import run_data, write_run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.process.stages import facts
+from mlora.run.stages import facts
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
@@ -15,15 +15,15 @@ from tests.mlora.stages import stages
 
 JOIN = """
 from types import SimpleNamespace
-import mlora.process.stages
-mlora.process.stages.end_with_parent = lambda parent: None  # the tests' fork server is no launcher
+import mlora.run.stages
+mlora.run.stages.end_with_parent = lambda parent: None  # the tests' fork server is no launcher
 from mlora.commands.common import errors_as_lines
 from mlora.errors import RunError
-from mlora.process.stages import membership
+from mlora.run.stages import membership
 import typer
 values = {"seed": 1}
 config = SimpleNamespace(pipeline=SimpleNamespace(stages=2, replicas=1, processes=2))
-mlora.process.stages.facts = lambda config: {"config": values}
+mlora.run.stages.facts = lambda config: {"config": values}
 def joined(work):
     try:
         with errors_as_lines(), membership(config) as member:
@@ -47,7 +47,7 @@ def ends(*bodies: str) -> tuple[list[int | None], list[str], list[str]]:
 def test_members_join_and_leave() -> None:
     """Stage 0 may find that there is nothing to do: the others wait for no work then."""
     show = "joined(lambda member: print(member.world.rank, member.world.size))"
-    serve = "joined(lambda member: mlora.process.stages.run_stage(config, member))"
+    serve = "joined(lambda member: mlora.run.stages.run_stage(config, member))"
     assert ends(show, serve) == ([0, 0], ["0 2\n", ""], [])
 
 

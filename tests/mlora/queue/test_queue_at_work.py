@@ -18,8 +18,8 @@ from mlora.config.config_file import resolve_config
 from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit
 from mlora.queue.task_queue import TaskQueue
-from mlora.report import Silent
-from mlora.run import resume, train
+from mlora.run.report import Silent
+from mlora.run.run import resume, train
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, run_data, weights, write_run
 

@@ -14,9 +14,9 @@ from mlora.errors import RunError
 from mlora.planning.measured_samples import MeasuredSamples
 from mlora.planning.run_memory import RunMemory
 from mlora.planning.task_memory import TaskMemory
-from mlora.run import resume, train
+from mlora.run.run import resume, train
+from mlora.run.validation import validate
 from mlora.tasks.result import RunResult
-from mlora.validation import validate
 from tiny_run import lines, run_data, weights
 
 MIB = 2**20
@@ -170,7 +170,7 @@ def test_a_run_in_a_process_that_has_grown_before_refuses_nobody(
     data: dict[str, Any], tmp_path: Path, meter: Meter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a notebook: what earlier runs have left counts as growth."""
-    monkeypatch.setattr("mlora.prepare.left_by_runs", lambda _: meter.used)
+    monkeypatch.setattr("mlora.run.prepare.left_by_runs", lambda _: meter.used)
     meter.used = 60 * MIB
     result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
     assert (result.status, set(states(result).values())) == ("interrupted", {"running"})

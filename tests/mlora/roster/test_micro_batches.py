@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.roster.micro_batches import MicroBatches
+from mlora.run.micro_batches import MicroBatches
 from mlora.scheduler import Admission, Room
 
 

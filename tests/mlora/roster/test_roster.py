@@ -14,10 +14,10 @@ from mlora.config.scheduler_config import SchedulerConfig
 from mlora.data.sampler import BatchPlan
 from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
-from mlora.report import Silent
-from mlora.roster.decisions import Decisions
-from mlora.roster.micro_batches import MicroBatches
-from mlora.roster.roster import Roster
+from mlora.run.decisions import Decisions
+from mlora.run.micro_batches import MicroBatches
+from mlora.run.report import Silent
+from mlora.run.task_table import Roster
 from mlora.scheduler import Room
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress
@@ -191,10 +191,10 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     )
     decisions = Decisions(config, engine, roster, Silent())  # type: ignore[arg-type]
     with patch.context() as patched:
-        patched.setattr("mlora.roster.roster.submitted", lambda name, _: (SimpleNamespace(name=name), []))
-        patched.setattr("mlora.roster.roster.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
+        patched.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
+        patched.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
         patched.setattr(
-            "mlora.roster.roster.bring_back", lambda e, t, group, folder: e.create_adapter(t.name)
+            "mlora.run.task_table.bring_back", lambda e, t, group, folder: e.create_adapter(t.name)
         )
         decisions.start()
         decisions.begin(queue, 0)  # type: ignore[arg-type]

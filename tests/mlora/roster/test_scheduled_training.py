@@ -24,9 +24,9 @@ from limited_runs import (
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.planning.run_memory import RunMemory
-from mlora.run import resume, train
+from mlora.run.evaluation import EvalLoss, Fits, evaluate_losses
+from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.result import RunResult
 from mlora.tasks.task import Task
@@ -341,7 +341,7 @@ def test_an_admitted_task_that_cannot_begin_makes_room(
         found = evaluate_losses(engine, tasks, fits)
         return {name: replace(one, loss=math.nan) if name == "high" else one for name, one in found.items()}
 
-    monkeypatch.setattr("mlora.loop.evaluate_losses", losses)
+    monkeypatch.setattr("mlora.run.loop.evaluate_losses", losses)
     result = train(resolve_config(data, folder=tmp_path))
     states = {name: adapter.state for name, adapter in result.adapters.items()}
     assert states == dict.fromkeys(("first", "second", "third", "low"), "finished") | {"high": "stopped"}

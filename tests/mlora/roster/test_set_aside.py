@@ -12,10 +12,10 @@ from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints, save_checkpoint
 from mlora.files.state_files import StateFiles
-from mlora.prepare import Prepared, prepare
-from mlora.report import Silent
-from mlora.roster.set_aside import bring_back, set_aside
-from mlora.run import resume, train
+from mlora.run.prepare import Prepared, prepare
+from mlora.run.report import Silent
+from mlora.run.run import resume, train
+from mlora.run.set_aside import bring_back, set_aside
 from mlora.tasks.task import Task
 from stage_runs import tensors
 from tiny_run import lines, run_data, weights

@@ -16,7 +16,7 @@ from mlora.commands.status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
-from mlora.run import resume, train
+from mlora.run.run import resume, train
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table
 from tiny_run import write_jsonl

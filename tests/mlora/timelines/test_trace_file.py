@@ -7,7 +7,7 @@ import pytest
 from mlora.config.config_file import load_config
 from mlora.errors import RunError
 from mlora.pipeline.trace import Entry
-from mlora.run import train
+from mlora.run.run import train
 from mlora.simulate.measures import measure
 from mlora.simulate.stage_times import read_times
 from mlora.simulate.trace_file import TraceFiles

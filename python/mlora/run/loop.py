@@ -18,17 +18,17 @@ from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult
 from mlora.engine.batcher import Ticket
 from mlora.errors import RunError, first_line
-from mlora.evaluation import evaluate_losses, exact_matches
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.files.state_files import StateFiles, files_named
 from mlora.pipeline import PipelineError
-from mlora.prepare import Prepared, fingerprints
-from mlora.process.stages import less_memory
-from mlora.report import Reporter
-from mlora.roster.best import BestWeights
-from mlora.roster.micro_batches import MicroBatches
+from mlora.run.best import BestWeights
+from mlora.run.evaluation import evaluate_losses, exact_matches
+from mlora.run.micro_batches import MicroBatches
+from mlora.run.prepare import Prepared, fingerprints
+from mlora.run.report import Reporter
+from mlora.run.stages import less_memory
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result

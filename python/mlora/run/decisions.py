@@ -10,9 +10,9 @@ from mlora.config.run_config import RunConfig
 from mlora.engine.engine import Engine
 from mlora.queue.status_publisher import Board
 from mlora.queue.task_queue import TaskQueue
-from mlora.report import Reporter
-from mlora.roster.journal import Journal, journal_key
-from mlora.roster.roster import Roster
+from mlora.run.journal import Journal, journal_key
+from mlora.run.report import Reporter
+from mlora.run.task_table import Roster
 from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
 from mlora.scheduler.need import sum_of
 from mlora.sweep.proposal import Wish
@@ -194,7 +194,7 @@ class Decisions:
     def due(self, iteration: int) -> int | None:
         """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
 
-        See :class:`mlora.roster.journal.Journal`.
+        See :class:`mlora.run.journal.Journal`.
 
         Args:
             iteration: that all groups have made.

@@ -12,12 +12,12 @@ from mlora.files.checkpoint import load_checkpoint
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
-from mlora.loop import TrainingLoop, catch_signals
-from mlora.prepare import Prepared, prepare
-from mlora.process.stages import Member, check_replicas
 from mlora.queue.task_queue import TaskQueue, has_news
-from mlora.report import Reporter, Silent, some
-from mlora.roster.journal import journaled
+from mlora.run.journal import journaled
+from mlora.run.loop import TrainingLoop, catch_signals
+from mlora.run.prepare import Prepared, prepare
+from mlora.run.report import Reporter, Silent, some
+from mlora.run.stages import Member, check_replicas
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.proposal import trials_begun

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mlora.engine.batcher import Measured
 from mlora.engine.engine import Engine
-from mlora.roster.roster import Roster
+from mlora.run.task_table import Roster
 from mlora.scheduler import choose
 from mlora.scheduler.need import within
 from mlora.tasks.groups import Group

@@ -13,8 +13,8 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.planning.task_memory import TaskMemory, dry_stages
-from mlora.prepare import Prepared, prepare, sweep_of
-from mlora.report import Reporter, Silent
+from mlora.run.prepare import Prepared, prepare, sweep_of
+from mlora.run.report import Reporter, Silent
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:

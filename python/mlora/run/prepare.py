@@ -24,12 +24,12 @@ from mlora.planning.measured_samples import PIECES, MeasuredSamples
 from mlora.planning.needs import need_of
 from mlora.planning.run_memory import RunMemory
 from mlora.planning.task_memory import TaskMemory, dry_stages
-from mlora.process.early import check_blocks
-from mlora.process.stages import Member, crew_of, own_stage, usual_lengths_of
 from mlora.queue.submission import submitted
-from mlora.report import Reporter
-from mlora.roster.decisions import Decisions
-from mlora.roster.roster import Roster
+from mlora.run.decisions import Decisions
+from mlora.run.preflight import check_blocks
+from mlora.run.report import Reporter
+from mlora.run.stages import Member, crew_of, own_stage, usual_lengths_of
+from mlora.run.task_table import Roster
 from mlora.scheduler import TokenBalanced
 from mlora.tasks.groups import most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder

@@ -14,9 +14,9 @@ from mlora.planning.needs import need_of
 from mlora.planning.run_memory import RunMemory
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
-from mlora.report import Reporter, some
-from mlora.roster.best import check_best_file
-from mlora.roster.set_aside import bring_back, restore_adapter, set_aside
+from mlora.run.best import check_best_file
+from mlora.run.report import Reporter, some
+from mlora.run.set_aside import bring_back, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, Need
 from mlora.sweep.proposal import Wish
 from mlora.tasks.task import State, Task, TaskBuilder

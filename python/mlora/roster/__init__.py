@@ -1,1 +1,0 @@
-"""The tasks of a run: who there is, who runs, and what was decided about it."""
