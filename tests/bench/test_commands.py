@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlora.cli import app
+from mlora.cli.app import app
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def test_mlora_bench_passes_its_arguments_on() -> None:
 
 
 def test_without_the_source_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlora.commands import benchmarks
+    from mlora.cli import bench as benchmarks
 
     monkeypatch.setattr(benchmarks, "FOLDER", tmp_path)
     done = CliRunner().invoke(app, ["bench", "linears"], catch_exceptions=False)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from mlora.cli import app
+from mlora.cli.app import app
 from typer.testing import CliRunner, Result
 
 Run = Callable[..., Result]

@@ -17,7 +17,9 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKS = multiprocessing.get_context("forkserver")  # torch takes seconds to import, once
-FORKS.set_forkserver_preload(["mlora.run.run", "mlora.cli", "mlora.run.prepare", "peft", "matplotlib.pyplot"])
+FORKS.set_forkserver_preload(
+    ["mlora.run.run", "mlora.cli.app", "mlora.run.prepare", "peft", "matplotlib.pyplot"]
+)
 
 PREAMBLE = """
 import os, signal, sys, threading, time

@@ -12,8 +12,8 @@ import pytest
 import torch
 from full_disk import fill_disk
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
-from mlora.commands.result_table import result_table
-from mlora.commands.status import read_status
+from mlora.cli.result_table import result_table
+from mlora.cli.status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from full_disk import fill_disk
-from mlora.cli import app
+from mlora.cli.app import app
 from mlora.files.checkpoint import list_checkpoints
 from tiny_run import lines, run_data, weights, write_run
 from typer.testing import CliRunner

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlora.commands.result_table import aligned, result_table
+from mlora.cli.live_table import LiveTable, short_names
+from mlora.cli.result_table import aligned, result_table
 from mlora.config.config_file import resolve_config
 from mlora.files.loss_plot import plot_losses, smooth
-from mlora.live_table import LiveTable, short_names
 from mlora.model.base_info import BaseInfo
 from mlora.run.report import Pace, PlainLines, clock
 from mlora.run.run import train

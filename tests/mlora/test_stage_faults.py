@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from mlora.commands.status import read_status
+from mlora.cli.status import read_status
 from mlora.files.checkpoint import list_checkpoints
 from stage_runs import (
     ENVIRONMENT,

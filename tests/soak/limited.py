@@ -4,7 +4,7 @@ python limited.py ARGUMENTS...
 """
 
 import pytest
-from mlora.cli import main
+from mlora.cli.app import main
 
 from tests.mlora.limited_runs import replace_memory
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mlora.cli import main
+from mlora.cli.app import main
 
 from tests.mlora.watched_disk import watch_disk
 

@@ -1,4 +1,4 @@
-"""What a run says while it goes: plain lines, or nothing; on a terminal :mod:`mlora.live_table` does."""
+"""What a run says while it goes: plain lines, or nothing; on a terminal :mod:`mlora.cli.live_table` does."""
 
 from __future__ import annotations
 

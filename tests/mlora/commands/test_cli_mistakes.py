@@ -38,7 +38,7 @@ def test_version_of_what_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPa
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("mlora.cli.version", missing)
+    monkeypatch.setattr("mlora.cli.app.version", missing)
     assert only_line(run("--version")) == "error: mlora-ext is not installed; its version is not known"
 
 

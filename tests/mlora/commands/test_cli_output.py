@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from mlora.cli import app
+from mlora.cli.app import app
 from tiny_run import run_data, write_run
 
 

@@ -48,7 +48,7 @@ import mlora.__main__ as entry
 
 class Probe:
     def find_spec(self, name, path=None, target=None):
-        if name == "mlora.cli":
+        if name == "mlora.cli.app":
             print("typer" in sys.modules, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
             sys.exit()
 

@@ -17,7 +17,7 @@ JOIN = """
 from types import SimpleNamespace
 import mlora.run.stages
 mlora.run.stages.end_with_parent = lambda parent: None  # the tests' fork server is no launcher
-from mlora.commands.common import errors_as_lines
+from mlora.cli.common import errors_as_lines
 from mlora.errors import RunError
 from mlora.run.stages import membership
 import typer

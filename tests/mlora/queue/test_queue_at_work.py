@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import Run
 from limited_runs import Watching, five_tasks, interrupt
-from mlora.commands.status import read_status
+from mlora.cli.status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from mlora.cli import queue as cli_queue
+from mlora.cli.common import RunDir, begin, command, print_rows, reporter, run_here, start_stages
+from mlora.cli.simulate import simulate
 from mlora.cluster.imports import end_imports_at_once
-from mlora.commands import queue as cli_queue
-from mlora.commands.common import RunDir, begin, command, print_rows, reporter, run_here, start_stages
-from mlora.commands.simulate import simulate
 from mlora.errors import RunError
 
 app = typer.Typer(
@@ -241,7 +241,7 @@ def generate(
     """Complete each prompt with each adapter, all in one batch."""
     with command():
         begin()
-        from mlora.commands.serve import answer, print_answers, read_prompts
+        from mlora.cli.generate import answer, print_answers, read_prompts
         from mlora.model.generation import Sampling
 
         texts = read_prompts(prompt or [], prompts)
@@ -273,6 +273,6 @@ app.command()(simulate)
 def bench(context: typer.Context) -> None:
     """Run the benchmarks of the source checkout."""
     with command():
-        from mlora.commands.benchmarks import run_suite
+        from mlora.cli.bench import run_suite
 
         raise typer.Exit(run_suite(context.args))

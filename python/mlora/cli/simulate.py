@@ -1,4 +1,4 @@
-"""``mlora simulate``; registered by `mlora.cli`."""
+"""``mlora simulate``; registered by `mlora.cli.app`."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlora.commands.common import command, print_rows
+from mlora.cli.common import command, print_rows
 from mlora.errors import RunError
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mlora.cli.output import guarded_output
 from mlora.cluster.imports import no_collection
 from mlora.errors import RunError
-from mlora.process.output import guarded_output
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
@@ -73,7 +73,7 @@ def begin() -> None:
 
 def reporter() -> Reporter:
     """Return a live table on a terminal, plain lines elsewhere."""
-    from mlora.live_table import LiveTable
+    from mlora.cli.live_table import LiveTable
     from mlora.run.report import PlainLines
 
     return LiveTable() if sys.stdout.isatty() else PlainLines()
@@ -138,8 +138,8 @@ def finish(result: RunResult) -> None:
     Raises:
         typer.Exit: with the exit code, always.
     """
-    from mlora.commands.result_table import result_table
-    from mlora.commands.status import how_to_go_on
+    from mlora.cli.result_table import result_table
+    from mlora.cli.status import how_to_go_on
     from mlora.files.run_folder import RunFolder
     from mlora.queue.task_queue import has_news
 
@@ -181,7 +181,7 @@ def print_rows(rows: list[list[str]]) -> None:
     Args:
         rows: the first one holds the titles.
     """
-    from mlora.commands.result_table import aligned
+    from mlora.cli.result_table import aligned
 
     if not sys.stdout.isatty():
         print(aligned(rows))

@@ -1,4 +1,4 @@
-"""The commands of a run's queue, and ``mlora status``; registered by `mlora.cli`."""
+"""The commands of a run's queue, and ``mlora status``; registered by `mlora.cli.app`."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlora.commands.common import RunDir, command, print_lines, print_rows
+from mlora.cli.common import RunDir, command, print_lines, print_rows
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")]
 
@@ -19,7 +19,7 @@ def status(
     Reads the run's files, whether the run is at work or not.
     """
     with command():
-        from mlora.commands.status import read_status
+        from mlora.cli.status import read_status
 
         found = read_status(run_dir)
         if as_json:

@@ -1,1 +1,0 @@
-"""The commands of `mlora`, but for those that train."""
