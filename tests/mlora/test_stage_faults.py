@@ -227,7 +227,8 @@ def launched(path: Path, *options: str) -> Iterator["tuple[subprocess.Popen[str]
 def test_what_the_terminal_shows_is_put_right(base: Path, tmp_path: Path) -> None:
     """A frozen stage ends stage 0 from a thread of the watch, which no `finally` sees."""
     stuck = AT.format(call=5, mark=str(tmp_path / "mark"), fault=FAULTS["SIGSTOP"])
-    told = "import mlora.run.report; mlora.run.report.PlainLines.close = lambda self: print('put right', flush=True)"
+    told = "from mlora.run import report\n"
+    told += "report.PlainLines.close = lambda self: print('put right', flush=True)"
     with commands(
         ["train", write_run(tmp_path, config(base, tmp_path))], STAGES, {0: told, 1: stuck}
     ) as running:

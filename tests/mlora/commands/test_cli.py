@@ -13,7 +13,8 @@ from tiny_run import run_data, write_run
 
 
 def test_help_comes_without_torch() -> None:
-    code = "import sys, mlora.cli.app as c; c.app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    code = "import sys, mlora.cli.app as cli; "
+    code += "cli.app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
@@ -24,7 +25,8 @@ def test_help_comes_without_torch() -> None:
 def test_faults_of_the_config_come_without_torch(tmp_path: Path) -> None:
     data = run_data(tmp_path, tmp_path)
     data["adapters"][0]["lora"]["rr"] = 4
-    code = "import sys, mlora.cli.app as c; c.app(sys.argv[1:], standalone_mode=0); print('torch' in sys.modules)"
+    code = "import sys, mlora.cli.app as cli; "
+    code += "cli.app(sys.argv[1:], standalone_mode=0); print('torch' in sys.modules)"
     path = write_run(tmp_path, data)
     shutil.copy(path, tmp_path / "config.yaml")
     for command in (["validate", path], ["train", path], ["resume", tmp_path]):

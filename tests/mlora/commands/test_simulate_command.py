@@ -231,7 +231,8 @@ def test_a_measured_timeline_is_drawn(tmp_path: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, mlora.cli.app as c; c.app(sys.argv[1:], standalone_mode=0); print('torch' in sys.modules)"
+    code = "import sys, mlora.cli.app as cli; "
+    code += "cli.app(sys.argv[1:], standalone_mode=0); print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, "simulate"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("False\n")
