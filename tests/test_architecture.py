@@ -2,19 +2,15 @@
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
+import layers
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = sorted([*(ROOT / "mlora_ext").rglob("*.py"), *(ROOT / "python" / "mlora").rglob("*.py")])
-
-# `Sample` is the currency between a run's data and the engine.
-ALLOWED_BACK = {
-    ("mlora.data.packing", "mlora.data.dataset.Sample"),
-    ("mlora.engine.engine", "mlora.data.dataset.Sample"),
-    ("mlora.engine.batcher", "mlora.data.dataset.Sample"),
-}
+ROOT = layers.ROOT
+MLORA, EXT, BENCH = ROOT / "python" / "mlora", ROOT / "mlora_ext", ROOT / "bench"
+PRODUCT = [*layers.python_files(EXT), *layers.python_files(MLORA)]
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the
 # second sets what a library can be told by its environment only.
@@ -22,53 +18,32 @@ READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.onednn_caches"}
 
 
 def module_name(path: Path) -> str:
-    base = ROOT / "python" if path.is_relative_to(ROOT / "python") else ROOT
-    parts = path.relative_to(base).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return layers.module_name(path, MLORA.parent if path.is_relative_to(MLORA) else ROOT)
 
 
-def imports(path: Path) -> set[str]:
-    module = module_name(path)
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                origin = ".".join([*parents, *([origin] if origin else [])])
-            found.update(f"{origin}.{alias.name}" for alias in node.names)
-    return found
+def test_imports_run_down_the_layers() -> None:
+    arrows = layers.folder_imports(layers.module_imports(layers.python_files(MLORA), MLORA.parent))
+    assert layers.upward_imports(arrows) == []
+    assert sum(len(others - {layers.BELOW_ALL}) for others in arrows.values()) <= 90
 
 
-def unit_of(module: str) -> str:
-    """The folder of `mlora` in which a module lies, or the module itself."""
-    return ".".join(module.split(".")[:2])
+@pytest.mark.parametrize(("package", "root"), [(MLORA, MLORA.parent), (BENCH, BENCH)], ids=["mlora", "bench"])
+def test_no_module_imports_one_that_imports_it(package: Path, root: Path) -> None:
+    assert layers.circle(layers.module_imports(layers.python_files(package), root)) == []
 
 
-def test_no_folder_imports_from_one_that_imports_from_it() -> None:
-    modules = {module_name(path) for path in PRODUCT if path.is_relative_to(ROOT / "python")} - {"mlora"}
-    arrows: dict[str, set[str]] = {unit_of(module): set() for module in modules}
-    for path in PRODUCT:
-        module = module_name(path)
-        if module not in modules:
-            continue
-        for name in imports(path):
-            other = name if name in modules else name.rpartition(".")[0]
-            if other in modules and unit_of(other) != unit_of(module) and (module, name) not in ALLOWED_BACK:
-                arrows[unit_of(module)].add(unit_of(other))
-    while arrows:
-        free = [unit for unit, others in arrows.items() if not others & set(arrows)]
-        assert free, f"a circle among {sorted(arrows)}"
-        arrows = {unit: others for unit, others in arrows.items() if unit not in free}
+def test_the_check_of_layers_sees_what_it_forbids() -> None:
+    assert layers.upward_imports({"memory": {"scheduler"}}) == [
+        "memory imports scheduler, which does not lie below it"
+    ]
+    assert layers.upward_imports({"queue": {"simulate"}, "errors": {"config"}}) != []
+    assert layers.circle({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="python/mlora/attic stands in no layer"):
+        layers.upward_imports({"attic": set(), "cli": {"attic"}})
 
 
 def test_operator_package_needs_only_torch() -> None:
     allowed = {"torch", "triton", "mlora_ext", "__future__"}
-    import sys
-
     for path in (ROOT / "mlora_ext").rglob("*.py"):
         tree = ast.parse(path.read_text())
         guarded = {

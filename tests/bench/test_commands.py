@@ -153,7 +153,7 @@ def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> Non
         command for *_, command in calls[len(builds) :]
     ]
     assert tests.startswith("-m pytest -m gpu ")
-    assert limit.endswith("tests/mlora/memory/test_limit_gpu.py")
+    assert limit.endswith("tests/mlora/planning/test_limit_gpu.py")
     assert "--nproc-per-node 2 bench/pipeline_overlap.py --out" in pipeline
     assert suite.startswith("bench/suite.py linears adapters decoder ablation choose operators step --check")
     assert suite_tests.endswith("tests/bench/test_suite_gpu.py")

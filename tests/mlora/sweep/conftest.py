@@ -12,7 +12,7 @@ from sweep_runs import RATES
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of each run; `tests/mlora/commands/test_cli_sweep.py` draws them."""
+    """Half of each run; `tests/mlora/cli/test_cli_sweep.py` draws them."""
     monkeypatch.setattr("mlora.run.loop.plot_losses", lambda *_: None)
     monkeypatch.setattr("mlora.sweep.outcome.plot_trials", lambda *_: None)
 

@@ -90,7 +90,7 @@ def test_validate_and_train_agree_on_who_never_fits(
     monkeypatch.setattr(Engine, "create_adapter", note)
     monkeypatch.setattr(MeasuredSamples, "warm_up", warm_up)
     for module in ("prepare", "validation"):
-        monkeypatch.setattr(f"mlora.{module}.used_memory", lambda _: meter.used + len(adapters) * TASK)
+        monkeypatch.setattr(f"mlora.run.{module}.used_memory", lambda _: meter.used + len(adapters) * TASK)
     _, plan = validate(config)
     assert plan is not None
     assert adapters == ["first", "second"]

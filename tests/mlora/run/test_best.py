@@ -35,7 +35,7 @@ from tests.tolerances import STEADY_EPSILON
 KILLED = """
 import os, signal, sys
 from mlora.run.report import Silent
-from mlora.run import train
+from mlora.run.run import train
 class Killed(Silent):
     left = int(sys.argv[2])
     def evaluation(self, task, record):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from stage_runs import ENVIRONMENT, run_stages
 from tiny_run import lines, run_data, write_run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def mlora(*arguments: object) -> subprocess.CompletedProcess[str]:

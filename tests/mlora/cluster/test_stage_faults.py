@@ -145,10 +145,10 @@ def fails(arguments: list[Any], before: dict[int, str], size: int = STAGES) -> t
 @pytest.mark.parametrize(
     ("call", "fault", "expected"),
     [
-        ("process.stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
-        ("process.stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
-        ("step.crew.make_part", "raise ValueError('base_model: none\\nmore')", "base_model: none"),
-        ("step.crew.make_part", "raise MemoryError", "out of memory"),
+        ("run.stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
+        ("run.stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
+        ("engine.stage_group.make_part", "raise ValueError('base_model: none\\nmore')", "base_model: none"),
+        ("engine.stage_group.make_part", "raise MemoryError", "out of memory"),
     ],
     ids=["raises", "ends", "weights", "memory"],
 )
@@ -177,7 +177,7 @@ def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
 
 
 def test_error_of_stage_0_with_batches_under_way(base: Path, tmp_path: Path) -> None:
-    before = "import mlora.run.loop\nmlora.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
+    before = "import mlora.run.loop\nmlora.run.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
     codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], {0: before})
     assert codes == [1, 1, 1]
     assert re.fullmatch(r"error: stage 0 \(.*\): KeyError: 'lost'" + FLIGHT, line), line

@@ -59,7 +59,7 @@ def test_overwrite_leaves_a_run_that_began_meanwhile(
         running.append(Metrics(tmp_path / "run" / "metrics.jsonl"))
         return prepare(*arguments, **named)
 
-    monkeypatch.setattr("mlora.run.prepare", prepare_slowly)
+    monkeypatch.setattr("mlora.run.run.prepare", prepare_slowly)
     line = only_line(run("train", path, "--overwrite", "--set", "seed=4"))
     assert line == f"error: {tmp_path}/run: another process is running this run"
     running[0].close()
