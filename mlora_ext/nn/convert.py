@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..functional import scaling_dtype
-from ..gemm import PackedWeight
-from . import adapter_interface, checkpointing, forward
+from ..adapters.lora_config import check_config, check_name, init_kind
+from ..frozen.plain import PackedWeight
+from ..ops.functional import scaling_dtype
+from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
+from .fused_projections import Siblings
+from .interop import adapter_interface
 from .linear import MultiLoRALinear
-from .routes import LayerGroup, LayerSpec
-from .routing import AdapterInfo, Router, router_of
-from .siblings import Siblings
-from .state import check_layer
-from .supported import check_config, check_name, init_kind
+from .routing.route import LayerGroup, LayerSpec
+from .routing.router import AdapterInfo, Router, router_of
 from .targets import (
     adapter_dtype,
     is_transposed,
     linear_layers,
     target_layers,
 )
+from .unconverted_state import check_layer
 from .weights import adapter_layers
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import locate
 from .control import refuse_bypassed_head
-from .locate import contents_of, rows_per_sample
-from .routes import Route
-from .routing import router_of
+from .routing import locate
+from .routing.locate import contents_of, rows_per_sample
+from .routing.route import Route
+from .routing.router import router_of
 
 
 def install(model: nn.Module) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import lora_linear_rows, scaling_dtype
-from ..gemm import PackedWeight, frozen_linear
+from ..frozen.plain import PackedWeight, frozen_linear
+from ..ops.functional import lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
-from .routes import LayerGroup, LayerSpec, RouteTensors
-from .routing import Router
-from .siblings import Siblings
+from .fused_projections import Siblings
+from .routing.route import LayerGroup, LayerSpec, RouteTensors
+from .routing.router import Router
 
 
 class MultiLoRALinear(nn.Module):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlora_ext import choice
-from mlora_ext.choice import Measured, choose, load, nearest
+from mlora_ext.backends import measured as choice
+from mlora_ext.backends.measured import Measured, choose, load, nearest
 
 
 def entry(d_in: int, d_out: int, rank: int, rows: int, cuda: float, dtype: str = "bfloat16") -> Measured:

@@ -13,8 +13,9 @@ from tolerances import assert_as_exact, assert_same_up_to_rounding
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
-from mlora_ext import _C, gemm
-from mlora_ext.dropout import philox_mask
+from mlora_ext import _C
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -163,7 +164,7 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
 def test_bf16_on_a_processor_without_avx512() -> None:
     """oneDNN refuses bf16 there; the product then goes to aten."""
     code = (
-        "import torch; from mlora_ext import gemm; x = torch.randn(256, 64).bfloat16(); "
+        "import torch; from mlora_ext.frozen import plain as gemm; x = torch.randn(256, 64).bfloat16(); "
         "w = torch.randn(64, 64).bfloat16(); "
         "assert torch.equal(gemm.linear(x, w), torch.nn.functional.linear(x, w)); "
         "print(gemm.chosen(torch.bfloat16)['bfloat16'])"

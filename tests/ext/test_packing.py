@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,17 +8,17 @@ from backends import BACKENDS, serving
 from cases import Case, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mlora_ext as mx
-from mlora_ext import gemm
-from mlora_ext.eager import LayerOperands
-from mlora_ext.functional import lora_linear_siblings
+from mlora_ext.backends.selection import Backend
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.ops.autograd import LayerOperands
+from mlora_ext.ops.functional import lora_linear_siblings
 
 OURS = ("base_linear", "base_linear_dx", "lora_linear", "lora_linear_backward")
 PRODUCTS = {"mm", "addmm", "addmm_", "linear", *OURS}
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with serving(request.param, monkeypatch) as name:
         yield name
 

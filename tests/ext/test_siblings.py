@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
-from mlora_ext.backend import gpu_operator
-from mlora_ext.nn import siblings as module
+from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.nn import fused_projections as module
 from mlora_ext.nn.linear import MultiLoRALinear
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]

@@ -20,9 +20,9 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import StepRule, Update
 from mlora.optim.scaler import LossScaler
 from mlora.pipeline.trace import Entry
-from mlora_ext import gemm
-from mlora_ext.nn.folder import adapter_weights
-from mlora_ext.nn.routing import router_of
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.nn.interop.peft_folder import adapter_weights
+from mlora_ext.nn.routing.router import router_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -19,7 +19,7 @@ from mlora.model.hub import check_base
 from mlora.model.load import load_base
 from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
-from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.routing.router import router_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
 

@@ -19,9 +19,9 @@ from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks
-from mlora_ext import gemm
-from mlora_ext.nn.folder import adapter_state
-from mlora_ext.nn.routing import router_of
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.weights import write_weights
 
 if TYPE_CHECKING:

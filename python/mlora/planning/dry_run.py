@@ -29,8 +29,8 @@ from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
-from mlora_ext.nn.routes import LayerSpec
-from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.routing.route import LayerSpec
+from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:

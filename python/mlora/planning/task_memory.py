@@ -19,7 +19,7 @@ from mlora.planning.dry_run import DryStage, States
 from mlora.planning.needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.task import Task
-from mlora_ext.nn.folder import read_config
+from mlora_ext.nn.interop.peft_folder import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig

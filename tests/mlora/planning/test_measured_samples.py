@@ -30,7 +30,7 @@ from mlora.scheduler import MemoryEstimate, PeakModel
 from tiny_run import lines, weights
 
 from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.routing.router import router_of
 from tests.mlora.dry_models import CPU, OPTIM, llama, loras, of
 
 MIB = 2**20

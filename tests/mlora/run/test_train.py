@@ -20,7 +20,7 @@ from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 
 TRAINING_KEYS = {
     "adapter",

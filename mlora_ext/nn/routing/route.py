@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ..dropout import rng_table
-from ..segments import SegmentLayout
+from ...ops.dropout import rng_table
+from ...ops.segments import SegmentLayout
 from .samples import EVERY, Places, SampleDim
 
 BASE = "__base__"

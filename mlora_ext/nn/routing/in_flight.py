@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .routes import Route
+from .route import Route
 
 _TOKEN = "mlora_ext"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state import check_layer, check_untouched
+from ..unconverted_state import check_layer, check_untouched
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .convert import add_adapter, convert_model, plan_adapter
+from ..convert import add_adapter, convert_model, plan_adapter
+from ..linear import MultiLoRALinear
+from ..routing.route import LayerSpec
+from ..routing.router import router_of
+from ..targets import portable_targets
+from ..weights import adapter_layers, check_weights, write_weights
 from .embeddings import resized_embeddings
-from .existing import without_start
-from .linear import MultiLoRALinear
-from .routes import LayerSpec
-from .routing import router_of
-from .targets import portable_targets
-from .weights import adapter_layers, check_weights, write_weights
+from .existing_config import without_start
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from .choice import choose
+from .measured import choose
 
 if TYPE_CHECKING:
     from .gpu.operator import GpuOperator
@@ -163,6 +163,6 @@ def gpu_operator(name: Literal["triton", "cuda"]) -> GpuOperator:
             "backend 'cuda': this build has no CUDA kernels; build it where nvcc is on PATH, or use "
             "'triton', 'cpu' or 'reference'"
         )
-    from .gpu.cuda import CudaKernels
+    from .cuda import CudaKernels
 
     return GpuOperator(CudaKernels())

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .convert import convert_model, plan_adapter
-from .existing import with_scaling, without_start
-from .linear import MultiLoRALinear
+from ...adapters.lora_config import check_config, check_kind, check_name
+from ..convert import convert_model, plan_adapter
+from ..linear import MultiLoRALinear
+from ..unconverted_state import check_untouched, move_hooks
+from ..weights import check_weights, write_weights
+from .existing_config import with_scaling, without_start
 from .peft_layers import PeftLayers
-from .state import check_untouched, move_hooks
-from .supported import check_config, check_kind, check_name
-from .weights import check_weights, write_weights
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel

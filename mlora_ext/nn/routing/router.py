@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import scaling_dtype
-from ..segments import SegmentLayout
-from .flights import Flights, attach_token
-from .routes import BASE, LayerGroup, Route, RouteTensors, only_used
+from ...ops.functional import scaling_dtype
+from ...ops.segments import SegmentLayout
+from .in_flight import Flights, attach_token
+from .route import BASE, LayerGroup, Route, RouteTensors, only_used
 from .samples import Places, SampleDim
+from .thread_guard import Turn, calling_frame, is_running
 from .trial_passes import Observer
-from .turn import Turn, calling_frame, is_running
 
 if TYPE_CHECKING:
-    from .linear import MultiLoRALinear
-    from .siblings import Siblings
+    from ..fused_projections import Siblings
+    from ..linear import MultiLoRALinear
 
 
 @dataclass(eq=False)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapter_interface, batch_statistics, checkpointing, forward
-from .control import one_adapter
-from .folder import adapter_config
-from .linear import MultiLoRALinear
-from .weights import adapter_layers
+from .. import batch_statistics, checkpointing, forward
+from ..control import one_adapter
+from ..linear import MultiLoRALinear
+from ..weights import adapter_layers
+from . import adapter_interface
+from .peft_folder import adapter_config
 
 
 def merge_and_unload(

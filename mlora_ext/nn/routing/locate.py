@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..linear import MultiLoRALinear
 from .call_kind import Call, kind_of, sizes_of
-from .linear import MultiLoRALinear
 from .other_contents import special_tokens
-from .routes import Route
-from .routing import Router, router_of
+from .route import Route
+from .router import Router, router_of
 from .samples import Places, SampleDim, find_places
 from .trial_passes import TrialPasses
 

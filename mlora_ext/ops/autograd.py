@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._ops import (
+from ..backends.gpu.operator import Batch, Into, Layer
+from ..backends.selection import Backend, gpu_operator
+from .library import (
     NOT_PACKED,
     PLAN,
     Gradients,
@@ -25,8 +27,6 @@ from ._ops import (
     forward,
     gradients,
 )
-from .backend import Backend, gpu_operator
-from .gpu.operator import Batch, Into, Layer
 
 _CHANGED = (
     "{}: modified by an in-place operation between forward and backward, as by an optimizer step; run the "

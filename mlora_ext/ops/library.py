@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import Backend, backend_for, gpu_operator
-from .gpu.operator import Batch, GpuOperator, Into, Layer, one_dtype
+from ..backends.gpu.operator import Batch, GpuOperator, Into, Layer, one_dtype
+from ..backends.selection import Backend, backend_for, gpu_operator
 
 PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 PlanTensors = tuple[Tensor | None, ...]
@@ -23,7 +23,7 @@ Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Of lora_a and of lora_b."""
 NOT_PACKED: Packed = (None, None)
 
-LIBRARY = Path(__file__).parent / "libmlora_ops.so"
+LIBRARY = Path(__file__).parents[1] / "libmlora_ops.so"
 
 
 def check_library() -> None:

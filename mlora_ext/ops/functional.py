@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import eager, reference
-from ._ops import dense_rows
-from .backend import backend_for
+from ..backends.selection import backend_for
+from ..frozen.plain import PackedWeight, packed_pair
+from . import autograd as eager
+from . import reference
+from .autograd import LayerOperands
 from .dropout import LoRADropout
-from .eager import LayerOperands
-from .gemm import PackedWeight, packed_pair
+from .library import dense_rows
 from .segments import SegmentLayout
 
 

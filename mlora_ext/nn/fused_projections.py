@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..backend import backend_for
-from ..eager import LayerOperands
-from ..functional import lora_linear_siblings
-from .routes import RouteTensors
+from ..backends.selection import backend_for
+from ..ops.autograd import LayerOperands
+from ..ops.functional import lora_linear_siblings
+from .routing.route import RouteTensors
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear

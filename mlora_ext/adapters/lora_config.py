@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..dropout import check_probability
+from ..ops.dropout import check_probability
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .supported import START_VALUES, init_kind
-from .targets import target_layers
+from ...adapters.lora_config import START_VALUES, init_kind
+from ..targets import target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

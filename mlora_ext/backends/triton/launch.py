@@ -30,7 +30,7 @@ _PLAN_BLOCK = 64
 
 
 class Kernels:
-    """The backend's launches; see `mlora_ext.gpu.kernels.LaunchKernels`."""
+    """The backend's launches; see `mlora_ext.backends.gpu.kernels.LaunchKernels`."""
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
         made = Plan.empty(sizes, segments.device)

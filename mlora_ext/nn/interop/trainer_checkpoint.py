@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..routing.router import router_of
+from ..weights import adapter_parameters
 from .embeddings import resized_embeddings
-from .routing import router_of
-from .weights import adapter_parameters
 
 _FILE = "model.safetensors"
 _STEP = "mlora_router.step"
@@ -73,7 +73,7 @@ def save(
         ValueError: if weights are missing in `state_dict`, or the folder holds the weights of another model.
         OSError: if the disk is full or the place is not writable.
     """
-    from .folder import write_folder
+    from .peft_folder import write_folder
 
     folder = Path(directory)
     _refuse_other_model(folder)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from . import _ops
+from ..ops import library as _ops
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)  # no fake ones, whose numbers nobody can pack

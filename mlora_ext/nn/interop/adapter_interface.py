@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from . import checkpoint_file
-from .control import disable, disable_adapter, one_adapter, print_trainable_parameters
-from .routing import Router, router_of
-from .weights import adapter_parameters
+from ..control import disable, disable_adapter, one_adapter, print_trainable_parameters
+from ..routing.router import Router, router_of
+from ..weights import adapter_parameters
+from . import trainer_checkpoint as checkpoint_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -163,7 +163,7 @@ class AdapterInterface:
         Raises:
             ValueError: as `mlora_ext.add_adapter`.
         """
-        from .convert import add_adapter
+        from ..convert import add_adapter
 
         if isinstance(adapter_config, str):
             raise ValueError(f"adapter_config: expected a LoraConfig before the name, got {adapter_config!r}")
@@ -177,7 +177,7 @@ class AdapterInterface:
         Raises:
             ValueError: if the model has no adapter of one of these names.
         """
-        from .convert import remove_adapter
+        from ..convert import remove_adapter
 
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         self._router.check_names("adapter_names", names)
@@ -204,7 +204,7 @@ class AdapterInterface:
         Raises:
             ValueError: if the name is taken, or with `hotswap` is not, and as `mlora_ext.load_adapter`.
         """
-        from .folder import load_adapter
+        from .peft_folder import load_adapter
 
         name = adapter_name or "default"
         swaps = hotswap is True

@@ -1,13 +1,13 @@
-"""Launching the compiled CUDA kernels, which csrc/cuda holds; see `mlora_ext.gpu.kernels.LaunchKernels`."""
+"""Launching the compiled CUDA kernels of csrc/cuda; see `mlora_ext.backends.gpu.kernels.LaunchKernels`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .factors import Factors
-from .kernels import Expand, Gradient, ReadDy, ReadX, Shrink
-from .plan import Plan, PlanSizes
+from .gpu.factors import Factors
+from .gpu.kernels import Expand, Gradient, ReadDy, ReadX, Shrink
+from .gpu.plan import Plan, PlanSizes
 
 OPS = torch.ops.mlora_ext
 _NO_DROPOUT = (None, None, None)
