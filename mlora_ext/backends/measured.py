@@ -19,7 +19,7 @@ PATH = Path(__file__).parent / "choices.json"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredShape:
     """Forward and backward of one layer by both backends.
 
     Attributes:
@@ -44,10 +44,10 @@ class Measured:
         return "cuda" if self.cuda_seconds < self.triton_seconds else "triton"
 
 
-Table = Mapping[str, Sequence[Measured]]
+Table = Mapping[str, Sequence[MeasuredShape]]
 
 
-def choose(architecture: str, dtype: str, d_in: int, d_out: int, rank: int, rows: int) -> Choice:
+def faster_backend(architecture: str, dtype: str, d_in: int, d_out: int, rank: int, rows: int) -> Choice:
     """The backend that was the faster one on the most similar shape that was measured.
 
     Similar is what lies nearest in `(log d_in, log d_out, log rank, log rows)`, Euclidean, in the same dtype;
@@ -69,14 +69,16 @@ def choose(architecture: str, dtype: str, d_in: int, d_out: int, rank: int, rows
         ValueError: if a size is below 1, or the table is malformed; says where.
 
     Example:
-        >>> choose("sm_90", "bfloat16", d_in=4096, d_out=4096, rank=16, rows=8192)
+        >>> faster_backend("sm_90", "bfloat16", d_in=4096, d_out=4096, rank=16, rows=8192)
         'triton'
     """
     return nearest(packaged().get(architecture, ()), dtype, d_in, d_out, rank, rows)
 
 
-def nearest(entries: Sequence[Measured], dtype: str, d_in: int, d_out: int, rank: int, rows: int) -> Choice:
-    """As `choose`, from the entries of one architecture."""
+def nearest(
+    entries: Sequence[MeasuredShape], dtype: str, d_in: int, d_out: int, rank: int, rows: int
+) -> Choice:
+    """As `faster_backend`, from the entries of one architecture."""
     wanted = {"d_in": d_in, "d_out": d_out, "rank": rank, "rows": rows}
     for name, size in wanted.items():
         if size < 1:
@@ -85,7 +87,7 @@ def nearest(entries: Sequence[Measured], dtype: str, d_in: int, d_out: int, rank
     if not known:
         return UNMEASURED
 
-    def distance(entry: Measured) -> float:
+    def distance(entry: MeasuredShape) -> float:
         return sum(math.log(getattr(entry, name) / size) ** 2 for name, size in wanted.items())
 
     return min(known, key=distance).winner
@@ -102,7 +104,7 @@ def load(path: Path) -> Table:
 
     Args:
         path: a JSON file `{"format": 1, "architectures": {"sm_90": {"measured": {...}, "entries": [...]}}}`;
-            `measured` says with what, an entry has the fields of `Measured`.
+            `measured` says with what, an entry has the fields of `MeasuredShape`.
 
     Returns:
         Entries by architecture.
@@ -125,10 +127,10 @@ def load(path: Path) -> Table:
     return table
 
 
-def _entry(path: Path, place: str, found: Any) -> Measured:
+def _entry(path: Path, place: str, found: Any) -> MeasuredShape:
     """One entry, checked field by field."""
     _of_type(path, place, found, dict)
-    wanted = {field.name: field.type for field in fields(Measured)}
+    wanted = {field.name: field.type for field in fields(MeasuredShape)}
     if set(found) != set(wanted):
         raise ValueError(f"{path}: {place}: expected {', '.join(wanted)}, got {', '.join(found)}")
     for name, kind in wanted.items():
@@ -139,7 +141,7 @@ def _entry(path: Path, place: str, found: Any) -> Measured:
         numbers = (int,) if kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, numbers) or not 0 < value < math.inf:
             raise ValueError(f"{path}: {place}.{name}: expected a positive {kind}, got {value!r}")
-    return Measured(**found)
+    return MeasuredShape(**found)
 
 
 def _of_type(path: Path, place: str, value: Any, kind: type) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from .measured import choose
+from .measured import faster_backend
 
 if TYPE_CHECKING:
     from .gpu.operator import GpuOperator
@@ -100,7 +100,9 @@ def _faster(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) ->
     """The GPU backend that the table prefers; the other one where this installation lacks it."""
     major, minor = torch.cuda.get_device_capability(device)
     name = str(dtype).removeprefix("torch.")
-    if choose(f"sm_{major}{minor}", name, *shape, rank=_RANK, rows=_ROWS) == "cuda" and _has_kernel("CUDA"):
+    if faster_backend(f"sm_{major}{minor}", name, *shape, rank=_RANK, rows=_ROWS) == "cuda" and _has_kernel(
+        "CUDA"
+    ):
         return "cuda"
     try:
         gpu_operator("triton")

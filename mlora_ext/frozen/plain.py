@@ -1,8 +1,9 @@
 """The frozen GEMM `x Wᵀ + b` and its `dy W`, by the library that was measured to be the fastest here.
 
-On the CPU the compiled operators choose once per dtype between PyTorch's BLAS and oneDNN, at the first call.
-Elsewhere, and for other dtypes, PyTorch's own. The choice changes rounding: a run that is resumed on another
-machine sets the one that it began with. A weight that is packed once is multiplied by oneDNN, and faster.
+On a CPU the compiled operators measure PyTorch's BLAS and oneDNN once per dtype, at the first call, and take
+the faster one. Elsewhere, and for other dtypes, PyTorch's own is used. The choice changes rounding: a run
+that is resumed on another machine sets the one that it began with. Products with a packed weight are always
+oneDNN's, and faster.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def packed_pair(x: Tensor, weight: Tensor, packed: PackedWeight | None) -> _ops.
 def frozen_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None
 ) -> Tensor:
-    """`x Wᵀ + b` by the chosen library, differentiable in x only; keeps nothing but the weight for backward.
+    """`x Wᵀ + b` by the chosen library, differentiable in x only; keeps only the weight for backward.
 
     Args:
         x: `[..., D]`.
@@ -157,15 +158,15 @@ def linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None = None) -> Tenso
     return dy @ weight
 
 
-def chosen(dtype: torch.dtype) -> dict[str, str]:
-    """The library chosen for a dtype on the CPU: `{"float32": "onednn"}`; empty where there is no choice."""
+def base_gemm_of(dtype: torch.dtype) -> dict[str, str]:
+    """The library for a dtype on the CPU, as `{"float32": "onednn"}`; empty where there is no choice."""
     if not _ops.LOADED or dtype not in _DTYPES:
         return {}
     return {str(dtype).removeprefix("torch."): torch.ops.mlora_ext.base_gemm(dtype)}
 
 
-def choose(choices: Mapping[str, str]) -> None:
-    """Take over what `chosen` gave, in place of a measurement.
+def set_base_gemm(choices: Mapping[str, str]) -> None:
+    """Take over what `base_gemm_of` gave, in place of a measurement.
 
     Args:
         choices: `aten` or `onednn` by name of dtype.

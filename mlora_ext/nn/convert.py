@@ -17,7 +17,7 @@ from ..ops.functional import scaling_dtype
 from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
-from .fused_projections import Siblings
+from .fused_projections import FusedProjections
 from .interop import adapter_interface
 from .linear import MultiLoRALinear
 from .routing.route import LayerGroup, LayerSpec
@@ -34,7 +34,7 @@ from .weights import adapter_layers
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_SIBLINGS = (
+_FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
@@ -258,8 +258,8 @@ def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, La
         b = layer.lora_B.add(name, spec.rank)
         for parameter in (a, b):
             parameter.requires_grad_(not config.inference_mode)
-        _initialise(a, b, init_kind(config), spec.rank, derived_seed(seed, name, key))
-    router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), derived_seed(seed, name, "dropout"))
+        _initialise(a, b, init_kind(config), spec.rank, named_seed(seed, name, key))
+    router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
 
 
 def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
@@ -283,7 +283,7 @@ def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int
             b.copy_(values.uniform_(-bound, bound, generator=generator))
 
 
-def derived_seed(seed: int, *parts: str) -> int:
+def named_seed(seed: int, *parts: str) -> int:
     """A 63-bit seed from a seed and names: the same on every machine, independent of order."""
     digest = hashlib.sha256("\0".join([str(seed), *parts]).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
@@ -301,14 +301,15 @@ def _regroup(model: nn.Module) -> None:
         key = (names, scaling, dropout, module.weight.device, scaling_dtype(module.weight.dtype))
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
-    router.siblings = _find_siblings(layers)
+    router.fused_projections = _find_fused_projections(layers)
     adapter_interface.refresh(model)
 
 
-def _find_siblings(layers: Mapping[str, MultiLoRALinear]) -> list[Siblings]:
-    """Tell converted layers, by name, who their siblings are, and give back all sets of them.
+def _find_fused_projections(layers: Mapping[str, MultiLoRALinear]) -> list[FusedProjections]:
+    """Group converted layers that share their input, and return the groups.
 
-    Called again whenever adapters join or leave: siblings have the same adapters, scalings and dropouts.
+    Runs again whenever adapters join or leave: layers of a group have the same adapters, scalings and
+    dropouts.
     """
     parents: dict[str, dict[str, MultiLoRALinear]] = {}
     for key, layer in layers.items():
@@ -316,12 +317,12 @@ def _find_siblings(layers: Mapping[str, MultiLoRALinear]) -> list[Siblings]:
         parents.setdefault(parent, {})[child] = layer
     found = []
     for children in parents.values():
-        for names in _SIBLINGS:
+        for names in _FUSED:
             ours = [children[name] for name in names if name in children]
             for group in {layer.group for layer in ours}:
                 alike = [layer for layer in ours if layer.group is group]
-                siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
+                fused_projections = FusedProjections(alike) if len(alike) > 1 and group.adapters else None
                 for layer in alike:
-                    layer.siblings = siblings
-                found += [siblings] if siblings else []
+                    layer.fused_projections = fused_projections
+                found += [fused_projections] if fused_projections else []
     return found

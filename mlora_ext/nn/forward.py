@@ -108,7 +108,7 @@ def _counting_copies(model: nn.Module, route: Route) -> Iterator[None]:
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     router = router_of(model)
     router.leave_interrupted()
-    router.turn.check()
+    router.thread_guard.check()
     refuse_bypassed_head(model, kwargs)
     names = kwargs.pop("adapter_names", None)
     contents = contents_of(args, kwargs)

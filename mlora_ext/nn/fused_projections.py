@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..backends.selection import backend_for
 from ..ops.autograd import LayerOperands
-from ..ops.functional import lora_linear_siblings
+from ..ops.functional import lora_linear_fused
 from .routing.route import RouteTensors
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class _Waiting:
     of: tuple[Any, ...] = ()
 
 
-class Siblings:
+class FusedProjections:
     """Some layers that are expected to be called one after the other with the same x.
 
     The first that is called computes all, the others hand out what waits for them. Where x turns out to be
@@ -107,7 +107,7 @@ class Siblings:
             )
             for layer in self.layers
         ]
-        return lora_linear_siblings(
+        return lora_linear_fused(
             x,
             operands,
             active.segments,

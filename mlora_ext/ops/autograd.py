@@ -128,7 +128,7 @@ class LayerOperands:
     lora_b: Sequence[Tensor]
 
 
-def lora_linear_siblings(
+def lora_linear_fused(
     x: Tensor,
     operands: Sequence[LayerOperands],
     plan: PlanTensors,
@@ -142,10 +142,10 @@ def lora_linear_siblings(
     adapters = [a for layer in operands for a in layer.lora_a] + [
         b for layer in operands for b in layer.lora_b
     ]
-    return _LoRASiblings.apply(x, operands, plan, backend, accumulates, *adapters)  # type: ignore[no-any-return]
+    return _LoRAFused.apply(x, operands, plan, backend, accumulates, *adapters)  # type: ignore[no-any-return]
 
 
-class _LoRASiblings(torch.autograd.Function):
+class _LoRAFused(torch.autograd.Function):
     """As `_LoRALinear`, for several layers; theirs is one node of the graph."""
 
     @staticmethod

@@ -110,7 +110,7 @@ def lora_linear_rows(
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
-def lora_linear_siblings(
+def lora_linear_fused(
     x: Tensor,
     operands: Sequence[LayerOperands],
     segments: Tensor,
@@ -130,7 +130,7 @@ def lora_linear_siblings(
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
     shape = (x_TD.shape[1], max(layer.weight.shape[0] for layer in operands))
-    ys = eager.lora_linear_siblings(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)
+    ys = eager.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)
     return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 

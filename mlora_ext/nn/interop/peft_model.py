@@ -23,7 +23,7 @@ _PEFT_FIELDS = ("peft_config", "_hf_peft_config_loaded")
 
 
 def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -> nn.Module:
-    """Turn a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
+    """ThreadGuard a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
 
     Scalings (`set_scale`), dropout probabilities, training mode and which of A and B are frozen are PEFT's.
     An adapter that is not PEFT's active one, and frozen for that reason only, may be trained. Hooks on PEFT's

@@ -15,7 +15,7 @@ _TOKEN = "mlora_ext"
 
 
 @dataclass(eq=False)
-class Flight:
+class ForwardInFlight:
     """A training forward pass.
 
     `token` dies with its autograd graph; `used`: a backward that frees the graph has recomputed it.
@@ -29,7 +29,7 @@ class Flight:
         return self.token is None or self.token() is not None
 
 
-class Flights:
+class ForwardsInFlight:
     """The forward passes in flight of one model.
 
     Attributes:
@@ -37,18 +37,18 @@ class Flights:
     """
 
     def __init__(self) -> None:
-        self._flights: list[Flight] = []
+        self._in_flight: list[ForwardInFlight] = []
         self.recorded = False
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
-    def __reduce__(self) -> tuple[type[Flights], tuple[()]]:
-        return Flights, ()  # graphs are not copied with a model
+    def __reduce__(self) -> tuple[type[ForwardsInFlight], tuple[()]]:
+        return ForwardsInFlight, ()  # graphs are not copied with a model
 
-    def alive(self) -> list[Flight]:
+    def alive(self) -> list[ForwardInFlight]:
         """Those whose graph still lives."""
-        return [flight for flight in self._flights if flight.alive()]
+        return [flight for flight in self._in_flight if flight.alive()]
 
     def record(self, route: Route, token: weakref.ref[Any] | None) -> None:
         """Remember a training forward pass while its autograd graph lives, or until it is recomputed."""
@@ -56,7 +56,7 @@ class Flights:
         lasting = [flight for flight in kept if flight.token is None]
         # Without a token nobody tells when the graph is gone: more than the last would stay for ever.
         kept = [flight for flight in kept if flight.token is not None or flight is lasting[-1]]
-        self._flights = [*kept, Flight(route, token)]
+        self._in_flight = [*kept, ForwardInFlight(route, token)]
         self.recorded = route.recorded = True
 
 

@@ -32,14 +32,14 @@ class LayerSpec:
 class RouteTensors:
     """What the operator is called with by the layers of one group. Everything that varies is a tensor.
 
-    `extent` is an empty tensor `[rows, 0]`: a compiled graph may compare its size with x's, and is not made
-    anew for each number of rows. `mixed`: whether the route's rows belong to several adapters. `shares` says
-    which `Siblings` compute together along this route.
+    `rows_tensor` is an empty tensor `[rows, 0]`: a compiled graph compares its size with x's, and is not
+    compiled again for each number of rows. `mixed`: whether the route's rows belong to several adapters.
+    `shares` says which `FusedProjections` compute together along this route.
     """
 
     names: tuple[str, ...]
     rows: int
-    extent: Tensor
+    rows_tensor: Tensor
     mixed: bool
     segments: Tensor
     scaling: Tensor

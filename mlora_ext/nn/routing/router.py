@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ...ops.functional import scaling_dtype
 from ...ops.segments import SegmentLayout
-from .in_flight import Flights, attach_token
+from .in_flight import ForwardsInFlight, attach_token
 from .route import BASE, LayerGroup, Route, RouteTensors, only_used
 from .samples import Places, SampleDim
-from .thread_guard import Turn, calling_frame, is_running
+from .thread_guard import ThreadGuard, calling_frame, is_running
 from .trial_passes import Observer
 
 if TYPE_CHECKING:
-    from ..fused_projections import Siblings
+    from ..fused_projections import FusedProjections
     from ..linear import MultiLoRALinear
 
 
@@ -62,8 +62,8 @@ class Router:
         disabled: whether forwards that begin now leave all adapters out, whatever names they are given.
         accumulates: whether backward may add to the `grad` of adapters itself, in place and past hooks on
             them; for loops that use `Tensor.backward` only.
-        siblings: sets of layers that are given the same x.
-        turn: the thread that is inside of a route or of a forward pass.
+        fused_projections: sets of layers that are given the same x.
+        thread_guard: the thread that is inside of a route or of a forward pass.
         observer: what layers show their input to, in place of computing with adapters.
         places: where samples lie in the layers' inputs, by kind of forward pass.
         specials: special tokens of the model's parts, which take long to collect.
@@ -77,14 +77,14 @@ class Router:
         self.disabled = False
         self.packs_base = False
         self.accumulates = False
-        self.siblings: list[Siblings] = []
-        self.turn = Turn()
+        self.fused_projections: list[FusedProjections] = []
+        self.thread_guard = ThreadGuard()
         self.active: Route | None = None
         self.observer: Observer | None = None
         self.places: dict[Hashable, Places] = {}
         self.specials: dict[Hashable, Tensor] = {}
         self._entered_in_backward = False
-        self._flights = Flights()
+        self._in_flight = ForwardsInFlight()
         self._calls: list[_Call] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Router:
             RuntimeError: if another thread is inside of one.
         """
         self.leave_interrupted()
-        self.turn.take()
+        self.thread_guard.take()
         before = self.active, self._entered_in_backward
         try:
             self._set(route, _in_backward())
@@ -173,13 +173,13 @@ class Router:
         finally:
             self.leave_interrupted()
             self._set(*before)
-            self.turn.give()
+            self.thread_guard.give()
 
     def _set(self, route: Route | None, in_backward: bool) -> None:
         self.active = route
         self._entered_in_backward = in_backward
-        for siblings in self.siblings:
-            siblings.forget()
+        for fused_projections in self.fused_projections:
+            fused_projections.forget()
         for group in self.groups:
             group.active = None
             if route is not None and route.rows is not None and group.device.type != "meta":
@@ -210,13 +210,13 @@ class Router:
     @contextmanager
     def observed(self) -> Iterator[Observer]:
         """Inside the context layers show their inputs to the observer and add no adapter."""
-        self.turn.take()
+        self.thread_guard.take()
         self.observer = Observer()
         try:
             yield self.observer
         finally:
             self.observer = None
-            self.turn.give()
+            self.thread_guard.give()
 
     def tensors_for(self, layer: MultiLoRALinear, x: Tensor) -> tuple[RouteTensors, SampleDim | None, int]:
         """What a layer in eager mode calls the operator with.
@@ -232,7 +232,7 @@ class Router:
         """
         rows, in_backward = x.numel() // x.shape[-1], _in_backward()
         recomputing = in_backward and not self._entered_in_backward
-        self.turn.check(self._entered_in_backward and not in_backward)
+        self.thread_guard.check(self._entered_in_backward and not in_backward)
         if self.active is not None and torch.is_grad_enabled():
             self.active.trained = True
         if recomputing:
@@ -278,11 +278,11 @@ class Router:
 
     def _recomputed(self, layer: MultiLoRALinear, samples: int) -> Route:
         """The route of the forward pass that backward is recomputing: all that are in flight are alike."""
-        flights = self._flights.alive()
-        routes = [flight.route for flight in flights]
+        in_flight = self._in_flight.alive()
+        routes = [flight.route for flight in in_flight]
         if self.active is not None and not self.active.recorded:
             routes.append(self.active)
-        unknown = not routes and (self._flights.recorded or len(self.adapters) > 1)
+        unknown = not routes and (self._in_flight.recorded or len(self.adapters) > 1)
         if unknown or len({self._identity(route) for route in routes}) > 1:
             raise ValueError(
                 f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which is "
@@ -290,8 +290,8 @@ class Router:
                 "forward, or checkpoint with use_reentrant=False and "
                 "context_fn=mlora_ext.nn.checkpoint_contexts(model)"
             )
-        if len(flights) == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
-            flights[0].used = True
+        if len(in_flight) == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
+            in_flight[0].used = True
         return routes[0] if routes else self._unrouted(layer, samples)
 
     def _identity(self, route: Route) -> Hashable:
@@ -315,7 +315,7 @@ class Router:
 
     def begin_call(self, route: Route | None, samples: int, rows: int | None) -> None:
         """A top-level forward begins: enter its route, or the only adapter's if none is active."""
-        self.turn.take()
+        self.thread_guard.take()
         before = self.active, self._entered_in_backward
         self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
         if route is None and self.active is None and self._knows_all_rows():
@@ -339,17 +339,17 @@ class Router:
             self.step += 1
             token = attach_token(output)
             if route is not None and token is not None:
-                self._flights.record(route, token)
+                self._in_flight.record(route, token)
             if before is not None and before.automatic:
                 before = before.advanced(self.step)
         self._set(before, in_backward)
-        self.turn.give()
+        self.thread_guard.give()
 
     def leave_interrupted(self) -> None:
         """Leave calls that have ended without `end_call`: torch runs no hook after a `KeyboardInterrupt`."""
         while self._calls and self._calls[-1].interrupted():
             self._set(*self._calls.pop().before)
-            self.turn.give()
+            self.thread_guard.give()
 
 
 def _in_backward() -> bool:
@@ -407,6 +407,6 @@ def route(
         # Layers inside a reentrant checkpoint see no gradients: only the model knows whether they are off.
         trained = entered.trained or (torch.is_grad_enabled() and not entered.called)
         if trained and model.training and not _in_backward() and not entered.recorded:
-            router._flights.record(entered, None)
+            router._in_flight.record(entered, None)
             if entered.automatic and not entered.called:
                 router.step += 1

@@ -11,7 +11,7 @@ from torch import nn
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
-class Turn:
+class ThreadGuard:
     """Which thread is inside of a route, or of a forward pass, of one model.
 
     Threads that autograd starts, as it does on a GPU, are let through: they recompute for the thread that
@@ -26,8 +26,8 @@ class Turn:
         self._depth = 0
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
-        return Turn, ()  # a copy of a model is free
+    def __reduce__(self) -> tuple[type[ThreadGuard], tuple[()]]:
+        return ThreadGuard, ()  # a copy of a model is free
 
     def take(self) -> None:
         """Begin, or begin once more.

@@ -26,7 +26,7 @@ class _Payload(BaseModel):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     metrics_bytes: int = Field(ge=0)
     config: dict[str, Any]
-    roster: dict[str, Any]
+    decisions: dict[str, Any]
     refused: dict[str, str]
     data: dict[str, list[str]]
     tasks: dict[str, dict[str, Any]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """What a task asks for. Sequence lengths are in rows, sizes in bytes; a *place* is a memory of its own,
     such as a device: each stage of a pipeline has one.
 

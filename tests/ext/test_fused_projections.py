@@ -47,11 +47,11 @@ def launches(backend: str, monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """A copy of the model whose layers know no siblings."""
+    """A copy of the model whose layers know no fused_projections."""
     clone = copy.deepcopy(model)
     for layer in clone.modules():
         if isinstance(layer, MultiLoRALinear):
-            layer.siblings = None
+            layer.fused_projections = None
     return clone
 
 
@@ -135,7 +135,7 @@ def test_layers_that_see_another_x(launches: Counter) -> None:
             found.append({"y": y.detach()} | gradients(one))
         assert_same(*found)
     assert launches["shrink"] == 3 + 3
-    assert not any(waiting.outputs for waiting in attention.q_proj.siblings._waiting.values())
+    assert not any(waiting.outputs for waiting in attention.q_proj.fused_projections._waiting.values())
 
 
 @pytest.mark.parametrize("turn", range(module._PATIENCE + 1))
@@ -143,7 +143,7 @@ def test_checkpointed_layers_that_see_another_x(turn: int) -> None:
     """What is recomputed is what was computed, also where layers give up on each other in between."""
     model = converted(1, a=CONFIGS["a"]).train()
     attention, layout = model.model.layers[0].self_attn, mx.SegmentLayout.from_lengths([5])
-    attention.q_proj.siblings.disappointed = turn
+    attention.q_proj.fused_projections.disappointed = turn
     x, memory = torch.randn(5, 32, requires_grad=True), torch.randn(5, 32)
     found = []
     for how in ("plain", "checkpointed"):
@@ -162,17 +162,17 @@ def test_checkpointed_layers_that_see_another_x(turn: int) -> None:
 def test_a_failed_pass_leaves_nothing_behind() -> None:
     model = converted(1, a=CONFIGS["a"]).train()
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32)
-    siblings = attention.q_proj.siblings
+    fused_projections = attention.q_proj.fused_projections
 
     def interrupted() -> None:
         with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
             attention.q_proj(x)
-            assert siblings._waiting[False].outputs
+            assert fused_projections._waiting[False].outputs
             raise MemoryError
 
     with pytest.raises(MemoryError):
         interrupted()
-    assert not siblings._waiting[False].outputs
+    assert not fused_projections._waiting[False].outputs
 
 
 def test_x_that_was_written_to_is_another_x() -> None:
@@ -192,10 +192,10 @@ def test_nothing_waits_in_a_copy() -> None:
     attention, x = model.model.layers[0].self_attn, torch.randn(5, 32)
     with torch.no_grad(), mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
         attention.q_proj(x)
-        clone = copy.deepcopy(attention.q_proj.siblings)
+        clone = copy.deepcopy(attention.q_proj.fused_projections)
     assert not clone._waiting[False].outputs
     assert [layer.name for layer in clone.layers] == [
-        layer.name for layer in attention.q_proj.siblings.layers
+        layer.name for layer in attention.q_proj.fused_projections.layers
     ]
     assert clone.layers[0] is not attention.q_proj
 
@@ -243,8 +243,7 @@ def test_reentrant_checkpoint_of_a_part() -> None:
 def test_llama_has_siblings() -> None:
     model = mx.convert_model(llama(1), {"a": CONFIGS["a"]})
     layer = model.model.layers[0]
-    assert [sibling.name.rpartition(".")[2] for sibling in layer.self_attn.k_proj.siblings.layers] == [
-        "q_proj", "k_proj", "v_proj",
-    ]  # fmt: skip
-    assert layer.self_attn.o_proj.siblings is None
-    assert layer.mlp.up_proj.siblings is layer.mlp.gate_proj.siblings
+    fused = layer.self_attn.k_proj.fused_projections.layers
+    assert [one.name.rpartition(".")[2] for one in fused] == ["q_proj", "k_proj", "v_proj"]
+    assert layer.self_attn.o_proj.fused_projections is None
+    assert layer.mlp.up_proj.fused_projections is layer.mlp.gate_proj.fused_projections

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mlora.scheduler import Need
+from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
 
 MOST_LOOKED_AT = 20_000  # micro-batches to come
 
 
-def need_of(task: Task, arrival: int, states: Sequence[int] = (), largest: Sequence[int] = ()) -> Need:
+def memory_need(
+    task: Task, arrival: int, states: Sequence[int] = (), largest: Sequence[int] = ()
+) -> MemoryNeed:
     """Say what a task needs.
 
     Args:
@@ -25,7 +27,7 @@ def need_of(task: Task, arrival: int, states: Sequence[int] = (), largest: Seque
     """
     usual = task.usual_lengths
     left = sum(usual) * max(batches_left(task), 0)
-    return Need(
+    return MemoryNeed(
         task.name, task.config.priority, arrival, float(left), tuple(states), tuple(usual), tuple(largest)
     )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def lora_doubts(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
+def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     """Find entries that match nothing, and ranks that are more than a layer can use.
 
     Args:

@@ -11,7 +11,7 @@ from mlora.errors import RunError
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileType:
     """A kind of file that is not read.
 
     Args:
@@ -35,22 +35,22 @@ def _rows(rows: str) -> str:
     return f'python -c "import csv, json, sys; {print_rows}" < {{file}} > {{new}}'
 
 
-ARRAY = Kind("a JSON array", _rows("json.load(sys.stdin)"))
+ARRAY = FileType("a JSON array", _rows("json.load(sys.stdin)"))
 BY_START = {
-    b"PAR1": Kind("Parquet", _pandas("read_parquet")),
-    b"ARROW1": Kind("Arrow", _pandas("read_feather")),
-    b"\x1f\x8b": Kind("compressed with gzip", "gunzip < {file} > {new}", ".gz"),
-    b"\x28\xb5\x2f\xfd": Kind("compressed with zstd", "unzstd < {file} > {new}", ".zst"),
-    b"\xfd7zXZ": Kind("compressed with xz", "unxz < {file} > {new}", ".xz"),
-    b"BZh": Kind("compressed with bzip2", "bunzip2 < {file} > {new}", ".bz2"),
-    b"PK\x03\x04": Kind("a zip archive", "unzip -p {file} > {new}", ".zip"),
-    b"\xff\xfe": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {new}"),
-    b"\xfe\xff": Kind("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {new}"),
+    b"PAR1": FileType("Parquet", _pandas("read_parquet")),
+    b"ARROW1": FileType("Arrow", _pandas("read_feather")),
+    b"\x1f\x8b": FileType("compressed with gzip", "gunzip < {file} > {new}", ".gz"),
+    b"\x28\xb5\x2f\xfd": FileType("compressed with zstd", "unzstd < {file} > {new}", ".zst"),
+    b"\xfd7zXZ": FileType("compressed with xz", "unxz < {file} > {new}", ".xz"),
+    b"BZh": FileType("compressed with bzip2", "bunzip2 < {file} > {new}", ".bz2"),
+    b"PK\x03\x04": FileType("a zip archive", "unzip -p {file} > {new}", ".zip"),
+    b"\xff\xfe": FileType("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {new}"),
+    b"\xfe\xff": FileType("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {new}"),
 }
 BY_SUFFIX = {
-    ".csv": Kind("CSV", _rows("csv.DictReader(sys.stdin)")),
-    ".tsv": Kind("TSV", _rows("csv.DictReader(sys.stdin, delimiter=chr(9))")),
-    ".xlsx": Kind("an Excel workbook", _pandas("read_excel")),
+    ".csv": FileType("CSV", _rows("csv.DictReader(sys.stdin)")),
+    ".tsv": FileType("TSV", _rows("csv.DictReader(sys.stdin, delimiter=chr(9))")),
+    ".xlsx": FileType("an Excel workbook", _pandas("read_excel")),
 }
 
 
@@ -79,7 +79,7 @@ def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
         raise RunError(f"{path}: is {found.name}, but what is read is {what}; convert it: {command}")
 
 
-def _converted(path: Path, kind: Kind) -> Path:
+def _converted(path: Path, kind: FileType) -> Path:
     """Where a file goes that is converted; no file has this name."""
     if kind.packed and path.suffix.lower() != kind.packed:
         new = path  # the name is that of what is in it
@@ -94,7 +94,7 @@ def _converted(path: Path, kind: Kind) -> Path:
     return free
 
 
-def _kind(path: Path, start: bytes, *, array: bool) -> Kind | None:
+def _kind(path: Path, start: bytes, *, array: bool) -> FileType | None:
     if path.suffix.lower() == ".xlsx":  # which is a zip archive
         return BY_SUFFIX[".xlsx"]
     for magic, kind in BY_START.items():

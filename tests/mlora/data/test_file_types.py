@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from mlora.data.dataset import load_dataset, read_prompt_lines
-from mlora.data.kinds import refuse_other_kinds
+from mlora.data.file_types import refuse_other_kinds
 from mlora.errors import RunError
 
 ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": 'a "b", ü', "completion": "c"}]
