@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..frozen.plain import PackedWeight, frozen_linear
 from ..ops.functional import lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
-from .fused_projections import FusedProjections
-from .routing.route import LayerGroup, LayerSpec, RouteTensors
+from .routing.route import LayerGroup, LayerSpec, RouteTensors, SharedInput
 from .routing.router import Router
 
 
@@ -54,7 +53,7 @@ class MultiLoRALinear(nn.Module):
         self.name, self.index = name, index
         self.router = router
         self.packed: PackedWeight | None = None
-        self.fused_projections: FusedProjections | None = None
+        self.fused_projections: SharedInput | None = None
         self.specs: dict[str, LayerSpec] = {}
         self.eager_dims: set[int] = set()
         self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..control import disable, disable_adapter, one_adapter, print_trainable_parameters
+from ..join import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from ..weights import adapter_parameters
-from . import trainer_checkpoint as checkpoint_file
+from . import trainer_checkpoint, transformers_facts
+from .peft_folder import load_into
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -28,12 +30,10 @@ _METHODS = (
     "enable_adapters",
     "get_adapter_state_dict",
     "load_adapter",
-    "merge_and_unload",
     "print_trainable_parameters",
     "save_pretrained",
     "set_adapter",
 )
-_FACTS = ("peft_config", "_hf_peft_config_loaded")
 _USUAL = {
     "push_to_hub": False,
     "distributed_checkpoint": False,
@@ -52,24 +52,15 @@ def install(model: nn.Module) -> None:
     for name in _METHODS:
         model.__dict__[name] = getattr(interface, name)
     model.__dict__["active_adapters"] = ActiveAdapters(model)
-    checkpoint_file.install(model)
-    refresh(model)
+    trainer_checkpoint.install(model)
+    transformers_facts.refresh(model)
 
 
 def uninstall(model: nn.Module) -> None:
     """Take the interface off a copy that is to be a plain model."""
-    for name in (*_METHODS, *_FACTS, "active_adapters"):
+    for name in (*_METHODS, *transformers_facts.FACTS, "active_adapters"):
         model.__dict__.pop(name, None)
-    checkpoint_file.uninstall(model)
-
-
-def refresh(model: nn.Module) -> None:
-    """Tell Transformers which adapters there are, after some have joined or left."""
-    if "set_adapter" not in model.__dict__:
-        return
-    adapters = router_of(model).adapters
-    model.__dict__["peft_config"] = {name: info.config for name, info in adapters.items()}
-    model.__dict__["_hf_peft_config_loaded"] = bool(adapters)
+    trainer_checkpoint.uninstall(model)
 
 
 class ActiveAdapters:
@@ -163,8 +154,6 @@ class AdapterInterface:
         Raises:
             ValueError: as `mlora_ext.add_adapter`.
         """
-        from ..convert import add_adapter
-
         if isinstance(adapter_config, str):
             raise ValueError(f"adapter_config: expected a LoraConfig before the name, got {adapter_config!r}")
         name = adapter_name or "default"
@@ -177,8 +166,6 @@ class AdapterInterface:
         Raises:
             ValueError: if the model has no adapter of one of these names.
         """
-        from ..convert import remove_adapter
-
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         self._router.check_names("adapter_names", names)
         for name in dict.fromkeys(names):
@@ -204,8 +191,6 @@ class AdapterInterface:
         Raises:
             ValueError: if the name is taken, or with `hotswap` is not, and as `mlora_ext.load_adapter`.
         """
-        from .peft_folder import load_adapter
-
         name = adapter_name or "default"
         swaps = hotswap is True
         if swaps:
@@ -215,7 +200,7 @@ class AdapterInterface:
                 f"adapter_name: the model has an adapter {name!r}; pass hotswap=True to give it the folder's "
                 "weights, or another name"
             )
-        load_adapter(self.model, name, peft_model_id)
+        load_into(self.model, name, peft_model_id)
         if swaps:
             return
         for parameter in adapter_parameters(self.model, name).values():
@@ -235,7 +220,9 @@ class AdapterInterface:
         Raises:
             ValueError: if the model has no adapter of this name, or several are active and none is named.
         """
-        return checkpoint_file.adapter_tensors(self.model, one_adapter(self.model, adapter_name), state_dict)
+        return trainer_checkpoint.adapter_tensors(
+            self.model, one_adapter(self.model, adapter_name), state_dict
+        )
 
     def save_pretrained(
         self,
@@ -279,34 +266,8 @@ class AdapterInterface:
         names = list(self._router.adapters if selected_adapters is None else selected_adapters)
         self._router.check_names("selected_adapters", names)
         if is_main_process:
-            checkpoint_file.save(self.model, names, save_directory, state_dict)
+            trainer_checkpoint.save(self.model, names, save_directory, state_dict)
 
     def print_trainable_parameters(self) -> None:
         """Print how many parameters train: see `mlora_ext.print_trainable_parameters`."""
         print_trainable_parameters(self.model)
-
-    def merge_and_unload(
-        self,
-        adapter_name: str | None = None,
-        *,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: Sequence[str] | None = None,
-    ) -> nn.Module:
-        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
-
-        Args:
-            adapter_name: of the adapter.
-            progressbar: as PEFT's; merging is too short for one.
-            safe_merge: see there.
-            adapter_names: as PEFT's, of one adapter.
-
-        Raises:
-            ValueError: see there; or `adapter_names` holds several.
-        """
-        from .merging import merge_and_unload
-
-        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
-            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
-        name = adapter_names[0] if adapter_names else adapter_name
-        return merge_and_unload(self.model, name, safe_merge=safe_merge)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,49 @@ from ..linear import MultiLoRALinear
 from ..weights import adapter_layers
 from . import adapter_interface
 from .peft_folder import adapter_config
+
+
+class MergeAndUnload:
+    """A converted model's `merge_and_unload`, with the arguments of PEFT's.
+
+    An object and not a method, so that it is copied and pickled with its model.
+
+    Args:
+        model: converted, one of Transformers'.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        adapter_name: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: Sequence[str] | None = None,
+    ) -> nn.Module:
+        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
+
+        Args:
+            adapter_name: of the adapter.
+            progressbar: as PEFT's; merging is too short for one.
+            safe_merge: see there.
+            adapter_names: as PEFT's, of one adapter.
+
+        Raises:
+            ValueError: see there; or `adapter_names` holds several.
+        """
+        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
+            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
+        name = adapter_names[0] if adapter_names else adapter_name
+        return merge_and_unload(self.model, name, safe_merge=safe_merge)
+
+
+def install(model: nn.Module) -> None:
+    """Gives a freshly converted model the method, if it is one of Transformers'."""
+    if callable(getattr(model, "get_adapter_state_dict", None)):
+        model.__dict__["merge_and_unload"] = MergeAndUnload(model)
 
 
 def merge_and_unload(
@@ -80,7 +124,8 @@ def _plain_copy(model: nn.Module) -> nn.Module:
             setattr(copied.get_submodule(parent), child, _plain_layer(module))
     for part in (adapter_interface, batch_statistics, checkpointing, forward):
         part.uninstall(copied)
-    copied.__dict__.pop("mlora_router", None)
+    for attribute in ("mlora_router", "merge_and_unload"):
+        copied.__dict__.pop(attribute, None)
     return copied
 
 

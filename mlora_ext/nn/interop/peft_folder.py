@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..convert import add_adapter, convert_model, plan_adapter
-from ..linear import MultiLoRALinear
+from ..join import add_adapter, plan_adapter
 from ..routing.route import LayerSpec
 from ..routing.router import router_of
 from ..targets import portable_targets
@@ -152,40 +151,42 @@ def adapter_config(model: nn.Module, name: str) -> LoraConfig:
     return config
 
 
-def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
-    """Read an adapter from a PEFT folder.
+def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
+    """Reads an adapter from a PEFT folder into a converted model; see `mlora_ext.load_adapter`."""
+    path = Path(folder)
+    if name not in router_of(model).adapters:
+        config, weights = read_adapter(model, name, path)
+        add_adapter(model, name, config, seed=seed)
+    else:
+        plan = plan_adapter(model, name, read_config(path))
+        weights, others = _read_weights(path)
+        _check_others(model, path, others)
+        _check_scaling(model, name, plan)
+    write_weights(model, name, weights)
 
-    An adapter of this name that the model has gets the folder's weights and keeps its dropout; otherwise the
-    adapter is added, with the folder's config. A model that is not converted yet is converted.
+
+def read_adapter(
+    model: nn.Module, name: str, path: Path
+) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tensor]]]:
+    """Reads a PEFT folder for a model that has no adapter of this name yet, and checks that it fits.
 
     Args:
-        model: converted, or any module.
-        name: to give the adapter.
-        folder: with adapter_config.json and adapter_model.safetensors (or .bin).
-        seed: of dropout.
+        model: converted or not; it is not changed.
+        name: of the adapter, for messages.
+        path: the folder.
+
+    Returns:
+        Its config, and `(A [r, d_in], B [d_out, r])` by layer name.
 
     Raises:
-        ValueError: if a file is missing, the config is not supported, a weight is NaN or infinite, a layer is
-            missing or has another shape, as that of an adapter of another base has, or the folder holds
-            weights of the base, as PEFT stores embeddings and heads, that differ from the model's; the model
-            is left as it was.
+        ValueError: as `mlora_ext.load_adapter`.
     """
-    path = Path(folder)
     config = read_config(path)
     plan = plan_adapter(model, name, config)
     weights, others = _read_weights(path)
     _check_others(model, path, others)
-    converted = any(isinstance(module, MultiLoRALinear) for module in model.modules())
-    if converted and name in router_of(model).adapters:
-        _check_scaling(model, name, plan)
-        write_weights(model, name, weights)
-        return
     check_weights(model, name, {key: spec.rank for key, spec in plan.items()}, weights)
-    if converted:
-        add_adapter(model, name, config, seed=seed)
-    else:
-        convert_model(model, {name: config}, seed=seed)
-    write_weights(model, name, weights)
+    return config, weights
 
 
 def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...adapters.lora_config import check_config, check_kind, check_name
-from ..convert import convert_model, plan_adapter
+from ..convert import convert_model
+from ..join import plan_adapter
 from ..linear import MultiLoRALinear
 from ..unconverted_state import check_untouched, move_hooks
 from ..weights import check_weights, write_weights

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..routing.router import router_of
 from ..weights import adapter_parameters
 from .embeddings import resized_embeddings
+from .peft_folder import write_folder
 
 _FILE = "model.safetensors"
 _STEP = "mlora_router.step"
@@ -73,8 +74,6 @@ def save(
         ValueError: if weights are missing in `state_dict`, or the folder holds the weights of another model.
         OSError: if the disk is full or the place is not writable.
     """
-    from .peft_folder import write_folder
-
     folder = Path(directory)
     _refuse_other_model(folder)
     if len(names) > 1 and "default" not in names:

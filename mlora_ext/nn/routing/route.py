@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,24 @@ class LayerSpec:
     rank: int
     scaling: float
     dropout: float
+
+
+class RoutedLayer(Protocol):
+    """What a route asks of a layer: its name for messages, its group, and its mode."""
+
+    name: str
+    group: LayerGroup
+    training: bool
+
+
+class SharedInput(Protocol):
+    """Layers that share their input and may be computed in one call; see `mlora_ext.nn.fused_projections`."""
+
+    def output(self, layer: Any, x: Tensor, active: RouteTensors) -> Tensor | None:
+        """Returns `y` of one layer, or None where the layer computes alone."""
+
+    def forget(self) -> None:
+        """Drops outputs that nobody has asked for: a route has been left."""
 
 
 @dataclass(eq=False)

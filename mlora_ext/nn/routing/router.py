@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,10 @@ from torch import Tensor, nn
 from ...ops.functional import scaling_dtype
 from ...ops.segments import SegmentLayout
 from .in_flight import ForwardsInFlight, attach_token
-from .route import BASE, LayerGroup, Route, RouteTensors, only_used
+from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, SharedInput, only_used
 from .samples import Places, SampleDim
 from .thread_guard import ThreadGuard, calling_frame, is_running
 from .trial_passes import Observer
-
-if TYPE_CHECKING:
-    from ..fused_projections import FusedProjections
-    from ..linear import MultiLoRALinear
 
 
 @dataclass(eq=False)
@@ -77,7 +73,7 @@ class Router:
         self.disabled = False
         self.packs_base = False
         self.accumulates = False
-        self.fused_projections: list[FusedProjections] = []
+        self.fused_projections: Sequence[SharedInput] = ()
         self.thread_guard = ThreadGuard()
         self.active: Route | None = None
         self.observer: Observer | None = None
@@ -218,7 +214,7 @@ class Router:
             self.observer = None
             self.thread_guard.give()
 
-    def tensors_for(self, layer: MultiLoRALinear, x: Tensor) -> tuple[RouteTensors, SampleDim | None, int]:
+    def tensors_for(self, layer: RoutedLayer, x: Tensor) -> tuple[RouteTensors, SampleDim | None, int]:
         """What a layer in eager mode calls the operator with.
 
         Returns:
@@ -265,7 +261,7 @@ class Router:
     def _knows_all_rows(self) -> bool:
         return self.disabled or self.default is not None or len(self.adapters) <= 1
 
-    def _unrouted(self, layer: MultiLoRALinear, samples: int) -> Route:
+    def _unrouted(self, layer: RoutedLayer, samples: int) -> Route:
         """The only adapter's route, for a layer called outside of the model's forward and of any route."""
         route = self._only_adapter(samples)
         if layer.training and any(layer.group.dropout) and torch.is_grad_enabled():
@@ -276,7 +272,7 @@ class Router:
             )
         return route
 
-    def _recomputed(self, layer: MultiLoRALinear, samples: int) -> Route:
+    def _recomputed(self, layer: RoutedLayer, samples: int) -> Route:
         """The route of the forward pass that backward is recomputing: all that are in flight are alike."""
         in_flight = self._in_flight.alive()
         routes = [flight.route for flight in in_flight]

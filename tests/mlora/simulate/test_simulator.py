@@ -244,7 +244,7 @@ def test_refusals(make: object, fault: str) -> None:
 
 def test_an_order_that_waits_for_ever_is_named() -> None:
     class Idle:
-        def choose(self, forward: object, backward: object) -> None:
+        def next_action(self, forward: object, backward: object) -> None:
             return None
 
     with pytest.raises(ValueError, match="stream 0 stands still in its step 0"):
