@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlora.errors import RunError, first_fault
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 9
+FORMAT = 10
 
 
 class _Payload(BaseModel):
