@@ -32,7 +32,7 @@ from limits import copy_speed
 from oracle import Entry, Oracle, WrongResult
 from timing import take_turns
 
-from mlora_ext.frozen.plain import PackedWeight
+from mlora_ext.frozen.packed import PackedWeight
 
 RANK = 16
 # (T, d_in, d_out, adapters): what must be reached as a multiple of the frozen layer's time, by dtype
@@ -52,10 +52,13 @@ def check(dtype: torch.dtype) -> None:
     Raises:
         SystemExit: naming the contender and its error.
     """
-    packed = PackedWeight()
     entries = [
         Entry("ours", contenders.ours, own_masks=False),
-        Entry("ours, packed", lambda layer: contenders.ours(layer, packed), own_masks=False),
+        Entry(
+            "ours, packed",
+            lambda layer: contenders.ours(layer, PackedWeight.of(layer.weight)),
+            own_masks=False,
+        ),
         Entry("PEFT loop", peers.peft_loop),
         Entry("addmm_ loop", peers.addmm_loop),
     ]
@@ -80,8 +83,8 @@ def bench(shape: Shape, dtype: torch.dtype, p: float, turns: int, bytes_per_seco
         "addmm": peers.addmm_loop(layer),
         "ours": contenders.ours(layer),
     }
-    packed = PackedWeight()
-    if packed.of(layer.weight)[0] is not None:
+    packed = PackedWeight.of(layer.weight)
+    if packed.fused(layer.x).packed is not None:
         cases["ours_packed"] = contenders.ours(layer, packed)
     if dtype != torch.float32:
         cases["ours_fp32_adapters"] = contenders.ours(layer.with_fp32_adapters())

@@ -33,7 +33,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from mlora_ext.frozen.plain import packs
+from mlora_ext.frozen.packed import packs
 
 VOCABULARY = 4096
 SETTINGS = [(1, 32, 40), (2, 64, 25), (8, 128, 8)]
@@ -73,7 +73,7 @@ def batches(adapters: int, sequences: int, length: int) -> list[torch.Tensor]:
 
 def ours(dropout: float, ids: list[torch.Tensor], pack_base: bool = False) -> Callable[[], None]:
     """One step of all adapters together."""
-    engine = Engine(base(), pack_base=pack_base)
+    engine = Engine(base(), frozen_weight="packed" if pack_base else "plain")
     data = {}
     for index, rows in enumerate(ids):
         name = f"adapter{index}"

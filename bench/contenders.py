@@ -17,8 +17,9 @@ from torch import Tensor
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend
-from mlora_ext.frozen import plain as gemm
-from mlora_ext.frozen.plain import PackedWeight
+from mlora_ext.frozen import base_gemm as gemm
+from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.ops.functional import lora_linear_rows
 
 Run = Callable[[], list[Tensor]]
@@ -174,12 +175,12 @@ def chosen_gemm(layer: Layer) -> Run:
     return run
 
 
-def ours(layer: Layer, packed: PackedWeight | None = None, backend: Backend | None = None) -> Contender:
+def ours(layer: Layer, frozen: FrozenWeight | None = None, backend: Backend | None = None) -> Contender:
     """`multi_lora_linear` on the operator's own tensors, built beforehand as a route does for all layers.
 
     Args:
         layer: what to run.
-        packed: as `mlora_ext.pack_base` gives a layer; None: the plain weight.
+        frozen: the layer's weight of another kind, as packed; None: the plain weight.
         backend: which one serves; None: the device's own.
     """
     count, device = len(layer.lora_a), layer.device
@@ -188,9 +189,11 @@ def ours(layer: Layer, packed: PackedWeight | None = None, backend: Backend | No
     dropout = mx.LoRADropout(p=[layer.p] * count, seeds=list(range(count)))
     p, rng, index = dropout.tensors(device) if layer.p else (None, None, None)
 
+    weight = frozen or PlainWeight.of(layer.weight)
+
     def compute() -> Tensor:
         return lora_linear_rows(
-            layer.x, layer.weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index, packed
+            layer.x, weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index
         )
 
     around = nullcontext if backend is None else lambda: mx.use_backend(backend)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen import base_gemm as gemm
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def describe(command: str | None = None, commit: str | None = None) -> dict[str,
         commit: of a source folder that is no git checkout; default: what git says.
     """
     import mlora_ext  # noqa: F401  (loads the operators that name their instruction set)
-    from mlora_ext.ops import library as _ops
+    from mlora_ext.library import LOADED
 
     info: dict[str, Any] = {
         "processor": _processor(),
@@ -44,7 +44,7 @@ def describe(command: str | None = None, commit: str | None = None) -> dict[str,
         "commit": (commit or _commit()) + _foreign(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
-    if _ops.LOADED:
+    if LOADED:
         info["kernels"] = torch.ops.mlora_ext.cpu_isa()
         info["base_gemm"] = {
             str(dtype).removeprefix("torch."): torch.ops.mlora_ext.base_gemm(dtype)

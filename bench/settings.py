@@ -12,7 +12,7 @@ from limits import Ceilings, measure_ceilings
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend, backend_for
-from mlora_ext.ops import library as _ops
+from mlora_ext.library import check_library
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
 
@@ -140,7 +140,7 @@ def available(backend: str, device: torch.device) -> str | None:
     try:
         with mx.use_backend(backend):  # type: ignore[arg-type]
             if backend_for(device, torch.float32) != "reference":
-                _ops.check_library()
+                check_library()
             return None
     except (ValueError, RuntimeError) as error:
         return str(error)

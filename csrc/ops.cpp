@@ -52,6 +52,13 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx, "
       "bool need_da, bool need_db, Tensor? packed) -> (Tensor dx, Tensor[] da, Tensor[] db)");
   library.def(
+      "lora_add(Tensor x, Tensor(a!) y, Tensor[] lora_a, Tensor[] lora_b, Tensor segments, Tensor scaling, "
+      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer) -> Tensor");
+  library.def(
+      "lora_add_backward(Tensor dy, Tensor x, Tensor(a!)? dx, Tensor[] lora_a, Tensor[] lora_b, Tensor s, "
+      "Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, "
+      "bool need_da, bool need_db) -> (Tensor[] da, Tensor[] db)");
+  library.def(
       "dropout_mask(Tensor segments, Tensor dropout_p, Tensor dropout_rng, Tensor layer, int rows, int "
       "columns) -> Tensor");
   library.def("base_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? packed) -> Tensor");
@@ -84,6 +91,8 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
   library.impl("lora_linear", TORCH_BOX(&mlora::cpu::lora_linear));
   library.impl("lora_linear_backward", TORCH_BOX(&mlora::cpu::lora_linear_backward));
+  library.impl("lora_add", TORCH_BOX(&mlora::cpu::lora_add));
+  library.impl("lora_add_backward", TORCH_BOX(&mlora::cpu::lora_add_backward));
   library.impl("dropout_mask", TORCH_BOX(&mlora::cpu::dropout_mask));
   library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
   library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));

@@ -15,6 +15,7 @@ from .nn import (
     remove_adapter,
     route,
     save_adapter,
+    set_frozen_weights,
 )
 from .ops.dropout import LoRADropout
 from .ops.functional import multi_lora_linear
@@ -37,5 +38,6 @@ __all__ = [
     "remove_adapter",
     "route",
     "save_adapter",
+    "set_frozen_weights",
     "use_backend",
 ]

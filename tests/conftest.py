@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from mlora_ext.backends import selection as backend
-from mlora_ext.ops import library as _ops
+from mlora_ext.library import LOADED
 
 # A shell starts background jobs with SIGINT ignored; here it works as in the foreground.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,7 +62,7 @@ def shared_state() -> dict[str, object]:
         "gradients": torch.is_grad_enabled(),
         "oneDNN": torch.backends.mkldnn.enabled,
         "backend": backend._choice.name,
-        "CPU kernels": torch.ops.mlora_ext.cpu_isa() if _ops.LOADED else None,
+        "CPU kernels": torch.ops.mlora_ext.cpu_isa() if LOADED else None,
         **{
             f"${key}": value
             for key, value in os.environ.items()

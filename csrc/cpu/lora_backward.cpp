@@ -41,11 +41,11 @@ struct ColumnTask {
   int64_t end;
 };
 
-void check_gradient(const Tensor& dy, const Tensor& x, const Tensor& weight) {
-  MLORA_CHECK(dy.is_cpu() && dy.dim() == 2 && dy.size(0) == x.size(0) && dy.size(1) == weight.size(0) &&
+void check_gradient(const Tensor& dy, const Tensor& x, int64_t d_out) {
+  MLORA_CHECK(dy.is_cpu() && dy.dim() == 2 && dy.size(0) == x.size(0) && dy.size(1) == d_out &&
                   dy.scalar_type() == x.scalar_type(),
-              "dy: expected a CPU ", dtype_name(x.scalar_type()), " matrix [", x.size(0), ", ",
-              weight.size(0), "], got ", dtype_name(dy.scalar_type()), " of shape ", shape_of(dy));
+              "dy: expected a CPU ", dtype_name(x.scalar_type()), " matrix [", x.size(0), ", ", d_out,
+              "], got ", dtype_name(dy.scalar_type()), " of shape ", shape_of(dy));
 }
 
 void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
@@ -191,8 +191,9 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
     const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db,
     const std::optional<Tensor>& packed) {
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
-  check_arguments(x_in, weight, nullptr, lora_a, lora_b, layout);
-  check_gradient(dy_in, x_in, weight);
+  check_base(x_in, weight, nullptr);
+  check_adapters(x_in, weight.size(0), lora_a, lora_b, layout);
+  check_gradient(dy_in, x_in, weight.size(0));
   const Kernels& table = kernels(scalar_of(x_in.scalar_type()));
   Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0));
   check_intermediate(s_in, x_in, plan.max_rank);
@@ -209,6 +210,35 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
   backward.read_x(dx, da);
   return {dx, da, db};
+}
+
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> lora_add_backward(
+    const Tensor& dy_in, const Tensor& x_in, std::optional<Tensor> dx, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const Tensor& s_in, const Tensor& segments, const Tensor& scaling,
+    const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
+    const std::optional<Tensor>& layer, bool need_da, bool need_db) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  MLORA_CHECK(dy_in.dim() == 2, "dy: expected a matrix, got shape ", shape_of(dy_in));
+  check_adapters(x_in, dy_in.size(1), lora_a, lora_b, layout);
+  check_gradient(dy_in, x_in, dy_in.size(1));
+  if (dx) {
+    check_product(*dx, "dx", x_in, x_in.size(1));
+  }
+  Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0));
+  check_intermediate(s_in, x_in, plan.max_rank);
+  const Tensor x = dense_rows(x_in);
+  const Tensor dy = dense_rows(dy_in);
+  const Tensor s = dense_rows(s_in);
+
+  const Kernels& table = kernels(scalar_of(x.scalar_type()));
+  Backward backward(dy, x, s, table, plan, {dx.has_value(), need_da, need_db});
+  backward.prepare(lora_a, lora_b);
+  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
+  backward.read_dy(db);
+  std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
+  Tensor unused = empty_cpu({0}, {1}, x.scalar_type());
+  backward.read_x(dx ? *dx : unused, da);
+  return {da, db};
 }
 
 }  // namespace mlora::cpu

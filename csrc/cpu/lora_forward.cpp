@@ -69,7 +69,8 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
                                        const std::optional<Tensor>& layer,
                                        const std::optional<Tensor>& packed) {
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
-  check_arguments(x_in, weight, pointer(bias), lora_a, lora_b, layout);
+  check_base(x_in, weight, pointer(bias));
+  check_adapters(x_in, weight.size(0), lora_a, lora_b, layout);
   const Tensor x = dense_rows(x_in);
   const Kernels& table = kernels(scalar_of(x.scalar_type()));
   Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0));
@@ -80,6 +81,21 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
 
   add_low_rank(y, s, x, lora_a, lora_b, table, plan);
   return {y, s};
+}
+
+Tensor lora_add(const Tensor& x_in, Tensor y, const std::vector<Tensor>& lora_a,
+                const std::vector<Tensor>& lora_b, const Tensor& segments, const Tensor& scaling,
+                const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
+                const std::optional<Tensor>& layer) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  check_product(y, "y", x_in, -1);
+  check_adapters(x_in, y.size(1), lora_a, lora_b, layout);
+  const Tensor x = dense_rows(x_in);
+  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0));
+  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
+  zero_other_rows(plan, s);
+  add_low_rank(y, s, x, lora_a, lora_b, kernels(scalar_of(x.scalar_type())), plan);
+  return s;
 }
 
 }  // namespace mlora::cpu

@@ -25,6 +25,19 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
     const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db,
     const std::optional<Tensor>& packed);
 
+// Adds the low-rank part to a `y` that another product has made, and returns s.
+Tensor lora_add(const Tensor& x, Tensor y, const std::vector<Tensor>& lora_a,
+                const std::vector<Tensor>& lora_b, const Tensor& segments, const Tensor& scaling,
+                const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
+                const std::optional<Tensor>& layer);
+
+// Adds the low-rank part to a `dx` that another product has made, where one is wanted.
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> lora_add_backward(
+    const Tensor& dy, const Tensor& x, std::optional<Tensor> dx, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const Tensor& s, const Tensor& segments, const Tensor& scaling,
+    const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
+    const std::optional<Tensor>& layer, bool need_da, bool need_db);
+
 Tensor dropout_mask(const Tensor& segments, const Tensor& dropout_p, const Tensor& dropout_rng,
                     const Tensor& layer, int64_t rows, int64_t columns);
 

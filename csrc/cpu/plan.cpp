@@ -58,6 +58,12 @@ Dropout dropout_of(const Layout& layout, int64_t adapter) {
   return dropout;
 }
 
+void check_rows(const Tensor& x) {
+  MLORA_CHECK(x.is_cpu() && x.dim() == 2, "x: expected a CPU matrix [rows, d_in], got shape ", shape_of(x));
+  MLORA_CHECK(is_scalar(x.scalar_type()), "x: expected dtype Float, BFloat16 or Half, got ",
+              dtype_name(x.scalar_type()));
+}
+
 struct Segment {
   int64_t begin;
   int64_t end;
@@ -130,12 +136,9 @@ Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t 
   return plan;
 }
 
-void check_arguments(const Tensor& x, const Tensor& weight, const Tensor* bias,
-                     const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b,
-                     const Layout& layout) {
-  MLORA_CHECK(x.is_cpu() && x.dim() == 2, "x: expected a CPU matrix [rows, d_in], got shape ", shape_of(x));
+void check_base(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  check_rows(x);
   const ScalarType type = x.scalar_type();
-  MLORA_CHECK(is_scalar(type), "x: expected dtype Float, BFloat16 or Half, got ", dtype_name(type));
   MLORA_CHECK(weight.is_cpu() && weight.dim() == 2 && weight.size(1) == x.size(1),
               "weight: expected a CPU matrix [d_out, ", x.size(1), "], got shape ", shape_of(weight));
   MLORA_CHECK(weight.scalar_type() == type, "weight: expected dtype ", dtype_name(type), " (that of x), got ",
@@ -146,15 +149,31 @@ void check_arguments(const Tensor& x, const Tensor& weight, const Tensor* bias,
                         bias->scalar_type() == type),
               "bias: expected a CPU ", dtype_name(type), " vector of ", weight.size(0), " numbers, got ",
               dtype_name(bias->scalar_type()), " of shape ", shape_of(*bias));
+}
+
+void check_adapters(const Tensor& x, int64_t d_out, const std::vector<Tensor>& lora_a,
+                    const std::vector<Tensor>& lora_b, const Layout& layout) {
+  check_rows(x);
+  const ScalarType type = x.scalar_type();
   MLORA_CHECK(lora_a.size() == lora_b.size(), "lora_b: expected as many matrices as lora_a (", lora_a.size(),
               "), got ", lora_b.size());
   for (size_t i = 0; i < lora_a.size(); ++i) {
     check_adapter(lora_a[i], "lora_a", i, 1, x.size(1), type);
-    check_adapter(lora_b[i], "lora_b", i, 0, weight.size(0), type);
+    check_adapter(lora_b[i], "lora_b", i, 0, d_out, type);
     MLORA_CHECK(lora_b[i].size(1) == lora_a[i].size(0), "lora_b[", i, "]: expected rank ", lora_a[i].size(0),
                 " (that of lora_a[", i, "]), got ", lora_b[i].size(1));
   }
   check_layout(layout, static_cast<int64_t>(lora_a.size()));
+}
+
+void check_product(const Tensor& product, const char* name, const Tensor& x, int64_t columns) {
+  check_rows(x);
+  const bool rows = product.is_cpu() && product.dim() == 2 && product.size(0) == x.size(0) &&
+                    product.scalar_type() == x.scalar_type();
+  MLORA_CHECK(
+      rows && (columns < 0 || product.size(1) == columns) && (product.size(1) == 1 || product.stride(1) == 1),
+      name, ": expected a CPU ", dtype_name(x.scalar_type()), " matrix of ", x.size(0), " dense rows, got ",
+      dtype_name(product.scalar_type()), " of shape ", shape_of(product));
 }
 
 void check_layout(const Layout& layout, int64_t adapters) {

@@ -31,11 +31,13 @@ struct Plan {
 Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows);
 std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a);
 
-// Everything that the arguments must be before a kernel may trust them.
-void check_arguments(const Tensor& x, const Tensor& weight, const Tensor* bias,
-                     const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b,
-                     const Layout& layout);
+// Everything that the arguments must be before a kernel may trust them: the frozen part, and the adapters'.
+void check_base(const Tensor& x, const Tensor& weight, const Tensor* bias);
+void check_adapters(const Tensor& x, int64_t d_out, const std::vector<Tensor>& lora_a,
+                    const std::vector<Tensor>& lora_b, const Layout& layout);
 void check_layout(const Layout& layout, int64_t adapters);
+// A matrix of as many rows as x and of its dtype that a kernel adds to; `columns` of -1 = any number.
+void check_product(const Tensor& product, const char* name, const Tensor& x, int64_t columns);
 
 // One allocation, handed out in aligned pieces: first reserve all, then allocate, then look up.
 class Workspace {

@@ -4,12 +4,12 @@ from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
 from .control import disable_adapter, print_trainable_parameters
 from .convert import convert_model, load_adapter
+from .frozen_weights import pack_base, set_frozen_weights
 from .interop.merging import merge_and_unload
 from .interop.peft_folder import save_adapter
 from .interop.peft_model import from_peft
 from .join import add_adapter, remove_adapter
 from .linear import MultiLoRALinear
-from .packing import pack_base
 from .routing.router import route
 from .weights import adapter_parameters
 
@@ -29,4 +29,5 @@ __all__ = [
     "remove_adapter",
     "route",
     "save_adapter",
+    "set_frozen_weights",
 ]

@@ -90,7 +90,7 @@ class FusedProjections:
         return all(
             other.group is layer.group
             and other.training == layer.training
-            and other.weight.dtype == x.dtype
+            and other.frozen.dtype == x.dtype
             and other.lora_A.dtype in (x.dtype, torch.float32)
             and other.lora_B.dtype in (x.dtype, torch.float32)
             for other in self.layers
@@ -100,7 +100,7 @@ class FusedProjections:
         drops = self.layers[0].training and active.dropout_p is not None
         operands = [
             LayerOperands(
-                layer.plain_weight,
+                layer.frozen,
                 layer.bias,
                 [layer.lora_A.parameter_of(name) for name in active.names],
                 [layer.lora_B.parameter_of(name) for name in active.names],

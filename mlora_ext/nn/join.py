@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ..adapters.lora_config import check_config, check_name, init_kind
-from ..frozen.plain import PackedWeight
 from ..ops.functional import scaling_dtype
 from .fused_projections import FusedProjections
 from .interop import transformers_facts
@@ -168,8 +167,8 @@ def _replace(
         adapter_dtype=adapter_dtype(weight, autocast),
     )
     layer.train(module.training)
-    if router.packs_base:
-        layer.packed = PackedWeight()
+    if router.frozen_kind is not None:
+        layer.frozen = router.frozen_kind(layer)
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
     return layer
@@ -225,7 +224,7 @@ def regroup(model: nn.Module) -> None:
         names = tuple(name for name in router.adapters if name in module.lora_A)
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
-        key = (names, scaling, dropout, module.weight.device, scaling_dtype(module.weight.dtype))
+        key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
     router.fused_projections = _find_fused_projections(layers)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..frozen.plain import PackedWeight, frozen_linear
+from ..frozen.linear import frozen_linear
+from ..frozen.plain import PlainWeight
+from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
 from .routing.route import LayerGroup, LayerSpec, RouteTensors, SharedInput
@@ -52,7 +54,7 @@ class MultiLoRALinear(nn.Module):
         self.in_features, self.out_features = weight.shape if fan_in_fan_out else reversed(weight.shape)
         self.name, self.index = name, index
         self.router = router
-        self.packed: PackedWeight | None = None
+        self.frozen: FrozenWeight = PlainWeight(self)
         self.fused_projections: SharedInput | None = None
         self.specs: dict[str, LayerSpec] = {}
         self.eager_dims: set[int] = set()
@@ -64,17 +66,12 @@ class MultiLoRALinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiLoRALinear:
         super()._apply(fn, recurse)
-        self.packed = self.packed and PackedWeight()
-        self.group = self.router.group_on(self.group, self.weight)
+        self.frozen.moved()
+        self.group = self.router.group_on(self.group, self.frozen)
         if not self.layer.is_meta:
             # `to_empty` has left it undefined, and no state dict restores it.
             self.layer.fill_(self.index)
         return self
-
-    @property
-    def plain_weight(self) -> Tensor:
-        """The frozen weight as `[d_out, d_in]`."""
-        return self.weight.t() if self.fan_in_fan_out else self.weight
 
     @property
     def scaling(self) -> dict[str, float]:
@@ -93,17 +90,16 @@ class MultiLoRALinear(nn.Module):
         Raises:
             ValueError: if no route says which adapter the rows belong to, or it describes other rows.
         """
-        weight = self.plain_weight
         if not self.group.adapters:
-            return frozen_linear(x, weight, self.bias, self.packed)
+            return frozen_linear(x, self.frozen, self.bias)
         if torch.compiler.is_compiling():
             return self._with_adapters(x, self._compiled_tensors(x))
         if self.router.observer is not None:
             self.router.observer.see(self.name, x)
-            return frozen_linear(x, weight, self.bias, self.packed)
+            return frozen_linear(x, self.frozen, self.bias)
         active, place, batch = self.router.tensors_for(self, x)
         if not active.names:
-            return frozen_linear(x, weight, self.bias, self.packed)
+            return frozen_linear(x, self.frozen, self.bias)
         if place is not None:
             return place.as_before(self._with_adapters(place.samples_first(x, batch), active))
         shared = None if self.fused_projections is None else self.fused_projections.output(self, x, active)
@@ -128,11 +124,11 @@ class MultiLoRALinear(nn.Module):
 
     def _with_adapters(self, x: Tensor, active: RouteTensors) -> Tensor:
         if not active.names:
-            return frozen_linear(x, self.plain_weight, self.bias, self.packed)
+            return frozen_linear(x, self.frozen, self.bias)
         drops = self.training and active.dropout_p is not None
         return lora_linear_rows(
             x,
-            self.plain_weight,
+            self.frozen,
             self.bias,
             [self.lora_A.parameter_of(name) for name in active.names],
             [self.lora_B.parameter_of(name) for name in active.names],
@@ -141,7 +137,6 @@ class MultiLoRALinear(nn.Module):
             active.dropout_p if drops else None,
             active.dropout_rng if drops else None,
             self.layer if drops else None,
-            self.packed,
             self.router.accumulates,
         )
 

@@ -1,7 +1,7 @@
-"""The operator in eager mode: `torch.autograd.Function` costs a few microseconds a call, where the function
-that `torch.library` generates costs some ten times that.
+"""The operator in eager mode, with its one autograd formula.
 
-The formula is that of `_ops`; saved are x itself, the weights and s, never a copy or a mask.
+`torch.autograd.Function` costs a few microseconds a call; the function that `torch.library` generates costs
+some ten times that. Saved for backward are x itself, a plain weight and s, never a copy or a mask.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import one_layer
+from ..backends.calls import PLAN, Gradients, PlanTensors
 from ..backends.gpu.operator import Batch, Into, Layer
 from ..backends.selection import Backend, gpu_operator
-from .library import (
-    NOT_PACKED,
-    PLAN,
-    Gradients,
-    Packed,
-    PlanTensors,
-    check_library,
-    dense_rows,
-    forward,
-    gradients,
-)
+from ..frozen.plain import PlainWeight
+from ..frozen.rows import dense_rows
+from ..frozen.weight import FrozenWeight, FusedOperands
+from ..library import check_library
+from . import registration  # noqa: F401 - tells torch.library of the operators
 
 _CHANGED = (
     "{}: modified by an in-place operation between forward and backward, as by an optimizer step; run the "
@@ -36,7 +32,7 @@ _CHANGED = (
 
 def lora_linear(
     x: Tensor,
-    weight: Tensor,
+    frozen: FrozenWeight,
     bias: Tensor | None,
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
@@ -45,32 +41,31 @@ def lora_linear(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layer: Tensor | None,
-    packed: Packed = NOT_PACKED,
     backend: Backend = "cpu",
     accumulates: bool = False,
 ) -> Tensor:
-    """`y` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
+    """Returns `y [T, O]` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
 
-    `packed` holds the weight for the forward and for the backward product; a compiled graph goes without.
     With `accumulates`, backward adds to the `grad` of fp32 adapters where all of them have one, in place and
     past any hooks on their nodes; only `Tensor.backward` without `inputs=` may then be used.
     """
     check_library()
-    if torch.compiler.is_compiling():
-        y, _ = torch.ops.mlora_ext.lora_linear(
-            x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer, None
-        )
-        return y
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
+    if torch.compiler.is_compiling():
+        y, _ = torch.ops.mlora_ext.lora_linear(x, frozen.dense(), bias, lora_a, lora_b, *plan, None)
+        return y
+    operands = frozen.fused(x)
     if not torch.is_grad_enabled():
-        return forward(backend, x, weight, bias, lora_a, lora_b, plan, packed[0])[0]
-    how = _How(packed, backend, accumulates)
+        return one_layer.forward(backend, x, frozen, operands, bias, lora_a, lora_b, plan)[0]
+    how = _How(frozen, operands, backend, accumulates)
+    weight = None if operands is None else operands.weight
     return _LoRALinear.apply(x, weight, bias, plan, how, len(lora_a), *lora_a, *lora_b)
 
 
 @dataclass(frozen=True, eq=False)
 class _How:
-    packed: Packed
+    frozen: FrozenWeight
+    operands: FusedOperands | None
     backend: Backend
     accumulates: bool
 
@@ -85,7 +80,7 @@ class _LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, bias, plan, how, n, *adapters):  # type: ignore[no-untyped-def]
         lora_a, lora_b = adapters[:n], adapters[n:]
-        y, s = forward(how.backend, x, weight, bias, lora_a, lora_b, plan, how.packed[0])
+        y, s = one_layer.forward(how.backend, x, how.frozen, how.operands, bias, lora_a, lora_b, plan)
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, weight, s)
@@ -105,10 +100,13 @@ class _LoRALinear(torch.autograd.Function):
         wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
         how = ctx.how
         into = _existing(ctx.lora_a, ctx.lora_b) if how.accumulates and all(needs[6:]) else None
-        dx, da, db = gradients(
-            how.backend, dy, x, weight, ctx.lora_a, ctx.lora_b, s, ctx.plan, how.packed[1], wanted, into
-        )
-        return (dx, None, None, None, None, None, *da, *db)
+        operands = None if weight is None else how.operands._replace(weight=weight)
+        dx, da, db = one_layer.backward(
+            how.backend, dense_rows(dy), x, how.frozen, operands,
+            ctx.lora_a, ctx.lora_b, s, ctx.plan, wanted, into,
+        )  # fmt: skip
+        none: Sequence[None] = (None,) * n
+        return (dx if wanted[0] else None, None, None, None, None, None, *(da or none), *(db or none))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +114,13 @@ class LayerOperands:
     """One of several layers that are given the same x.
 
     Attributes:
-        weight: `[d_out, d_in]`, frozen.
+        frozen: W `[d_out, d_in]`.
         bias: `[d_out]` or None, frozen.
         lora_a: per adapter `[r_i, d_in]`, all of one dtype: that of x, or fp32.
         lora_b: per adapter `[d_out, r_i]`, likewise.
     """
 
-    weight: Tensor
+    frozen: FrozenWeight
     bias: Tensor | None
     lora_a: Sequence[Tensor]
     lora_b: Sequence[Tensor]
@@ -150,13 +148,14 @@ class _LoRAFused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, operands, plan, backend, accumulates, *adapters):  # type: ignore[no-untyped-def]
-        layers = [Layer(layer.weight, layer.bias, layer.lora_b) for layer in operands]
+        layers = [Layer(layer.frozen, layer.bias, layer.lora_b) for layer in operands]
         lora_a, batch = adapters[: len(adapters) // 2], Batch(*plan)
         with torch._C._AutoDispatchBelowAutograd():
             ys, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(x, s, *(layer.weight for layer in layers))
+            fused = [layer.frozen.fused(x) for layer in layers]
+            ctx.save_for_backward(x, s, *(None if one is None else one.weight for one in fused))
             ctx.layers, ctx.lora_a, ctx.batch, ctx.backend = layers, lora_a, batch, backend
             ctx.adapters, ctx.plan, ctx.accumulates = adapters, plan, accumulates
             ctx.versions = _versions(*adapters, *plan)
@@ -177,7 +176,10 @@ class _LoRAFused(torch.autograd.Function):
         x, s, *weights = ctx.saved_tensors
         each = n // len(dys)
         wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
-        layers = [replace(ctx.layers[i], weight=weights[i]) for i in used]
+        layers = [
+            ctx.layers[i] if weights[i] is None else replace(ctx.layers[i], frozen=PlainWeight.of(weights[i]))
+            for i in used
+        ]
         lora_a = [a for i in used for a in ctx.lora_a[i * each : (i + 1) * each]]
         into = Into()
         if ctx.accumulates and all(needs[5:]):

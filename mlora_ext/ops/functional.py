@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.selection import backend_for
-from ..frozen.plain import PackedWeight, packed_pair
-from . import autograd as eager
-from . import reference
+from ..frozen.linear import frozen_linear
+from ..frozen.plain import PlainWeight
+from ..frozen.rows import dense_rows
+from ..frozen.weight import FrozenWeight
+from . import autograd, reference
 from .autograd import LayerOperands
 from .dropout import LoRADropout
-from .library import dense_rows
 from .segments import SegmentLayout
 
 
@@ -66,12 +66,13 @@ def multi_lora_linear(
     if dropout is not None and len(dropout.p) != len(lora_a):
         raise ValueError(f"dropout: expected p for {len(lora_a)} adapters, got {len(dropout.p)}")
     rng = (None, None, None) if dropout is None else dropout.tensors(x.device)
-    return lora_linear_rows(x, weight, bias, lora_a, lora_b, layout.table(x.device), scaling, *rng)
+    frozen = PlainWeight.of(weight)
+    return lora_linear_rows(x, frozen, bias, lora_a, lora_b, layout.table(x.device), scaling, *rng)
 
 
 def lora_linear_rows(
     x: Tensor,
-    weight: Tensor,
+    frozen: FrozenWeight,
     bias: Tensor | None,
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
@@ -80,33 +81,31 @@ def lora_linear_rows(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layer: Tensor | None,
-    packed: PackedWeight | None = None,
     accumulates: bool = False,
 ) -> Tensor:
     """`multi_lora_linear` on the operator's own tensors, which the caller has checked.
 
-    Casts as autocast does, flattens leading dimensions and calls the backend. `packed` is of `weight`.
-    `accumulates`: backward may add to the `grad` of the adapters itself.
+    Casts as autocast does, flattens leading dimensions and calls the backend. With `accumulates`, backward
+    may add to the `grad` of the adapters itself.
     """
     if not lora_a:
-        return F.linear(x, weight, bias)
+        return frozen_linear(x, frozen, bias)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        packed = None  # it is of the weight as it was
+        x, frozen, bias = x.to(dtype), frozen.cast(dtype), None if bias is None else bias.to(dtype)
     for tensor in (*lora_a, *lora_b):
         if tensor.dtype is not x.dtype and tensor.dtype is not torch.float32:
             lora_a, lora_b = [a.to(x.dtype) for a in lora_a], [b.to(x.dtype) for b in lora_b]
             break
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
-    backend = backend_for(x.device, x.dtype, (weight.shape[1], weight.shape[0]))
+    d_out, d_in = frozen.shape
+    backend = backend_for(x.device, x.dtype, (d_in, d_out))
     if backend == "reference":
         with torch.autocast(x.device.type, enabled=False):
-            y_TO, _ = reference.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan)
+            y_TO, _ = reference.lora_linear(x_TD, frozen.dense(), bias, lora_a, lora_b, *plan)
     else:
-        pair = packed_pair(x_TD, weight, packed)
-        y_TO = eager.lora_linear(x_TD, weight, bias, lora_a, lora_b, *plan, pair, backend, accumulates)
+        y_TO = autograd.lora_linear(x_TD, frozen, bias, lora_a, lora_b, *plan, backend, accumulates)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
@@ -129,8 +128,8 @@ def lora_linear_fused(
     """
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
-    shape = (x_TD.shape[1], max(layer.weight.shape[0] for layer in operands))
-    ys = eager.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)
+    shape = (x_TD.shape[1], max(layer.frozen.shape[0] for layer in operands))
+    ys = autograd.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)
     return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 

@@ -13,6 +13,7 @@ import mlora_ext as mx
 from mlora_ext.backends.gpu.operator import Batch, Layer
 from mlora_ext.backends.gpu.plan import COLUMN_SPLIT
 from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
@@ -72,7 +73,7 @@ def test_only_wanted_gradients(backend: str, part: str) -> None:
 
 def gradients(backend: str, case: Case, wanted: tuple[bool, bool, bool]) -> list[list[torch.Tensor]]:
     x, weight, bias, lora_a, lora_b, segments, scaling, *drop = case.operator_arguments()
-    batch, layers = Batch(segments, scaling, *drop), [Layer(weight, bias, lora_b)]
+    batch, layers = Batch(segments, scaling, *drop), [Layer(PlainWeight.of(weight), bias, lora_b)]
     with torch.no_grad():
         _, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
         dx, da, db = gpu_operator(backend).backward([case.dy], x, layers, lora_a, s, batch, wanted)
@@ -202,7 +203,7 @@ def test_layers_that_share_x(
     x, _, _, _, _, segments, scaling, p_table, rng, layer = one.operator_arguments()
     indices = None if layer is None else layer + torch.arange(len(cases), device=layer.device)
     batch, operator = Batch(segments, scaling, p_table, rng, indices), gpu_operator(backend)
-    layers, n = [Layer(case.weight, None, case.lora_b) for case in cases], len(one.lora_a)
+    layers, n = [Layer(PlainWeight.of(case.weight), None, case.lora_b) for case in cases], len(one.lora_a)
     lora_a = [a for case in cases for a in case.lora_a]
     with torch.no_grad():
         y, s = operator.forward(x, layers, lora_a, batch)

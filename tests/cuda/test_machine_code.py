@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlora_ext import _C
-from mlora_ext.ops import library as _ops
+from mlora_ext.library import LIBRARY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import code_cuda
@@ -21,7 +21,7 @@ def kernels() -> list[code_cuda.Kernel]:
         pytest.skip("the library was built without CUDA")
     if code_cuda.cuobjdump() is None:
         pytest.skip("there is no cuobjdump, neither on PATH nor in the package triton")
-    return code_cuda.kernels(_ops.LIBRARY)
+    return code_cuda.kernels(LIBRARY)
 
 
 @pytest.mark.parametrize("target", TARGETS)

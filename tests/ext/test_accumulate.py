@@ -9,6 +9,7 @@ from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 
 import mlora_ext as mx
+from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.functional import lora_linear_rows
 
 
@@ -19,8 +20,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 def backward(case: Case, accumulates: bool) -> None:
-    operands = case.operator_arguments()
-    lora_linear_rows(*operands, accumulates=accumulates).backward(case.dy)
+    x, weight, *rest = case.operator_arguments()
+    lora_linear_rows(x, PlainWeight.of(weight), *rest, accumulates=accumulates).backward(case.dy)
 
 
 def leaves(case: Case) -> list[torch.Tensor]:

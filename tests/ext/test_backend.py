@@ -12,6 +12,7 @@ import mlora_ext as mx
 from mlora_ext.backends import measured as choice
 from mlora_ext.backends import selection as backend
 from mlora_ext.backends.selection import backend_for
+from mlora_ext.frozen.plain import PlainWeight
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -81,9 +82,11 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_compiled_graph_of_cpu_tensors_has_no_gpu_backend() -> None:
     case = make([4], [6], [0])
-    x, *rest = case.operator_arguments()
+    x, weight, *rest = case.operator_arguments()
     function = torch.compile(
-        lambda x: mx.ops.functional.lora_linear_rows(x, *rest), fullgraph=True, backend="aot_eager"
+        lambda x: mx.ops.functional.lora_linear_rows(x, PlainWeight.of(weight), *rest),
+        fullgraph=True,
+        backend="aot_eager",
     )
     with mx.use_backend("triton"), pytest.raises(Exception, match="compile of CPU tensors"):
         function(x)

@@ -7,7 +7,7 @@ import torch
 from cases import make
 
 import mlora_ext as mx
-from mlora_ext.ops import library as _ops
+from mlora_ext import library
 
 
 def arguments(**changes: object) -> dict:
@@ -70,6 +70,6 @@ def test_use_backend_nests_and_ends() -> None:
 
 
 def test_missing_library_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "LOADED", False)
+    monkeypatch.setattr(library, "LOADED", False)
     with pytest.raises(RuntimeError, match=r"pip install --no-build-isolation .*use_backend\('reference'\)"):
         mx.multi_lora_linear(**arguments())

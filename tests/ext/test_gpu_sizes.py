@@ -13,7 +13,8 @@ from mlora_ext.backends.gpu.factors import factors_of
 from mlora_ext.backends.gpu.operator import Batch, Layer, one_dtype
 from mlora_ext.backends.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
 from mlora_ext.backends.selection import gpu_operator
-from mlora_ext.ops import library as _ops
+from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.ops import registration
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 
@@ -103,14 +104,16 @@ def test_a_graphs_kernel_with_adapters_of_two_dtypes(
     backend: str, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """What a compiled graph calls on a GPU gives gradients in the adapters' own dtypes."""
-    monkeypatch.setattr(_ops, "_of_device", lambda x, weight: gpu_operator(backend))
+    monkeypatch.setattr(registration, "_of_device", lambda x, weight: gpu_operator(backend))
     case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16, p=0.2)
     for matrices in (case.lora_a, case.lora_b):
         matrices[wide] = matrices[wide].detach().float().requires_grad_()
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     with torch.no_grad():
-        y, s = _ops._cuda_forward(x, weight, bias, lora_a, lora_b, *plan, None)
-        dx, da, db = _ops._cuda_backward(case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True, None)
+        y, s = registration._cuda_forward(x, weight, bias, lora_a, lora_b, *plan, None)
+        dx, da, db = registration._cuda_backward(
+            case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True, None
+        )
     assert [g.dtype for g in da] == [a.dtype for a in lora_a]
     assert [g.stride() for g in db] == [b.stride() for b in lora_b]
     for found, expected in zip([y, dx, *da, *db], case.run(), strict=True):
@@ -137,13 +140,13 @@ def test_segments_on_another_device_are_refused(backend: str) -> None:
     x, weight, bias, lora_a, lora_b, segments, scaling, *_ = case.operator_arguments()
     batch = Batch(segments.to("meta"), scaling)
     with pytest.raises(ValueError, match=r"segments: expected device .* \(that of x\), got meta"):
-        gpu_operator(backend).forward(x, [Layer(weight, bias, lora_b)], lora_a, batch)
+        gpu_operator(backend).forward(x, [Layer(PlainWeight.of(weight), bias, lora_b)], lora_a, batch)
 
 
 def test_layers_without_adapters(backend: str) -> None:
     """The frozen products alone, of one x; dx only where it is wanted."""
     x, weight, dy = torch.randn(5, 4), torch.randn(3, 4), torch.randn(5, 3)
-    layers = [Layer(weight, None, []), Layer(2 * weight, None, [])]
+    layers = [Layer(PlainWeight.of(w), None, []) for w in (weight, 2 * weight)]
     table = mx.SegmentLayout.from_lengths([5], [-1]).table(x.device)
     batch, operator = Batch(table, torch.empty(0)), gpu_operator(backend)
     ys, s = operator.forward(x, layers, [], batch)

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
 from mlora_ext import _C
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen import base_gemm as gemm
+from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
@@ -164,7 +166,7 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
 def test_bf16_on_a_processor_without_avx512() -> None:
     """oneDNN refuses bf16 there; the product then goes to aten."""
     code = (
-        "import torch; from mlora_ext.frozen import plain as gemm; x = torch.randn(256, 64).bfloat16(); "
+        "import torch; from mlora_ext.frozen import base_gemm as gemm; x = torch.randn(256, 64).bfloat16(); "
         "w = torch.randn(64, 64).bfloat16(); "
         "assert torch.equal(gemm.linear(x, w), torch.nn.functional.linear(x, w)); "
         "print(gemm.base_gemm_of(torch.bfloat16)['bfloat16'])"
@@ -217,6 +219,6 @@ def test_gradients_of_adapters_with_unusual_strides(how: str) -> None:
 def test_frozen_products_on_fake_tensors() -> None:
     with FakeTensorMode():
         x, weight = torch.empty(4, 6, requires_grad=True), torch.empty(5, 6)
-        y = gemm.frozen_linear(x, weight)
+        y = frozen_linear(x, PlainWeight.of(weight))
         assert y.shape == (4, 5)
         assert torch.autograd.grad(y.sum(), x)[0].shape == (4, 6)

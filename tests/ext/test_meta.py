@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mlora_ext as mx
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.interop.peft_folder import adapter_state
 
@@ -128,11 +128,15 @@ def test_weights_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not gemm.packs(torch.empty(1, 1)), reason="this torch has no oneDNN")
+@pytest.mark.skipif(not packs(torch.empty(1, 1)), reason="this torch has no oneDNN")
 def test_weights_that_are_here_are_packed() -> None:
     whole = mx.convert_model(llama(), CONFIGS)
     model = mx.convert_model(parts(llama())[0], CONFIGS)
     assert 0 < mx.pack_base(model) < mx.pack_base(whole)
-    packed = {key for key, m in model.named_modules() if isinstance(m, MultiLoRALinear) and m.packed}
+    packed = {
+        key
+        for key, m in model.named_modules()
+        if isinstance(m, MultiLoRALinear) and isinstance(m.frozen, PackedWeight)
+    }
     assert packed
     assert all(key.startswith("model.layers.0.") for key in packed)

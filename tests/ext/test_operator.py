@@ -11,8 +11,9 @@ from tolerances import assert_as_exact, in_other_orders
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
+from mlora_ext.backends import one_layer
 from mlora_ext.backends.selection import Backend
-from mlora_ext.ops import library as _ops
+from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.functional import lora_linear_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -71,8 +72,7 @@ def test_intermediate(backend: Backend, dtype: torch.dtype) -> None:
     """`s` holds the scaled shrink; columns beyond the rank and rows without adapter are zero."""
     case = make([3, 9], [6, 4, 5], [0, -1, 1], dtype=dtype, p=0.2)
     arguments = case.operator_arguments()
-    with torch.no_grad():
-        _, s = _ops.forward(backend, *arguments[:5], arguments[5:])
+    s = intermediate(backend, case)
     _, plain = mx.ops.reference.lora_linear(*arguments)
     _, oracle = mx.ops.reference.lora_linear(*case.to(torch.float64).operator_arguments())
     assert_as_exact(s, plain.detach(), oracle.detach(), "s")
@@ -121,11 +121,19 @@ LowRank = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
 def low_rank(backend: Backend, case: Case) -> LowRank:
     """s, dA and dB of all adapters."""
-    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
+    x, weight, _, lora_a, lora_b, *plan = case.operator_arguments()
+    s, held = intermediate(backend, case), PlainWeight.of(weight)
     with torch.no_grad():
-        _, s = _ops.forward(backend, x, weight, bias, lora_a, lora_b, tuple(plan))
-        _, da, db = _ops.backward(backend, case.dy, x, weight, lora_a, lora_b, s, tuple(plan))
+        arguments = case.dy, x, held, held.fused(x), lora_a, lora_b, s, tuple(plan), (True, True, True)
+        _, da, db = one_layer.backward(backend, *arguments)
     return s, da, db
+
+
+def intermediate(backend: Backend, case: Case) -> torch.Tensor:
+    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
+    held = PlainWeight.of(weight)
+    with torch.no_grad():
+        return one_layer.forward(backend, x, held, held.fused(x), bias, lora_a, lora_b, tuple(plan))[1]
 
 
 def of_adapter(results: LowRank, adapter: int, rows: slice = slice(None)) -> list[torch.Tensor]:
@@ -157,10 +165,9 @@ def test_dropped_elements_are_selected_not_multiplied(backend: Backend) -> None:
     mask = mx.ops.dropout.philox_mask(
         8, 40, p=0.5, seed=case.dropout.seeds[0], step=case.dropout.step[0], layer=case.dropout.layer
     ).to(case.x.device)
-    arguments = case.operator_arguments()
     with torch.no_grad():
         case.x[~mask] = torch.inf
-        _, s = _ops.forward(backend, *arguments[:5], arguments[5:])
+    s = intermediate(backend, case)
     assert s.isfinite().all()
 
 
@@ -281,7 +288,7 @@ def test_changed_operands_are_noticed(name: str) -> None:
     p, rng, layer = mx.LoRADropout(p=[0.1, 0.1], seeds=[1, 2]).tensors(device)
     operands = {"lora_a[0]": case.lora_a[0], "lora_b[1]": case.lora_b[1], "dropout_rng": rng}
     plan = (case.layout.table(device), torch.ones(2), p, rng, layer)
-    y = lora_linear_rows(case.x, case.weight, None, case.lora_a, case.lora_b, *plan)
+    y = lora_linear_rows(case.x, PlainWeight.of(case.weight), None, case.lora_a, case.lora_b, *plan)
     with torch.no_grad():
         operands[name].add_(1)
     with pytest.raises(RuntimeError, match=f"^{re.escape(name)}: modified by an in-place operation"):
@@ -324,7 +331,7 @@ def test_compile(dtype: torch.dtype) -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(x: torch.Tensor, lora_a: list, lora_b: list) -> torch.Tensor:
-        return mx.ops.functional.lora_linear_rows(x * 1, weight, bias, lora_a, lora_b, *plan)
+        return mx.ops.functional.lora_linear_rows(x * 1, PlainWeight.of(weight), bias, lora_a, lora_b, *plan)
 
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     y = function(x, lora_a, lora_b)

@@ -12,19 +12,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen import base_gemm as gemm
+from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.packed import PackedCache, PackedWeight, packs
+from mlora_ext.frozen.plain import PlainWeight
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 96  # of products large enough for oneDNN
 
 pytestmark = pytest.mark.skipif(
-    not gemm.packs(torch.empty(1, 1)), reason="this torch has no oneDNN, and pack_base refuses"
+    not packs(torch.empty(1, 1)), reason="this torch has no oneDNN, and pack_base refuses"
 )
 
 
 def skip_unserved(dtype: torch.dtype) -> None:
-    if not gemm.packs(torch.empty(1, 1, dtype=dtype)):
+    if not packs(torch.empty(1, 1, dtype=dtype)):
         pytest.skip(f"oneDNN does not serve {dtype} on this processor")
 
 
@@ -65,7 +68,7 @@ def test_products(shape: tuple[int, int, int], transposed: bool, dtype: torch.dt
     rows, d_in, d_out = shape
     weight = torch.randn(d_in, d_out).to(dtype).t() if transposed else torch.randn(d_out, d_in).to(dtype)
     x, dy, bias = (torch.randn(*size).to(dtype) for size in ((rows, d_in), (rows, d_out), (d_out,)))
-    forward, backward = gemm.PackedWeight().of(weight)
+    forward, backward = PackedCache().of(weight)
     assert forward is not None
     y, dx = gemm.linear(x, weight, bias, forward), gemm.linear_dx(dy, weight, backward)
     oracle = nn.functional.linear(x.double(), weight.double(), bias.double())
@@ -79,7 +82,7 @@ def test_the_packed_weight_is_the_one_that_is_multiplied() -> None:
     """With another weight's packed copy, the product is another: so the tests here test what they say."""
     x, dy = torch.randn(ROWS, 160), torch.randn(ROWS, 144)
     weight, other = torch.randn(144, 160), torch.randn(144, 160)
-    forward, backward = gemm.PackedWeight().of(other)
+    forward, backward = PackedCache().of(other)
     assert torch.allclose(OPS.base_linear(x, weight, None, forward), x @ other.t(), atol=1e-3)
     assert torch.allclose(OPS.base_linear_dx(dy, weight, backward), dy @ other, atol=1e-3)
 
@@ -111,8 +114,8 @@ def test_layers_multiply_by_what_is_packed(names: list[str]) -> None:
     for packed in (model, other):
         mx.pack_base(packed)
     for ours, theirs in zip(model, other, strict=True):
-        key, source, _ = ours.packed._state
-        ours.packed._state = key, source, theirs.packed._state[2]
+        key, source, _ = ours.frozen.cache._state
+        ours.frozen.cache._state = key, source, theirs.frozen.cache._state[2]
     assert_same(run(model, x, names), plain, exact)
 
 
@@ -121,19 +124,18 @@ def test_layers_that_are_converted_later_pack_at_their_first_use() -> None:
     model = mx.convert_model(model, {"a": LoraConfig(r=4, target_modules=["0"])})
     mx.pack_base(model)
     mx.add_adapter(model, "b", LoraConfig(r=4, target_modules=["1"]))
-    assert model[1].packed is not None
-    assert model[1].packed.nbytes == 0
+    assert model[1].frozen.cache.nbytes == 0
     with mx.route(model, mx.SegmentLayout.from_lengths([ROWS]), names=["b"]):
         model(torch.randn(ROWS, 160))
-    assert model[1].packed.nbytes >= 2 * model[1].weight.nbytes
+    assert model[1].frozen.cache.nbytes >= 2 * model[1].weight.nbytes
 
 
 def test_tied_weights_are_packed_once() -> None:
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     model[1].weight = model[0].weight
     model = mx.convert_model(model, {"a": LoraConfig(r=4, target_modules=["0", "1"])})
-    assert mx.pack_base(model) == model[0].packed.nbytes == 2 * model[0].weight.nbytes
-    assert model[0].packed is model[1].packed
+    assert mx.pack_base(model) == model[0].frozen.cache.nbytes == 2 * model[0].weight.nbytes
+    assert model[0].frozen.cache is model[1].frozen.cache
 
 
 @pytest.mark.parametrize("library", ["aten", "onednn", "packed"])
@@ -141,7 +143,7 @@ def test_a_bias_with_gaps(library: str) -> None:
     """oneDNN takes any bias for dense."""
     x, weight, bias = torch.randn(ROWS, 160), torch.randn(144, 160), torch.randn(288)[::2]
     before = gemm.base_gemm_of(torch.float32)
-    pair = gemm.PackedWeight().of(weight) if library == "packed" else (None, None)
+    pair = PackedCache().of(weight) if library == "packed" else (None, None)
     try:
         gemm.set_base_gemm({"float32": "aten" if library == "packed" else library})
         y = gemm.linear(x, weight, bias, pair[0])
@@ -198,7 +200,7 @@ def test_weights_that_change(change: Callable[[nn.Module], nn.Module]) -> None:
     packed = change(packed)
     plain = copy.deepcopy(packed)
     for layer in plain:
-        layer.packed = None
+        layer.frozen = PlainWeight(layer)
     dtype = packed[0].weight.dtype
     x = torch.randn(ROWS, 160).to(dtype)
     assert_same(run(packed, x), run(plain, x), exactly(plain, x))
@@ -207,7 +209,7 @@ def test_weights_that_change(change: Callable[[nn.Module], nn.Module]) -> None:
 def test_an_address_that_is_used_again() -> None:
     """Rebinding twice may bring the address and the version of the weight that was packed."""
     weight = nn.Parameter(torch.randn(144, 160), requires_grad=False)
-    packed, x = gemm.PackedWeight(), torch.randn(ROWS, 160)
+    packed, x = PackedCache(), torch.randn(ROWS, 160)
     packed.of(weight)
     for _ in range(20):
         weight.data = weight.data * 0.5
@@ -223,14 +225,14 @@ def test_pack_base_again_packs_what_data_changed() -> None:
     mx.pack_base(model)
     plain = copy.deepcopy(model)
     for layer in plain:
-        layer.packed = None
+        layer.frozen = PlainWeight(layer)
     assert_same(run(model, x), run(plain, x), exactly(plain, x))
 
 
 def test_weights_made_in_inference_mode() -> None:
     with torch.inference_mode():
         weight = torch.randn(144, 160)
-    assert gemm.PackedWeight().of(weight) == (None, None)
+    assert PackedCache().of(weight) == (None, None)
     model = stack()
     with torch.inference_mode():
         model[1].weight = nn.Parameter(torch.randn(130, 144), requires_grad=False)
@@ -249,24 +251,25 @@ def test_autocast_and_compiled_graphs_go_without() -> None:
         return results + run(compiled, x)
 
     plain = autocast_and_compiled()
-    model[0].packed, model[1].packed = gemm.PackedWeight(), gemm.PackedWeight()
+    mx.set_frozen_weights(model, "packed")
     for ours, theirs in zip(autocast_and_compiled(), plain, strict=True):
         assert torch.equal(ours, theirs)
     with mx.use_backend("reference"):
         run(model, x)
-    assert [layer.packed.nbytes for layer in model] == [0, 0], "packed for nothing"
+    assert [layer.frozen.cache.nbytes for layer in model] == [0, 0], "packed for nothing"
     run(model, x)
-    assert all(layer.packed.nbytes > 0 for layer in model)
+    assert all(layer.frozen.cache.nbytes > 0 for layer in model)
 
 
 def test_fake_tensors_and_traces_go_without() -> None:
-    weight, packed = torch.randn(144, 160), gemm.PackedWeight()
+    weight = torch.randn(144, 160)
+    packed = PackedWeight.of(weight)
     with FakeTensorMode():
-        assert gemm.packed_pair(torch.empty(ROWS, 160), weight, packed) == (None, None)
-        assert packed.of(torch.empty(144, 160)) == (None, None)
-    traced = torch.jit.trace(lambda x: gemm.frozen_linear(x, weight, None, packed), torch.randn(ROWS, 160))
+        assert packed.fused(torch.empty(ROWS, 160))[1:] == (None, None)
+        assert packed.cache.of(torch.empty(144, 160)) == (None, None)
+    traced = torch.jit.trace(lambda x: frozen_linear(x, packed), torch.randn(ROWS, 160))
     x = torch.randn(ROWS, 160)
-    assert torch.equal(traced(x), gemm.frozen_linear(x, weight))
+    assert torch.equal(traced(x), frozen_linear(x, PlainWeight.of(weight)))
 
 
 def test_rows_without_any_adapter() -> None:
@@ -307,7 +310,7 @@ def test_refusals(model: Callable[[], nn.Module], message: str) -> None:
 
 
 def test_a_packed_weight_of_another_shape_is_refused() -> None:
-    forward, _ = gemm.PackedWeight().of(torch.randn(8, 9))
+    forward, _ = PackedCache().of(torch.randn(8, 9))
     with pytest.raises(
         RuntimeError, match=r"packed: expected Float of shape \[8, 7\], got Float of shape \[8, 9\]"
     ):

@@ -9,7 +9,7 @@ from cases import Case, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlora_ext.backends.selection import Backend
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen import base_gemm as gemm
 from mlora_ext.ops.autograd import LayerOperands
 from mlora_ext.ops.functional import lora_linear_fused
 

@@ -1,9 +1,9 @@
-"""The operator on a GPU: memory, and the launches of a backend around the base GEMMs.
+"""The operator on a GPU: memory, and the launches of a backend around the frozen products.
 
-The low-rank part is written first, and the base GEMM adds to it (beta = 1), so that y and dx are written
-once and read once. One call serves one layer, or several that share x, adapters and layout (q, k and v;
-gate and up): x is then read once for all. Letters: T rows, D = d_in, O = d_out of a layer, R largest rank,
-N adapters, L layers.
+The low-rank part is written first, and the frozen product adds to it (beta = 1 with a plain weight), so that
+y and dx are written once and read once. One call serves one layer, or several that share x, adapters and
+layout (q, k and v; gate and up): x is then read once for all. Letters: T rows, D = d_in, O = d_out of a layer,
+R largest rank, N adapters, L layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...frozen.weight import FrozenWeight
 from .factors import Factors, factors_of
 from .kernels import Dropout, Expand, Gradient, LaunchKernels, ReadDy, ReadX, Shrink
 from .launches import Launch, backward_launches, column_splits, forward_launches
@@ -53,12 +54,12 @@ class Layer:
     """One layer's frozen part and its B; its A are handed over with those of the others.
 
     Attributes:
-        weight: `[O, D]`.
+        frozen: W `[O, D]`.
         bias: `[O]`, or None.
         lora_b: per adapter `[O, r]`.
     """
 
-    weight: Tensor
+    frozen: FrozenWeight
     bias: Tensor | None
     lora_b: Matrices
 
@@ -104,7 +105,7 @@ class GpuOperator:
             `[T, O]` of each layer, and s `[L, T, R]`.
         """
         if not lora_a:
-            ys = [torch.nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+            ys = [layer.frozen.matmul(x, layer.bias) for layer in layers]
             return ys, x.new_empty(len(layers), x.shape[0], 0)
         call = _Forward(self._kernels, self._plan(batch, x), x, layers, lora_a, batch)
         for launch in forward_launches(x.shape[1], len(layers)):
@@ -140,7 +141,7 @@ class GpuOperator:
             dx = x.new_zeros(x.shape if need_dx else 0)
             for dy, layer in zip(dys, layers, strict=True):
                 if need_dx:
-                    dx.addmm_(dy, layer.weight)
+                    layer.frozen.add_matmul_dx(dx, dy)
             return dx, [], [[] for _ in layers]
         plan = self._plan(batch, x)
         call = _Backward(self._kernels, plan, dys, x, layers, lora_a, s, batch, wanted, into)
@@ -178,7 +179,7 @@ class _Forward(_Call):
     ) -> None:
         self.kernels, self.plan, self.x, self.layers, self.batch = kernels, plan, x, layers, batch
         self.a = factors_of(one_dtype(lora_a), transposed=False)
-        self.y = [x.new_empty(x.shape[0], layer.weight.shape[0]) for layer in layers]
+        self.y = [x.new_empty(x.shape[0], layer.frozen.shape[0]) for layer in layers]
         self.s = x.new_empty(len(layers), x.shape[0], self.a.max_rank)
         self.partial = _partial_rows(self.s, x.shape[1])
 
@@ -194,7 +195,7 @@ class _Forward(_Call):
         self.kernels.expand(Expand(self.s[layer], b, self.plan, self.layers[layer].bias, self.y[layer]))
 
     def base_gemm(self, layer: int) -> None:
-        self.y[layer].addmm_(self.x, self.layers[layer].weight.t())
+        self.layers[layer].frozen.add_matmul(self.y[layer], self.x)
 
 
 class _Backward(_Call):
@@ -247,7 +248,7 @@ class _Backward(_Call):
         self.kernels.read_x(call)
 
     def base_gemm_dx(self, layer: int) -> None:
-        self.dx.addmm_(self.dys[layer], self.layers[layer].weight)
+        self.layers[layer].frozen.add_matmul_dx(self.dx, self.dys[layer])
 
     def reduce_da(self, _: int) -> None:
         self._reduce(self.a)

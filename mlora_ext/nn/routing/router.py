@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...frozen.weight import FrozenKind, FrozenWeight
 from ...ops.functional import scaling_dtype
 from ...ops.segments import SegmentLayout
 from .in_flight import ForwardsInFlight, attach_token
@@ -56,6 +57,7 @@ class Router:
             dict holds it: a loop that stops and resumes stores it and sets it again, else it counts from 0.
         default: the adapter of every row of a forward that names none; None: the model's only one.
         disabled: whether forwards that begin now leave all adapters out, whatever names they are given.
+        frozen_kind: of the weights of layers that are converted later; None: plain.
         accumulates: whether backward may add to the `grad` of adapters itself, in place and past hooks on
             them; for loops that use `Tensor.backward` only.
         fused_projections: sets of layers that are given the same x.
@@ -71,7 +73,7 @@ class Router:
         self.step = 0
         self.default: str | None = None
         self.disabled = False
-        self.packs_base = False
+        self.frozen_kind: FrozenKind | None = None
         self.accumulates = False
         self.fused_projections: Sequence[SharedInput] = ()
         self.thread_guard = ThreadGuard()
@@ -191,9 +193,9 @@ class Router:
         """Have the next mixed batch looked at anew."""
         self.places, self.specials = {}, {}
 
-    def group_on(self, group: LayerGroup, weight: Tensor) -> LayerGroup:
+    def group_on(self, group: LayerGroup, frozen: FrozenWeight) -> LayerGroup:
         """The same group for layers whose weight has moved or changed its dtype; made if there is none."""
-        place = (weight.device, scaling_dtype(weight.dtype))
+        place = (frozen.device, scaling_dtype(frozen.dtype))
         if (group.device, group.dtype) == place:
             return group
         facts = (group.adapters, group.scaling, group.dropout, *place)

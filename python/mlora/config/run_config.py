@@ -185,6 +185,11 @@ class RunConfig(Strict):
         return str((Path(self._folder) / self.base_model).resolve())
 
     @property
+    def frozen_weight(self) -> str:
+        """The kind of the frozen weights, by name."""
+        return "packed" if self.pack_base else "plain"
+
+    @property
     def at_once(self) -> int:
         """How many tasks of its own the run trains at once at most: all, or the places of its sweep."""
         return min(self.sweep.places, self.sweep.count) if self.sweep else len(self.adapters)

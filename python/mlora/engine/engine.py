@@ -20,7 +20,7 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import StepRule, Update
 from mlora.optim.scaler import LossScaler
 from mlora.pipeline.trace import Entry
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.interop.peft_folder import adapter_weights
 from mlora_ext.nn.routing.router import router_of
 
@@ -47,8 +47,8 @@ class Engine:
         dtype: of the base's weights; adapters are fp32.
         fp16: short for `dtype=torch.float16`, which brings a dynamic loss scaler per adapter.
         gradient_checkpointing: recompute blocks in backward instead of keeping their activations.
-        pack_base: keep the frozen weights packed for oneDNN too, on a CPU: faster, for three times their
-            memory.
+        frozen_weight: the kind of the frozen weights: `plain`, `packed` (for oneDNN too, on a CPU: faster,
+            for three times their memory), or a name of `register_frozen_weight`.
         seed: initial weights and dropout of an adapter derive from it and the adapter's name.
         stages: blocks of each stage of this process's pipeline, or a number of stages that share them alike.
         schedule: `lorapp`, `1f1b` or `gpipe`.
@@ -81,7 +81,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         fp16: bool = False,
         gradient_checkpointing: bool = False,
-        pack_base: bool = False,
+        frozen_weight: str = "plain",
         seed: int = 0,
         stages: int | Sequence[int] = 1,
         schedule: str = "lorapp",
@@ -97,7 +97,7 @@ class Engine:
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        options = StageOptions(self.device, dtype, gradient_checkpointing, pack_base)
+        options = StageOptions(self.device, dtype, gradient_checkpointing, frozen_weight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
         self._stage_group = stage_group or stage_group_of_threads(
             base_model, stages, options, schedule, **more
@@ -178,7 +178,7 @@ class Engine:
         Raises:
             ValueError: on setting one that does not serve this model here.
         """
-        return gemm.base_gemm_of(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
+        return base_gemm_of(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
 
     @base_gemm.setter
     def base_gemm(self, library: str) -> None:

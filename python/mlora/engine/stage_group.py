@@ -32,13 +32,13 @@ class StageOptions:
         device: where.
         dtype: of the base's weights.
         gradient_checkpointing: recompute blocks in backward.
-        pack_base: keep the weights packed for oneDNN too.
+        frozen_weight: the kind of the frozen weights, by name; see `mlora_ext.set_frozen_weights`.
     """
 
     device: torch.device
     dtype: torch.dtype
     gradient_checkpointing: bool = False
-    pack_base: bool = False
+    frozen_weight: str = "plain"
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,8 +185,8 @@ def make_worker(source: Source, span: Span | None, options: StageOptions) -> Sta
     router_of(base.model).accumulates = True
     if options.gradient_checkpointing:
         base.checkpoint_activations()
-    if options.pack_base:
-        base.pack_weights()
+    if options.frozen_weight != "plain":
+        base.set_frozen_weights(options.frozen_weight)
     return StageWorker(base, options.device)
 
 

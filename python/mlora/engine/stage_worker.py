@@ -19,7 +19,7 @@ from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.weights import write_weights
@@ -230,7 +230,7 @@ class StageWorker(Hooks):
         release_memory(self.device)
 
     def _choose_gemm(self, dtype: str, library: str) -> None:
-        gemm.set_base_gemm({dtype: library})
+        set_base_gemm({dtype: library})
 
     def _parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Those of an adapter's Parameters that are on this stage."""

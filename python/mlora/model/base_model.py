@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +15,9 @@ from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_pa
 from mlora.model.cut import Cut, Span
 from mlora.model.pretrained import stop_noise
 from mlora.objectives.cross_entropy import Head, LogitRule
-from mlora_ext.frozen.plain import PackedWeight, linear, linear_dx, packs
+from mlora_ext.frozen.packed import PackedWeight, packs
+from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 
@@ -30,7 +31,7 @@ class BaseModel:
         rule: what the model does to the head's output.
         vocab_size: ids lie below it.
         configs: every config that names an attention function for a part of the model.
-        packed_head: the head's weight for oneDNN, after `pack_weights`.
+        head_weight: the head's weight where it is of another kind than plain.
         cut: runs the part of the model that is here; None if the whole model is.
     """
 
@@ -39,7 +40,7 @@ class BaseModel:
     rule: LogitRule
     vocab_size: int
     configs: Sequence[Any]
-    packed_head: PackedWeight | None = None
+    head_weight: FrozenWeight | None = None
     cut: Cut | None = None
 
     @property
@@ -122,40 +123,37 @@ class BaseModel:
         """
         head = self.head
         if isinstance(head, MultiLoRALinear):
-            self.packed_head = head.packed  # an adapter targets it, or did, and the layer packs for itself
-            if head.specs or head.fan_in_fan_out:
-                return None
-        elif type(head) is not nn.Linear:
+            return None if head.specs or head.fan_in_fan_out else Head(head.frozen, head.bias, self.rule)
+        if type(head) is not nn.Linear:
             return None
-        forward, backward = (None, None) if self.packed_head is None else self.packed_head.of(head.weight)
-        return Head(
-            head.weight,
-            head.bias,
-            self.rule,
-            partial(linear, packed=forward),
-            partial(linear_dx, packed=backward),
-        )
+        return Head(self.head_weight or PlainWeight(head), head.bias, self.rule)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits `[..., V]` of the head's input `[..., D]`; of the last stage only."""
         return self.rule.apply(self.head(hidden))
 
-    def pack_weights(self) -> None:
-        """Keep the frozen weights in oneDNN's own layouts too.
+    def set_frozen_weights(self, kind: str) -> None:
+        """Gives the linear layers another kind of frozen weight.
 
-        Those of all linear layers, and the head's for the chunked loss; `generate` uses the plain head.
+        `packed` also keeps the head's weight for the chunked loss packed; `generate` uses the plain head.
+
+        Args:
+            kind: a name; see `mlora_ext.set_frozen_weights`.
 
         Raises:
-            ValueError: if oneDNN does not serve them.
+            ValueError: there is no such kind, or it does not serve these weights.
         """
+        if kind != "packed":
+            mlora_ext.set_frozen_weights(self.model, kind)
+            return
         try:
             mlora_ext.pack_base(self.model)
         except ValueError as error:
             raise ValueError(f"pack_base: {error}") from error
         head = self.head
         if self.is_last and type(head) is nn.Linear and packs(head.weight):
-            self.packed_head = PackedWeight()
-            self.packed_head.of(head.weight)
+            self.head_weight = PackedWeight(head)
+            self.head_weight.fused(head.weight)
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in backward instead of keeping its activations.

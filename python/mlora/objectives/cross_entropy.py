@@ -5,7 +5,7 @@ Shapes: T packed rows, M of them trained, D hidden size, V vocabulary, N owners 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from mlora_ext.frozen.weight import FrozenWeight
 
 # Logits of a chunk. On a CPU they should stay in its cache; a GPU needs enough rows for each pass over the
 # head's weight to be worth it.
@@ -55,18 +57,14 @@ class Head:
     """A frozen head.
 
     Attributes:
-        weight: `[V, D]`.
+        frozen: W `[V, D]`.
         bias: `[V]` or None.
         rule: what follows the linear layer.
-        linear: `(x, weight, bias) -> x Wᵀ + b`.
-        linear_dx: `(dy, weight) -> dy W`.
     """
 
-    weight: Tensor
+    frozen: FrozenWeight
     bias: Tensor | None
     rule: LogitRule
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    linear_dx: Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_losses(
@@ -134,7 +132,7 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(rows.shape[0], dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden) if needs_grad else None
-        size = chunk_rows(hidden.device, head.weight.shape[0])
+        size = chunk_rows(hidden.device, head.frozen.shape[0])
         for begin in range(0, rows.shape[0], size):
             part = slice(begin, begin + size)
             scales = None if row_scales is None else row_scales[part]
@@ -159,7 +157,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     """Losses of a chunk of rows and their gradient in `hidden`; works in place on one chunk of logits."""
     rule = head.rule
-    logits = head.linear(hidden, head.weight, head.bias).float()
+    logits = head.frozen.matmul(hidden, head.bias).float()
     if rule.scale != 1.0:
         logits.mul_(rule.scale)
     slope = None
@@ -180,4 +178,4 @@ def _chunk(
         d_logits.mul_(rule.scale)
     if scales is not None:
         d_logits.mul_(scales.unsqueeze(1))
-    return losses, head.linear_dx(d_logits.to(hidden.dtype), head.weight)
+    return losses, head.frozen.matmul_dx(d_logits.to(hidden.dtype))

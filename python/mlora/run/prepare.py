@@ -207,7 +207,7 @@ def run_memory(
     measures = measured or engine.device.type != "cpu"
     samples = MeasuredSamples(engine, limit)
     pieces = 0 if engine.device.type == "cpu" else limit // PIECES
-    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
+    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.frozen_weight)
     try:
         stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
         samples.warm_up()
@@ -319,7 +319,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             dtype=dtype,
             fp16=config.fp16,
             gradient_checkpointing=config.gradient_checkpointing,
-            pack_base=config.pack_base,
+            frozen_weight=config.frozen_weight,
             seed=config.seed,
             stages=pipeline.partition or pipeline.stages,
             schedule=pipeline.schedule,

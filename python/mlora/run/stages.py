@@ -248,7 +248,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         torch.device(own_device(config.device, dtype, world.local_rank)),
         dtype,
         config.gradient_checkpointing,
-        config.pack_base,
+        config.frozen_weight,
     )
     if options.device.type == "cpu":
         set_malloc(config)

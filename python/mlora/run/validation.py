@@ -61,7 +61,7 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
     engine = prepared.engine
     if engine.device.type != "cpu" or config.pipeline.replicas > 1:
         return None
-    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
+    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.frozen_weight)
     try:
         stages = dry_stages(config, options, config.pipeline.partition or config.pipeline.stages)
         memory = TaskMemory(stages)

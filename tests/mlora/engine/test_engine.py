@@ -16,7 +16,7 @@ from tiny_models import VOCABULARY, make, samples
 from tiny_run import save_base
 
 import mlora_ext
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen.packed import packs
 
 OPTIM = OptimConfig(1e-3, lr_scheduler_type="constant")
 
@@ -274,7 +274,10 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: Engine(tmp_path / "missing"), "no such folder"),
         (lambda: Engine(make("llama"), fp16=True, dtype=torch.bfloat16), "fp16"),
         (lambda: setattr(engine, "base_gemm", "cublas"), "float32"),
-        (lambda: Engine(make("llama").half(), fp16=True, pack_base=True), "pack_base: .*: oneDNN does not"),
+        (
+            lambda: Engine(make("llama").half(), fp16=True, frozen_weight="packed"),
+            "pack_base: .*: oneDNN does not",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -293,9 +296,7 @@ def test_base_gemm_is_a_record() -> None:
     assert engine.base_gemm == record
 
 
-@pytest.mark.skipif(
-    not gemm.packs(torch.empty(1, 1)), reason="this torch has no oneDNN: pack_base is refused"
-)
+@pytest.mark.skipif(not packs(torch.empty(1, 1)), reason="this torch has no oneDNN: pack_base is refused")
 def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head, which the chunked loss reads, is packed too; products are large enough to use it."""
     base, batch = save_base(tmp_path / "base", hidden=256), samples(12, 20, seed=4)
@@ -312,7 +313,7 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(mlora.model.base_model, name, record)
     found = {}
     for packed in (False, True):
-        engine = Engine(base, pack_base=packed, seed=1)
+        engine = Engine(base, frozen_weight="packed" if packed else "plain", seed=1)
         engine.create_adapter("a", lora(target_modules=["q_proj", "up_proj", "down_proj"]), OPTIM)
         products.clear()
         result = engine.forward_backward({"a": batch})["a"]

@@ -10,6 +10,8 @@ from mlora.objectives.cross_entropy import Head, LogitRule, chunked_losses, plai
 from tolerances import assert_as_exact
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mlora_ext.frozen.plain import PlainWeight
+
 COUNTS = [37, 0, 90, 3]
 RULES = [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=3.0), LogitRule(scale=0.5, softcap=2.0)]
 
@@ -26,7 +28,7 @@ def case(dtype: torch.dtype, rule: LogitRule, bias: bool = True) -> tuple[torch.
     hidden = torch.randn(160, 24).to(dtype).requires_grad_()
     weight, offset = torch.randn(301, 24).to(dtype), torch.randn(301).to(dtype)
     rows = torch.randperm(160)[: sum(COUNTS)].sort().values
-    return hidden, Head(weight, offset if bias else None, rule, F.linear, torch.matmul), rows
+    return hidden, Head(PlainWeight.of(weight), offset if bias else None, rule), rows
 
 
 def whole(

@@ -20,7 +20,8 @@ from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen import base_gemm as gemm
+from mlora_ext.frozen.packed import packs
 
 TRAINING_KEYS = {
     "adapter",
@@ -352,7 +353,7 @@ def test_base_gemm_is_measured_unless_it_is_named(tiny_base: Path, tmp_path: Pat
 
 def test_pack_base_is_a_key_of_the_run(tiny_base: Path, tmp_path: Path) -> None:
     """The same run to rounding; a run goes on with or without it."""
-    if not gemm.packs(torch.empty(1, 1)):
+    if not packs(torch.empty(1, 1)):
         pytest.skip("this torch has no oneDNN")
     packed = run_data(tiny_base, tmp_path, pack_base=True)
     train(resolve_config(packed, folder=tmp_path))

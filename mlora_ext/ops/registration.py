@@ -1,0 +1,82 @@
+"""The compiled operators as `torch.library` knows them: fake kernels, kernels for CUDA tensors, autograd.
+
+Schemas stand in csrc/ops.cpp, argument by argument in docs/design.md. `torch.compile` and `opcheck` come this
+way; eager mode calls `mlora_ext.ops.autograd`, with the same formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.calls import PLAN
+from ..backends.gpu.operator import Batch, GpuOperator, Into, Layer, one_dtype
+from ..backends.selection import backend_for, gpu_operator
+from ..frozen.plain import PlainWeight
+from ..frozen.rows import dense_rows
+from ..library import LOADED
+from . import fake
+
+
+def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
+    layer, batch = Layer(PlainWeight.of(weight), bias, lora_b), Batch(*rest[: len(PLAN)])
+    (y,), s = _of_device(x, weight).forward(x, [layer], lora_a, batch)
+    return y, s[0]
+
+
+def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
+    plan, wanted = rest[: len(PLAN)], rest[len(PLAN) : -1]
+    # An operator's results may not share memory, as the views that eager mode gets do.
+    da = [fake.gradient_of(a) for a in one_dtype(lora_a)] if wanted[1] else []
+    db = [fake.gradient_of(b) for b in one_dtype(lora_b)] if wanted[2] else []
+    into = Into(da or None, [db] if db else None, add=False)
+    layer, batch = Layer(PlainWeight.of(weight), None, lora_b), Batch(*plan)
+    operator = _of_device(x, weight)
+    dx, *_ = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted, into)
+    da = [gradient.to(a.dtype) for gradient, a in zip(da, lora_a, strict=False)]
+    return dx, da, [gradient.to(b.dtype) for gradient, b in zip(db, lora_b, strict=False)]
+
+
+def _of_device(x: Tensor, weight: Tensor) -> GpuOperator:
+    shape = (weight.shape[1], weight.shape[0])
+    return gpu_operator(backend_for(x.device, x.dtype, shape))  # type: ignore[arg-type]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, lora_a, lora_b, *plan, _ = inputs
+    ctx.num_adapters = len(lora_a)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1], *plan, *lora_a, *lora_b)
+
+
+def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
+    n = ctx.num_adapters
+    rest = (None,) * (len(PLAN) + 1)  # and for `packed`
+    if dy is None:
+        return (None, None, None, [None] * n, [None] * n, *rest)
+    x, weight, s, *plan = ctx.saved_tensors[:8]
+    lora_a, lora_b = ctx.saved_tensors[8 : 8 + n], ctx.saved_tensors[8 + n :]
+    needs = ctx.needs_input_grad
+    wanted = needs[0], any(needs[3]), any(needs[4])
+    dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(
+        dense_rows(dy), x, weight, lora_a, lora_b, s, *plan, *wanted, None
+    )
+    none = [None] * n
+    return (dx if wanted[0] else None, None, None, list(da) or none, list(db) or none, *rest)
+
+
+def register() -> None:
+    """Registers what Python adds to the compiled operators; once, when `mlora_ext` is imported."""
+    for name in ("lora_linear", "lora_linear_backward", "lora_add", "lora_add_backward", "base_linear"):
+        torch.library.register_fake(f"mlora_ext::{name}", getattr(fake, name))
+    torch.library.register_fake("mlora_ext::base_linear_dx", fake.base_linear_dx)
+    torch.library.register_kernel("mlora_ext::lora_linear", "cuda", _cuda_forward)
+    torch.library.register_kernel("mlora_ext::lora_linear_backward", "cuda", _cuda_backward)
+    torch.library.register_autograd("mlora_ext::lora_linear", _backward, setup_context=_setup)
+
+
+if LOADED:
+    register()
