@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 import mlora_ext as mx
 from mlora_ext.backends.gpu.operator import Batch, GpuOperator, Layer
 from mlora_ext.backends.triton import launch
+from mlora_ext.frozen.plain import PlainWeight
 
 KERNELS = ("plan", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 ARCHITECTURES = (80, 90)
@@ -91,7 +92,7 @@ def launches_of(variant: Variant, architecture: int, rows: int = 128) -> list[La
     layout = mx.SegmentLayout.from_lengths([64, rows - 64])
     drop = mx.LoRADropout([0.1, 0.1], [1, 2]).tensors("cpu") if variant.dropout else (None, None, None)
     batch = Batch(layout.table(), torch.ones(2), *drop)
-    layer = Layer(torch.zeros(d_out, d_in, dtype=variant.dtype), None, b)
+    layer = Layer(PlainWeight.of(torch.zeros(d_out, d_in, dtype=variant.dtype)), None, b)
     with _recorded(made, architecture), _NoBaseProducts():
         operator = GpuOperator(launch.Kernels())
         _, s = operator.forward(x, [layer], a, batch)

@@ -19,6 +19,7 @@ from torch import Tensor
 import mlora_ext as mx
 from mlora_ext.backends.gpu.operator import Batch, Layer
 from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.frozen.plain import PlainWeight
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 ALLOWED = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -52,7 +53,7 @@ def shared_results(dtype: torch.dtype, device: str, backend: str) -> tuple[list[
     dys = [torch.randn(1107, d_out, device=device).to(dtype) for d_out in widths]
     layers = [
         Layer(
-            torch.zeros(d_out, d_in, dtype=dtype, device=device),
+            PlainWeight.of(torch.zeros(d_out, d_in, dtype=dtype, device=device)),
             None,
             [torch.randn(d_out, rank, device=device).to(dtype) for rank in ranks],
         )

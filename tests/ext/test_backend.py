@@ -37,8 +37,8 @@ def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(backend, "_has_kernel", lambda key: key == "CUDA")
     entries = [
-        choice.Measured("bfloat16", 4096, 4096, 16, 8192, 2.0, 1.0),
-        choice.Measured("bfloat16", 512, 512, 16, 8192, 1.0, 2.0),
+        choice.MeasuredShape("bfloat16", 4096, 4096, 16, 8192, 2.0, 1.0),
+        choice.MeasuredShape("bfloat16", 512, 512, 16, 8192, 1.0, 2.0),
     ]
     monkeypatch.setattr(choice, "packaged", lambda: {"sm_90": entries})
     assert backend_for(GPU, torch.bfloat16, (4096, 5000)) == "cuda"

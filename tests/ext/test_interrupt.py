@@ -64,7 +64,7 @@ def test_route_around_the_interrupted_call_stays() -> None:
         interrupted(model, lambda: model(input_ids=IDS))
         assert torch.equal(model(input_ids=IDS).logits, expected)
     assert model.mlora_router.active is None
-    assert model.mlora_router.turn.thread is None
+    assert model.mlora_router.thread_guard.thread is None
 
 
 def test_interrupted_training_step_is_repeated_with_its_masks() -> None:

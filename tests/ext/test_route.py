@@ -72,10 +72,10 @@ def test_forward_without_gradients_is_not_in_flight() -> None:
     layout = mx.SegmentLayout.from_lengths([5])
     with mx.route(model, layout, names=["a"]), torch.no_grad():
         model(input_ids=ids)
-    assert not model.mlora_router._flights
+    assert not model.mlora_router._in_flight
     with mx.route(model, layout, names=["a"]):
         model.model(input_ids=ids)
-    assert len(model.mlora_router._flights) == 1
+    assert len(model.mlora_router._in_flight) == 1
 
 
 def test_two_copies_do_not_meet() -> None:

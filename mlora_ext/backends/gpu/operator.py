@@ -2,8 +2,8 @@
 
 The low-rank part is written first, and the frozen product adds to it (beta = 1 with a plain weight), so that
 y and dx are written once and read once. One call serves one layer, or several that share x, adapters and
-layout (q, k and v; gate and up): x is then read once for all. Letters: T rows, D = d_in, O = d_out of a layer,
-R largest rank, N adapters, L layers.
+layout (q, k and v; gate and up): x is then read once for all. Letters: T rows, D = d_in, O = d_out of a
+layer, R largest rank, N adapters, L layers.
 """
 
 from __future__ import annotations

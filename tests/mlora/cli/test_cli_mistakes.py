@@ -26,7 +26,7 @@ def test_version(run: Run) -> None:
 
 def test_version_imports_nothing_slow() -> None:
     code = (
-        "import sys\nfrom mlora.cli import app\n"
+        "import sys\nfrom mlora.cli.app import app\n"
         "try: app(['--version'])\nexcept SystemExit as end: assert not end.code\n"
         "print(sorted({'torch', 'transformers', 'pydantic', 'yaml'} & sys.modules.keys()))"
     )

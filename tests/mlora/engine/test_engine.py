@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import mlora.model.base_model
 import pytest
 import torch
 from mlora.data.dataset import Sample
@@ -16,7 +15,8 @@ from tiny_models import VOCABULARY, make, samples
 from tiny_run import save_base
 
 import mlora_ext
-from mlora_ext.frozen.packed import packs
+from mlora_ext.frozen.packed import PackedWeight, packs
+from mlora_ext.frozen.plain import PlainWeight
 
 OPTIM = OptimConfig(1e-3, lr_scheduler_type="constant")
 
@@ -155,7 +155,7 @@ def test_fp16_overflow_skips_that_adapter_only() -> None:
     engine = Engine(make("llama").half(), fp16=True, dtype=torch.float16)
     for name in ("a", "b"):
         engine.create_adapter(name, lora(), OPTIM)
-    scaler = engine._accounts["a"].scaler
+    scaler = engine._states["a"].scaler
     scaler.scale = 2.0**40
     weights = [p.detach().clone() for p in parameters(engine, "a")]
     batch = {name: samples(2, 9, seed=2) for name in ("a", "b")}
@@ -173,7 +173,7 @@ def test_the_loss_scale_does_not_change_gradients() -> None:
         engine = Engine(make("llama"))
         engine.create_adapter("a", lora(), OPTIM, seed=1)
         engine.create_adapter("b", lora(), OPTIM, seed=1)
-        engine._accounts["a"].scaler = LossScaler(True, scale)
+        engine._states["a"].scaler = LossScaler(True, scale)
         engine.forward_backward({"a": samples(2, 9, seed=2), "b": samples(2, 9, seed=3)})
         results.append([g / scale for g in gradients(engine, "a")] + gradients(engine, "b"))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -214,7 +214,7 @@ def test_adapters_join_and_leave_while_others_train() -> None:
     engine.forward_backward({"b": batch, "a": batch})
     engine.remove_adapter("b")
     expected = 2 * sum(sample.trained_tokens for sample in batch)
-    assert engine._accounts["a"].tokens == expected
+    assert engine._states["a"].tokens == expected
     assert engine.optim_step("a").finite
     assert engine.adapters == ["a"]
 
@@ -301,16 +301,15 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
     """The head, which the chunked loss reads, is packed too; products are large enough to use it."""
     base, batch = save_base(tmp_path / "base", hidden=256), samples(12, 20, seed=4)
     products = []
-    for name in ("linear", "linear_dx"):
-        product = getattr(mlora.model.base_model, name)
+    for kind in (PlainWeight, PackedWeight):
+        for name in ("matmul", "matmul_dx"):
+            product = getattr(kind, name)
 
-        def record(
-            *tensors: torch.Tensor, packed: torch.Tensor | None, call: Callable = product
-        ) -> torch.Tensor:
-            products.append(packed is not None)
-            return call(*tensors, packed=packed)
+            def record(self: PlainWeight, *tensors: torch.Tensor, call: Callable = product) -> torch.Tensor:
+                products.append(isinstance(self, PackedWeight))
+                return call(self, *tensors)
 
-        monkeypatch.setattr(mlora.model.base_model, name, record)
+            monkeypatch.setattr(kind, name, record)
     found = {}
     for packed in (False, True):
         engine = Engine(base, frozen_weight="packed" if packed else "plain", seed=1)
@@ -322,7 +321,7 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
             module for module in engine.model.modules() if isinstance(module, mlora_ext.MultiLoRALinear)
         ]
         assert layers
-        assert all((layer.packed is not None) == packed for layer in layers)
+        assert all(isinstance(layer.frozen, PackedWeight) == packed for layer in layers)
         found[packed] = result.loss_sum, gradients(engine, "a")
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
     assert_same(found[True][1], found[False][1], 1e-5)

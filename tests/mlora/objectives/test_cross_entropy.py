@@ -43,7 +43,7 @@ def whole(
     as_wide = (lambda t: t.double()) if wide else (lambda t: t)
     leaf = as_wide(hidden.detach()).requires_grad_()
     bias = None if head.bias is None else as_wide(head.bias)
-    logits = head.rule.apply(F.linear(leaf[rows], as_wide(head.weight), bias))
+    logits = head.rule.apply(F.linear(leaf[rows], as_wide(head.frozen.dense()), bias))
     logits = logits if wide else logits.float()
     losses = F.cross_entropy(logits, targets, reduction="none").split(COUNTS)
     sum(part.sum() * scale for part, scale in zip(losses, scales, strict=True)).backward()
@@ -75,7 +75,7 @@ def test_plain_losses_are_the_same() -> None:
     total, sums = chunked_losses(hidden, head, rows, targets, COUNTS, scales)
     total.backward()
     chunked, hidden.grad = hidden.grad, None
-    logits = F.linear(hidden.index_select(0, rows), head.weight, head.bias)
+    logits = F.linear(hidden.index_select(0, rows), head.frozen.dense(), head.bias)
     plain_total, plain_sums = plain_losses(logits, targets, COUNTS, scales)
     plain_total.backward()
     torch.testing.assert_close(sums, plain_sums, rtol=1e-6, atol=1e-6)
@@ -118,7 +118,7 @@ def test_whole_logits_are_never_held() -> None:
     with _LargestResult() as seen:
         total, _ = chunked_losses(hidden, head, rows, targets, COUNTS, [1.0] * 4)
         total.backward()
-    assert seen.largest <= max(16 * 301, hidden.numel(), head.weight.numel())
+    assert seen.largest <= max(16 * 301, hidden.numel(), head.frozen.dense().numel())
     assert seen.largest < len(rows) * 301 / 4
 
 

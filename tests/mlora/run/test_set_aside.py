@@ -71,7 +71,7 @@ def test_it_goes_on_bit_for_bit_from_every_point(
     """Before its first step, in the middle of accumulations, after steps; with dropout."""
     run = prepared(tiny_base, tmp_path, fp16=fp16, **kind)
     with run.engine as engine:
-        (task,) = run.task_table.tasks
+        (task,) = run.table.tasks
         whole, states = [], []
         for _ in range(7):
             states.append(engine.state_dict(task.name))
@@ -123,7 +123,7 @@ def test_a_file_that_is_wrong_is_one_line(
 ) -> None:
     run = prepared(tiny_base, tmp_path)
     with run.engine as engine:
-        (task,) = run.task_table.tasks
+        (task,) = run.table.tasks
         advance(engine, task, 3)
         set_aside(engine, task, tmp_path / "states")
         other = tmp_path / "states" / str(task.kept)
@@ -143,7 +143,7 @@ def test_random_bytes_are_one_line(tiny_base: Path, tmp_path: Path) -> None:
     run = prepared(tiny_base, tmp_path)
     generator = torch.Generator().manual_seed(3)
     with run.engine as engine:
-        (task,) = run.task_table.tasks
+        (task,) = run.table.tasks
         advance(engine, task, 1)
         set_aside(engine, task, tmp_path / "states")
         path = tmp_path / "states" / str(task.kept)

@@ -30,7 +30,7 @@ def after_backward(*arguments):
     if calls in (100, 900):
         gc.collect()
         tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and not o.is_meta]
-        found = [len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(stages[0]._flights)]
+        found = [len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(stages[0]._in_flight)]
         with pathlib.Path({path!r}).open("a") as file:
             file.write(json.dumps([rank, calls, *found]) + "\\n")
     return plain(*arguments)

@@ -378,7 +378,7 @@ def test_a_base_gemm_that_does_not_serve_is_refused(
     def choose(choices: dict[str, str]) -> None:
         raise ValueError(f"base_gemm: {choices['float32']!r} for float32: not on this processor; use 'aten'")
 
-    monkeypatch.setattr(gemm, "choose", choose)
+    monkeypatch.setattr("mlora.engine.stage_worker.set_base_gemm", choose)
     with pytest.raises(RunError, match=r"^base_gemm: 'onednn' for float32: not on this"):
         train(resolve_config(run_data(tiny_base, tmp_path, base_gemm="onednn"), folder=tmp_path))
     assert not (tmp_path / "run").exists()
