@@ -32,7 +32,7 @@ from limits import copy_speed
 from oracle import Entry, Oracle, WrongResult
 from timing import take_turns
 
-from mlora_ext.gemm import PackedWeight
+from mlora_ext.frozen.plain import PackedWeight
 
 RANK = 16
 # (T, d_in, d_out, adapters): what must be reached as a multiple of the frozen layer's time, by dtype

@@ -33,7 +33,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from mlora_ext.gemm import packs
+from mlora_ext.frozen.plain import packs
 
 VOCABULARY = 4096
 SETTINGS = [(1, 32, 40), (2, 64, 25), (8, 128, 8)]

@@ -12,7 +12,7 @@ from layer_sections import case, pick, shapes
 from settings import Case, Findings, Settings
 from shapes import MODELS
 
-from mlora_ext import choice
+from mlora_ext.backends import measured as choice
 
 RANKS = (16, 64)
 BACKENDS = ("triton", "cuda")

@@ -17,7 +17,7 @@ import code_cuda
 import code_triton
 import machine
 
-from mlora_ext._ops import LIBRARY
+from mlora_ext.ops.library import LIBRARY
 
 HEADER = (
     f"{'':6} {'kernel':24} {'version':34} {'target':>7} {'registers':>9} {'shared':>7} {'local':>5}  "

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import mlora_ext as mx
-from mlora_ext.gpu.operator import Batch, GpuOperator, Layer
-from mlora_ext.triton import launch
+from mlora_ext.backends.gpu.operator import Batch, GpuOperator, Layer
+from mlora_ext.backends.triton import launch
 
 KERNELS = ("plan", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 ARCHITECTURES = (80, 90)

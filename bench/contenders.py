@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mlora_ext as mx
-from mlora_ext import gemm
-from mlora_ext.backend import Backend
-from mlora_ext.functional import lora_linear_rows
-from mlora_ext.gemm import PackedWeight
+from mlora_ext.backends.selection import Backend
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.frozen.plain import PackedWeight
+from mlora_ext.ops.functional import lora_linear_rows
 
 Run = Callable[[], list[Tensor]]
 SCALING = 2.0

@@ -146,7 +146,7 @@ if [ "$device" = cuda ]; then
     -m gpu --timeout 120 --session-timeout 135 -rfEs "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
   # apart from the others: it bounds its process's allocator, and needs what mlora itself needs
   phase "memory limit" 60 "$out/tests.log" "$python" -m pytest -m gpu --session-timeout 50 -rfEs -s \
-    tests/mlora/memory/test_limit_gpu.py || true
+    tests/mlora/planning/test_limit_gpu.py || true
   phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     bench/pipeline_overlap.py --out "$out/pipeline" || true
   options=(linears adapters decoder ablation choose operators step --check)

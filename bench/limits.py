@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def describe(command: str | None = None, commit: str | None = None) -> dict[str,
         commit: of a source folder that is no git checkout; default: what git says.
     """
     import mlora_ext  # noqa: F401  (loads the operators that name their instruction set)
-    from mlora_ext import _ops
+    from mlora_ext.ops import library as _ops
 
     info: dict[str, Any] = {
         "processor": _processor(),

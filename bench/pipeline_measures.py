@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from mlora.pipeline.actions import Kind
+from mlora.pipeline.actions import ActionType
 from mlora.pipeline.trace import Entry, Span
 from mlora.simulate.measures import busy_shares, measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.timeline import OPTIMIZER, Event, Timeline, as_events
 from mlora.simulate.trace_file import TraceFiles
-from mlora.simulate.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 from pipeline_turn import Case, Item
 from timing import spread
 
@@ -169,11 +169,11 @@ def simulated_bubble(
         for event in as_events(timeline.events)
     }
 
-    def measured(stage: int, kind: Kind, stream: int, step: int, micro_batch: int) -> float:
+    def measured(stage: int, kind: ActionType, stream: int, step: int, micro_batch: int) -> float:
         return spent[stage, kind, stream, step % case.steps, micro_batch]
 
     forward, backward = (
-        [Link(max(seconds - on_wire, 0.0), overhead=on_wire) for seconds in times[f"links_{way}"]]
+        [SimulatedLink(max(seconds - on_wire, 0.0), overhead=on_wire) for seconds in times[f"links_{way}"]]
         for way in ("forward", "backward")
     )
     # until the first adapter ends, those that wait for a place do nothing

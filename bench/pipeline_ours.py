@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from mlora.pipeline import FirstStage, Hooks, Neighbours, Place, StageProcess
+from mlora.pipeline import FirstStage, Hooks, Neighbours, RoundPosition, StageProcess
 from mlora.pipeline.trace import Span
 from pipeline_turn import Case, Item, Turn, rounds
 from torch import Tensor, nn
@@ -147,8 +147,8 @@ class _Feed:
             ends = len(self._turn.items) if index == size - 1 else 0
             ids = self._batch(item)
             common = {"adapter": adapter, "number": ends}
-            place = Place(index, size)
-            numbers.append(self._driver.start({"given": ids}, {"ids": ids}, common=common, place=place))
+            position = RoundPosition(index, size)
+            numbers.append(self._driver.start({"given": ids}, {"ids": ids}, common=common, position=position))
         return numbers
 
     def _leave(self, adapter: int, step: int, numbers: list[int]) -> None:

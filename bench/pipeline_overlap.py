@@ -22,7 +22,7 @@ import torch
 from mlora.cluster.world import World
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import Crew, PartOptions, crew_of_processes
+from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import FirstStage
 from peft import LoraConfig
@@ -51,13 +51,13 @@ def train(engine: Engine, rows: int, rounds: range) -> list[float]:
     """Losses of some rounds, all adapters under way at once."""
     losses = []
     for step in rounds:
-        tickets = {}
+        futures = {}
         for name in engine.adapters:
             draw = torch.Generator().manual_seed(1000 * step + int(name[1:]))
             ids = tuple(torch.randint(0, 1024, (rows // 4,), generator=draw).tolist())
-            tickets[name] = engine.start({name: [Sample(ids, ids)] * 4}, ends=[name])
-        for name, ticket in tickets.items():
-            result = engine.finish(ticket)[name]
+            futures[name] = engine.start({name: [Sample(ids, ids)] * 4}, ends=[name])
+        for name, future in futures.items():
+            result = engine.finish(future)[name]
             losses.append(result.loss_sum / result.tokens)
             engine.optim_step(name)
     return losses
@@ -102,13 +102,15 @@ def main() -> None:
         if world.rank == 0:
             make_base(Path(folder), hidden, layers)
         base = world.gather("base", folder)[0]
-        part_options = PartOptions(device, torch.bfloat16 if gpu else torch.float32)
+        part_options = StageOptions(device, torch.bfloat16 if gpu else torch.float32)
         blocks = [layers // 2, layers - layers // 2]
-        part, process = crew_of_processes(base, blocks, part_options, "lorapp", world, in_flight=ADAPTERS)
+        part, process = stage_of_this_process(base, blocks, part_options, "lorapp", world, in_flight=ADAPTERS)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         chosen.out.mkdir(parents=True, exist_ok=True)
         with profile(activities=activities) as profiler:
-            losses = [] if world.rank else lead(Crew(FirstStage(process), part, blocks), part_options, rows)
+            losses = (
+                [] if world.rank else lead(StageGroup(FirstStage(process), part, blocks), part_options, rows)
+            )
             if world.rank:
                 process.serve()
         profiler.export_chrome_trace(str(chosen.out / f"stage-{world.rank}.json"))
@@ -117,16 +119,16 @@ def main() -> None:
             finish(base, part_options, rows, losses, stages, chosen.out / "pipeline.json")
 
 
-def lead(crew: Crew, options: PartOptions, rows: int) -> list[float]:
+def lead(stage_group: StageGroup, options: StageOptions, rows: int) -> list[float]:
     """Losses over two stages."""
-    engine = with_adapters(Engine("", device=options.device, dtype=options.dtype, crew=crew))
+    engine = with_adapters(Engine("", device=options.device, dtype=options.dtype, stage_group=stage_group))
     losses = train(engine, rows, range(WARM_UP + ROUNDS))
     engine.close()
     return losses
 
 
 def finish(
-    base: str, options: PartOptions, rows: int, losses: list[float], stages: list[Any], path: Path
+    base: str, options: StageOptions, rows: int, losses: list[float], stages: list[Any], path: Path
 ) -> None:
     """Compare with one stage, and write what was seen."""
     engine = with_adapters(Engine(base, device=options.device, dtype=options.dtype))

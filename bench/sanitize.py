@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import mlora_ext as mx
-from mlora_ext.backend import gpu_operator
-from mlora_ext.gpu.operator import Batch, Layer
+from mlora_ext.backends.gpu.operator import Batch, Layer
+from mlora_ext.backends.selection import gpu_operator
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 ALLOWED = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate
-from mlora.simulate.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 from scale_model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,13 +30,13 @@ ENOUGH = 0.99
 """Adapters suffice where they give this part of the throughput that the slowest stage or link allows."""
 
 
-def run(stages: Sequence[StageTime], link: Link, adapters: int, rows: int = 1) -> Measures:
+def run(stages: Sequence[StageTime], link: SimulatedLink, adapters: int, rows: int = 1) -> Measures:
     """Simulate a pipeline with one micro-batch of each adapter, all of which may be in flight."""
     streams = [Stream(STEPS, rows=(rows,))] * adapters
     return measure(simulate(Workload(stages, streams, "lorapp", link, link, in_flight=adapters)))
 
 
-def fewest_adapters(stages: Sequence[StageTime], link: Link, rows: int) -> tuple[int, Measures]:
+def fewest_adapters(stages: Sequence[StageTime], link: SimulatedLink, rows: int) -> tuple[int, Measures]:
     """The fewest adapters that suffice, by bisection, and what they give."""
     goal = ENOUGH * rows / max(link.seconds(rows), max(stage.seconds() for stage in stages))
     low, high = 0, len(stages)
@@ -87,7 +87,7 @@ def length_rows(depth: int = 8, spread: float = 0.5, repeats: int = 3) -> list[d
     stages = [StageTime(0, 0, 1e-6, 1.15e-6)] * depth
     rows, mean = [], 4096
     for latency in (0.0, 0.05):
-        link = Link(latency * 2.15e-6 * mean)
+        link = SimulatedLink(latency * 2.15e-6 * mean)
         for adapters in (4, 6, 8, 10, 12, 15, 16, 20, 24):
             ratios = {"equal": [run(stages, link, adapters, mean).bubble_ratio], "mixed": []}
             for seed in range(repeats):

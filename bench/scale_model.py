@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlora.simulate.workload import Link, StageTime
+from mlora.simulate.workload import SimulatedLink, StageTime
 from shapes import MODELS, ModelShape
 
 SEQUENCE = 1024
@@ -113,9 +113,9 @@ class Trained:
         forwards[-1] += self.head_seconds
         return [StageTime(forward, self.ratio * forward) for forward in forwards]
 
-    def link(self, network: Network) -> Link:
+    def link(self, network: Network) -> SimulatedLink:
         """A link that carries hidden states, or their gradients."""
-        return Link(network.latency, network.bandwidth, ITEM * self.shape.hidden)
+        return SimulatedLink(network.latency, network.bandwidth, ITEM * self.shape.hidden)
 
     def memory(self, stages: int, in_flight: list[int], adapters: int) -> float:
         """Bytes of the fullest stage: base, adapters, and what micro-batches in flight keep."""

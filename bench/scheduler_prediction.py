@@ -19,7 +19,7 @@ import torch
 from mlora.config.run_config import RunConfig
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import PartOptions
+from mlora.engine.stage_group import StageOptions
 from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
@@ -94,7 +94,7 @@ def one_model(config: RunConfig, work: Work, points: int, unseen: int, orders: i
     shapes = random_lengths(points + unseen, work, seed=1, names=names)
     samples = measured(config, tasks, shapes)
     learned, tests = samples[:points], samples[points:]
-    options = PartOptions(torch.device("cpu"), torch.float32, config.gradient_checkpointing)
+    options = StageOptions(torch.device("cpu"), torch.float32, config.gradient_checkpointing)
     memory = TaskMemory(dry_stages(config, options))
     for task in tasks:
         memory.know(task)
@@ -131,11 +131,11 @@ def measured(
             engine.create_adapter(task.name, task.lora, task.optim)
         for shape in [shapes[0], *shapes]:  # the first one makes what is made once
             batch = {name: [Sample((5,) * n, (5,) * n) for n in lengths] for name, lengths in shape.items()}
-            ticket = engine.start(batch, ends=list(batch), measure=True)
-            engine.finish(ticket)
+            future = engine.start(batch, ends=list(batch), measure=True)
+            engine.finish(future)
             for name in batch:
                 engine.optim_step(name)
-            found.append((shape, ticket.measured[0].phases[0]))
+            found.append((shape, future.measured[0].phases[0]))
     return found[1:]
 
 

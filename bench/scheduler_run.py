@@ -17,7 +17,7 @@ from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, make_engine, run_memory
 from mlora.run.report import Silent
-from mlora.run.task_table import Roster
+from mlora.run.task_table import TaskTable
 from mlora.tasks.task import Task, TaskBuilder
 from scheduler_timers import EACH, Stopwatch
 
@@ -87,7 +87,7 @@ class TurnRun:
         tasks = [builder.build(adapter) for adapter in config.adapters]
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
         memory = run_memory(config, engine)
-        roster = Roster(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
+        roster = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
         decisions = Decisions(config, engine, roster, Silent())
         watch = Stopwatch()
         watch.begin()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 Clock = Callable[[], float]
-EACH = ("asked", "next", "choose", "worth_measuring", "passed", "ended")
+EACH = ("asked", "next", "next_batch", "worth_measuring", "passed", "ended")
 """Calls of each iteration."""
 DECISION = ("decide", "write_summary")
 DECISIONS_EVERY = 25

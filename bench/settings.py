@@ -11,8 +11,8 @@ import torch
 from limits import Ceilings, measure_ceilings
 
 import mlora_ext as mx
-from mlora_ext import _ops
-from mlora_ext.backend import Backend, backend_for
+from mlora_ext.backends.selection import Backend, backend_for
+from mlora_ext.ops import library as _ops
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
 

@@ -1,8 +1,6 @@
 """Train many LoRA adapters over one frozen base model in one batch."""
 
-from .backend import use_backend
-from .dropout import LoRADropout
-from .functional import multi_lora_linear
+from .backends.selection import use_backend
 from .nn import (
     MultiLoRALinear,
     adapter_parameters,
@@ -18,7 +16,9 @@ from .nn import (
     route,
     save_adapter,
 )
-from .segments import SegmentLayout
+from .ops.dropout import LoRADropout
+from .ops.functional import multi_lora_linear
+from .ops.segments import SegmentLayout
 
 __all__ = [
     "LoRADropout",

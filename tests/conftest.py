@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     # Triton reads it when it is imported, as by torch for `mlora_ext`: then kernels run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from mlora_ext import _ops, backend
+from mlora_ext.backends import selection as backend
+from mlora_ext.ops import library as _ops
 
 # A shell starts background jobs with SIGINT ignored; here it works as in the foreground.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -27,7 +27,11 @@ def test_imports_run_down_the_layers() -> None:
     assert sum(len(others - {layers.BELOW_ALL}) for others in arrows.values()) <= 90
 
 
-@pytest.mark.parametrize(("package", "root"), [(MLORA, MLORA.parent), (BENCH, BENCH)], ids=["mlora", "bench"])
+@pytest.mark.parametrize(
+    ("package", "root"),
+    [(MLORA, MLORA.parent), (EXT, ROOT), (BENCH, BENCH)],
+    ids=["mlora", "mlora_ext", "bench"],
+)
 def test_no_module_imports_one_that_imports_it(package: Path, root: Path) -> None:
     assert layers.circle(layers.module_imports(layers.python_files(package), root)) == []
 

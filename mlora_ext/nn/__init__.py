@@ -3,13 +3,14 @@
 from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
 from .control import disable_adapter, print_trainable_parameters
-from .convert import add_adapter, convert_model, remove_adapter
-from .folder import load_adapter, save_adapter
+from .convert import convert_model, load_adapter
+from .interop.merging import merge_and_unload
+from .interop.peft_folder import save_adapter
+from .interop.peft_model import from_peft
+from .join import add_adapter, remove_adapter
 from .linear import MultiLoRALinear
-from .merging import merge_and_unload
 from .packing import pack_base
-from .peft_model import from_peft
-from .routing import route
+from .routing.router import route
 from .weights import adapter_parameters
 
 __all__ = [

@@ -14,7 +14,7 @@ PAGE_ROWS = 16
 
 
 @dataclass
-class _Place:
+class _Rows:
     """Rows `[row, row + rows)` of one page."""
 
     page: int
@@ -64,7 +64,7 @@ class AdapterBank(nn.Module):
         self.device = torch.device(device)
         self.dtype = dtype
         self._pages: list[Tensor] = []
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Rows] = {}
         self.register_load_state_dict_post_hook(_adopt_after_load)
 
     def __contains__(self, name: str) -> bool:
@@ -124,7 +124,7 @@ class AdapterBank(nn.Module):
     def extra_repr(self) -> str:
         return f"width={self.width}, pages={[list(page.shape) for page in self._pages]}"
 
-    def _find(self, rows: int, dtype: torch.dtype, device: torch.device) -> _Place:
+    def _find(self, rows: int, dtype: torch.dtype, device: torch.device) -> _Rows:
         for index, page in enumerate(self._pages):
             if page.dtype != dtype or page.device != device:
                 continue
@@ -134,14 +134,14 @@ class AdapterBank(nn.Module):
                     break
                 row = place.row + place.rows
             if page.shape[0] - row >= rows:
-                return _Place(index, row, rows)
-        return _Place(self._new_page(max(rows, PAGE_ROWS), dtype, device), 0, rows)
+                return _Rows(index, row, rows)
+        return _Rows(self._new_page(max(rows, PAGE_ROWS), dtype, device), 0, rows)
 
     def _new_page(self, rows: int, dtype: torch.dtype, device: torch.device) -> int:
         self._pages.append(torch.zeros(rows, self.width, dtype=dtype, device=device))
         return len(self._pages) - 1
 
-    def _view(self, place: _Place) -> Tensor:
+    def _view(self, place: _Rows) -> Tensor:
         rows = self._pages[place.page][place.row : place.row + place.rows]
         return rows.t() if self.transposed else rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .routing import Router, router_of
+from .routing.router import Router, router_of
 
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 

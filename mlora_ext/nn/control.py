@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .linear import MultiLoRALinear
-from .routing import Router, router_of
+from .routing.router import Router, router_of
 from .weights import adapter_parameters
 
 

@@ -1,46 +1,26 @@
-"""Putting adapters on a model, and taking them off: convert_model, add_adapter, remove_adapter."""
+"""Converting a model, which puts adapters on it: convert_model, and load_adapter from a PEFT folder."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import math
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from ..functional import scaling_dtype
-from ..gemm import PackedWeight
-from . import adapter_interface, checkpointing, forward
+from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
+from .interop import adapter_interface, merging
+from .interop.peft_folder import load_into, read_adapter
+from .join import convert_layers, join, plan_adapter, refuse_state, regroup
 from .linear import MultiLoRALinear
-from .routes import LayerGroup, LayerSpec
-from .routing import AdapterInfo, Router, router_of
-from .siblings import Siblings
-from .state import check_layer
-from .supported import check_config, check_name, init_kind
-from .targets import (
-    adapter_dtype,
-    is_transposed,
-    linear_layers,
-    target_layers,
-)
-from .weights import adapter_layers
+from .routing.router import Router
+from .weights import write_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-_SIBLINGS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-)
-"""Children of one module that are given the same x in Transformers' models. Only a guess: whether x is the
-same is seen at each call."""
 
 
 def convert_model(
@@ -85,11 +65,11 @@ def convert_model(
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a module, got {type(model).__name__}")
-    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
+    if is_converted(model):
         raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
-    _refuse_state(model, plans, every_linear)
+    refuse_state(model, plans, every_linear)
     _refuse_generate(model)
     refuse_batch_statistics(model)
     model.__dict__["mlora_router"] = Router()
@@ -99,57 +79,43 @@ def convert_model(
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
-    _convert_layers(model, plans, autocast_adapter_dtype, every_linear)
+    merging.install(model)
+    convert_layers(model, plans, autocast_adapter_dtype, every_linear)
     for name, config in adapters.items():
-        _join(model, name, config, plans[name], seed)
-    _regroup(model)
+        join(model, name, config, plans[name], seed)
+    regroup(model)
     return model
 
 
-def add_adapter(
-    model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
-) -> None:
-    """Put one more adapter on a converted model; the others do not move.
+def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
+    """Read an adapter from a PEFT folder.
+
+    An adapter of this name that the model has gets the folder's weights and keeps its dropout; otherwise the
+    adapter is added, with the folder's config. A model that is not converted yet is converted.
 
     Args:
-        model: converted by `convert_model`.
-        name: of the new adapter.
-        config: PEFT's config.
-        seed: of initial values and dropout.
-        autocast_adapter_dtype: as in `convert_model`, for layers that get their first adapter.
+        model: converted, or any module.
+        name: to give the adapter.
+        folder: with adapter_config.json and adapter_model.safetensors (or .bin).
+        seed: of dropout.
 
     Raises:
-        ValueError: if the name is taken, the name or config is not supported, targets match nothing, or a
-            layer has hooks, another `forward`, or weights that are quantized or require a gradient.
+        ValueError: if a file is missing, the config is not supported, a weight is NaN or infinite, a layer is
+            missing or has another shape, as that of an adapter of another base has, or the folder holds
+            weights of the base, as PEFT stores embeddings and heads, that differ from the model's; the model
+            is left as it was.
     """
-    if not isinstance(name, str):
-        raise ValueError(f"name: expected the new adapter's name before its config, got {name!r}")
-    router = router_of(model)
-    if name in router.adapters:
-        raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
-    plan = plan_adapter(model, name, config)
-    _refuse_state(model, {name: plan})
-    _refuse_trained(model, plan)
-    _convert_layers(model, {name: plan}, autocast_adapter_dtype)
-    _join(model, name, config, plan, seed)
-    _regroup(model)
+    if is_converted(model):
+        load_into(model, name, folder, seed=seed)
+        return
+    config, weights = read_adapter(model, name, Path(folder))
+    convert_model(model, {name: config}, seed=seed)
+    write_weights(model, name, weights)
 
 
-def remove_adapter(model: nn.Module, name: str) -> None:
-    """Take an adapter off a converted model; the others do not move.
-
-    Raises:
-        ValueError: if the model has no adapter of this name.
-    """
-    router = router_of(model)
-    router.check_names("name", [name])
-    for layer in adapter_layers(model, name).values():
-        layer.lora_A.remove(name)
-        layer.lora_B.remove(name)
-        del layer.specs[name]
-    del router.adapters[name]
-    router.default = None if router.default == name else router.default
-    _regroup(model)
+def is_converted(model: nn.Module) -> bool:
+    """Whether a model has layers that `convert_model` made."""
+    return any(isinstance(module, MultiLoRALinear) for module in model.modules())
 
 
 def _refuse_peft(model: nn.Module) -> None:
@@ -167,160 +133,3 @@ def _refuse_generate(model: nn.Module) -> None:
             "model: its generate was replaced on the instance, which conversion would drop: delete that "
             "attribute before it"
         )
-
-
-def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
-    """The base of a converted model is frozen: whoever unfroze a part of it since wants to train it."""
-    for key in plan:
-        for name, parameter in model.get_submodule(key).named_parameters(recurse=False):
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"layer {key}: its {name} requires a gradient, and layers with adapters are frozen: call "
-                    "requires_grad_(False) on it first, or target other layers"
-                )
-
-
-def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
-    """The layers of an adapter-to-be, after all that can be refused has been."""
-    check_name(name)
-    check_config(name, config)
-    return target_layers(model, name, config)
-
-
-def _convert_layers(
-    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool, every: bool = False
-) -> None:
-    """Replace the layers that get their first adapter, and reserve one page for all of a layer's adapters."""
-    router = router_of(model)
-    rows: dict[str, int] = {}
-    for plan in plans.values():
-        for key, spec in plan.items():
-            rows[key] = rows.get(key, 0) + spec.rank
-    for index, key, module in _wanted(model, plans, every):
-        if not isinstance(module, MultiLoRALinear):
-            module = _replace(model, key, module, router, index, autocast)
-        if len(plans) > 1 and key in rows:
-            module.lora_A.reserve(rows[key])
-            module.lora_B.reserve(rows[key])
-
-
-def _wanted(
-    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool
-) -> list[tuple[int, str, nn.Module]]:
-    """Index, name and module of the linear layers that get adapters, or all but the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    targets = {key for plan in plans.values() for key in plan}
-    return [
-        (index, key, module)
-        for index, (key, module) in enumerate(linear_layers(model).items())
-        if key in targets or (every and module is not head)
-    ]
-
-
-def _refuse_state(
-    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False
-) -> None:
-    """Before anything is changed: what layers that are replaced have beside weights would be lost."""
-    for _, key, module in _wanted(model, plans, every):
-        if not isinstance(module, MultiLoRALinear):
-            check_layer(key, module)
-
-
-def _replace(
-    model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
-) -> MultiLoRALinear:
-    weight: Any = module.weight
-    bias: Any = module.bias
-    layer = MultiLoRALinear(
-        weight,
-        bias,
-        router=router,
-        name=key,
-        index=index,
-        fan_in_fan_out=is_transposed(module),
-        adapter_dtype=adapter_dtype(weight, autocast),
-    )
-    layer.train(module.training)
-    if router.packs_base:
-        layer.packed = PackedWeight()
-    parent, _, child = key.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
-    return layer
-
-
-def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
-    for key, spec in plan.items():
-        layer = model.get_submodule(key)
-        assert isinstance(layer, MultiLoRALinear)
-        layer.specs[name] = spec
-        a = layer.lora_A.add(name, spec.rank)
-        b = layer.lora_B.add(name, spec.rank)
-        for parameter in (a, b):
-            parameter.requires_grad_(not config.inference_mode)
-        _initialise(a, b, init_kind(config), spec.rank, derived_seed(seed, name, key))
-    router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), derived_seed(seed, name, "dropout"))
-
-
-def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
-    """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype.
-
-    On the meta device there is nothing to draw: the layer is another process's.
-    """
-    if a.is_meta:
-        return
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
-    if how == "gaussian":
-        nn.init.normal_(values, std=1 / rank, generator=generator)
-    else:
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-    with torch.no_grad():
-        a.copy_(values)
-        if how is False:
-            bound = 1 / math.sqrt(rank)
-            values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
-            b.copy_(values.uniform_(-bound, bound, generator=generator))
-
-
-def derived_seed(seed: int, *parts: str) -> int:
-    """A 63-bit seed from a seed and names: the same on every machine, independent of order."""
-    digest = hashlib.sha256("\0".join([str(seed), *parts]).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _regroup(model: nn.Module) -> None:
-    """Let layers with the same adapters, ranks aside, share one group."""
-    router = router_of(model)
-    groups: dict[Any, LayerGroup] = {}
-    layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
-    for module in layers.values():
-        names = tuple(name for name in router.adapters if name in module.lora_A)
-        scaling = tuple(module.specs[name].scaling for name in names)
-        dropout = tuple(module.specs[name].dropout for name in names)
-        key = (names, scaling, dropout, module.weight.device, scaling_dtype(module.weight.dtype))
-        module.group = groups.setdefault(key, LayerGroup(*key))
-    router.regroup(list(groups.values()))
-    router.siblings = _find_siblings(layers)
-    adapter_interface.refresh(model)
-
-
-def _find_siblings(layers: Mapping[str, MultiLoRALinear]) -> list[Siblings]:
-    """Tell converted layers, by name, who their siblings are, and give back all sets of them.
-
-    Called again whenever adapters join or leave: siblings have the same adapters, scalings and dropouts.
-    """
-    parents: dict[str, dict[str, MultiLoRALinear]] = {}
-    for key, layer in layers.items():
-        parent, _, child = key.rpartition(".")
-        parents.setdefault(parent, {})[child] = layer
-    found = []
-    for children in parents.values():
-        for names in _SIBLINGS:
-            ours = [children[name] for name in names if name in children]
-            for group in {layer.group for layer in ours}:
-                alike = [layer for layer in ours if layer.group is group]
-                siblings = Siblings(alike) if len(alike) > 1 and group.adapters else None
-                for layer in alike:
-                    layer.siblings = siblings
-                found += [siblings] if siblings else []
-    return found

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import locate
 from .control import refuse_bypassed_head
-from .locate import contents_of, rows_per_sample
-from .routes import Route
-from .routing import router_of
+from .routing import locate
+from .routing.locate import contents_of, rows_per_sample
+from .routing.route import Route
+from .routing.router import router_of
 
 
 def install(model: nn.Module) -> None:
@@ -108,7 +108,7 @@ def _counting_copies(model: nn.Module, route: Route) -> Iterator[None]:
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     router = router_of(model)
     router.leave_interrupted()
-    router.turn.check()
+    router.thread_guard.check()
     refuse_bypassed_head(model, kwargs)
     names = kwargs.pop("adapter_names", None)
     contents = contents_of(args, kwargs)

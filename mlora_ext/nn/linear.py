@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import lora_linear_rows, scaling_dtype
-from ..gemm import PackedWeight, frozen_linear
+from ..frozen.plain import PackedWeight, frozen_linear
+from ..ops.functional import lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
-from .routes import LayerGroup, LayerSpec, RouteTensors
-from .routing import Router
-from .siblings import Siblings
+from .routing.route import LayerGroup, LayerSpec, RouteTensors, SharedInput
+from .routing.router import Router
 
 
 class MultiLoRALinear(nn.Module):
@@ -54,7 +53,7 @@ class MultiLoRALinear(nn.Module):
         self.name, self.index = name, index
         self.router = router
         self.packed: PackedWeight | None = None
-        self.siblings: Siblings | None = None
+        self.fused_projections: SharedInput | None = None
         self.specs: dict[str, LayerSpec] = {}
         self.eager_dims: set[int] = set()
         self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
@@ -107,7 +106,7 @@ class MultiLoRALinear(nn.Module):
             return frozen_linear(x, weight, self.bias, self.packed)
         if place is not None:
             return place.as_before(self._with_adapters(place.samples_first(x, batch), active))
-        shared = None if self.siblings is None else self.siblings.output(self, x, active)
+        shared = None if self.fused_projections is None else self.fused_projections.output(self, x, active)
         return self._with_adapters(x, active) if shared is None else shared
 
     def _compiled_tensors(self, x: Tensor) -> RouteTensors:
@@ -115,7 +114,7 @@ class MultiLoRALinear(nn.Module):
         active = self.group.active
         if active is None:
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
-        if x.numel() != active.extent.shape[0] * self.in_features:
+        if x.numel() != active.rows_tensor.shape[0] * self.in_features:
             raise RuntimeError(
                 f"layer {self.name}: x has other rows than the compiled model's input, as where an encoder's "
                 "and a decoder's lengths differ; compile without fullgraph=True, or do not compile"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..gemm import PackedWeight, packs
+from ..frozen.plain import PackedWeight, packs
 from .linear import MultiLoRALinear
 
 

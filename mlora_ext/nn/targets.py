@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .linear import MultiLoRALinear
-from .routes import LayerSpec
+from .routing.route import LayerSpec
 
 if TYPE_CHECKING:
     from peft import LoraConfig

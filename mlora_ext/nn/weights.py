@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .linear import MultiLoRALinear
-from .routing import router_of
+from .routing.router import router_of
 from .targets import features
 
 

@@ -43,7 +43,7 @@ def test_both_parts_run(bench_folder: Path, tmp_path: Path) -> None:
         assert found["decisions"] >= 2
         assert found["tasks_of_a_step"] in (1, 2)
         assert all(share >= 0 for name, share in found["shares"].items() if name != "measuring")
-        assert min(found["seconds"][name] for name in ("asked", "choose", "passed")) > 0
+        assert min(found["seconds"][name] for name in ("asked", "next_batch", "passed")) > 0
         assert found["decision_seconds"] > found["decision_parts"]["write_entry"] > 0
     assert data["overhead"]["all_fit"]["learning_steps_measured"][:10] == [True] * 10
     assert max(data["overhead"]["some_wait"]["admitted"]) <= 2
@@ -106,7 +106,7 @@ def steps(timers: ModuleType, seconds: Sequence[float], **calls: float) -> Itera
 
 
 def test_the_overhead_is_a_sum_of_its_pieces(timers: ModuleType) -> None:
-    calls = {"asked": 0.001, "choose": 0.004, "passed": 0.002}
+    calls = {"asked": 0.001, "next_batch": 0.004, "passed": 0.002}
     iterations = list(steps(timers, [1.0, 2.0, 3.0], **calls))
     iterations[0].calls["show"] = 0.03
     iterations[1].measured = True
@@ -122,9 +122,9 @@ def test_the_overhead_is_a_sum_of_its_pieces(timers: ModuleType) -> None:
     assert found["share"] == pytest.approx(each / 2.0 + 0.64 / timers.MEASURED_EVERY)
     assert sum(found["shares"].values()) == pytest.approx(found["share"])
     iterations.append(timers.Iteration(11.0, 0.5, calls={"decide": 0.3, "write_summary": 0.2}))
-    iterations += steps(timers, [2.0], asked=0.001, choose=0.054, passed=0.002)
+    iterations += steps(timers, [2.0], asked=0.001, next_batch=0.054, passed=0.002)
     found = timers.overhead(iterations, measuring=0.0)
-    assert found["seconds"]["choose"] == pytest.approx(0.004 + 0.05 / timers.DECISIONS_EVERY)
+    assert found["seconds"]["next_batch"] == pytest.approx(0.004 + 0.05 / timers.DECISIONS_EVERY)
     with pytest.raises(ValueError, match="expected steps and decisions, got 3 and 0"):
         timers.overhead(list(steps(timers, [1.0, 1.0, 1.0])), 0.0)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mlora_ext import choice
-from mlora_ext.choice import Measured, choose, load, nearest
+from mlora_ext.backends import measured as choice
+from mlora_ext.backends.measured import MeasuredShape, faster_backend, load, nearest
 
 
-def entry(d_in: int, d_out: int, rank: int, rows: int, cuda: float, dtype: str = "bfloat16") -> Measured:
-    return Measured(dtype, d_in, d_out, rank, rows, triton_seconds=1.0, cuda_seconds=cuda)
+def entry(d_in: int, d_out: int, rank: int, rows: int, cuda: float, dtype: str = "bfloat16") -> MeasuredShape:
+    return MeasuredShape(dtype, d_in, d_out, rank, rows, triton_seconds=1.0, cuda_seconds=cuda)
 
 
 def test_nearest_in_log_space() -> None:
@@ -36,7 +36,7 @@ def test_nearest_in_log_space() -> None:
 def test_the_package_has_a_table_and_unknown_architectures_go_to_triton() -> None:
     assert choice.PATH.is_file()
     assert isinstance(load(choice.PATH), dict)
-    assert choose("sm_00", "bfloat16", 4096, 4096, 16, 8192) == "triton"
+    assert faster_backend("sm_00", "bfloat16", 4096, 4096, 16, 8192) == "triton"
 
 
 GOOD = {

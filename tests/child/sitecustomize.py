@@ -19,7 +19,7 @@ class Operators:
     def find_spec(
         name: str, path: list[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        found = PathFinder.find_spec(name, path) if name == "mlora_ext._ops" else None
+        found = PathFinder.find_spec(name, path) if name == "mlora_ext.ops.library" else None
         if found is None or found.loader is None:
             return None
         load = found.loader.exec_module

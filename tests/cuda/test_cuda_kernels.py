@@ -10,10 +10,10 @@ from backends import BACKENDS, serving
 from cases import Case, assert_right, make
 
 import mlora_ext as mx
-from mlora_ext.backend import gpu_operator
-from mlora_ext.dropout import philox_mask
-from mlora_ext.gpu.operator import Batch, Layer
-from mlora_ext.gpu.plan import COLUMN_SPLIT
+from mlora_ext.backends.gpu.operator import Batch, Layer
+from mlora_ext.backends.gpu.plan import COLUMN_SPLIT
+from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mlora_ext import _C, _ops
+from mlora_ext import _C
+from mlora_ext.ops import library as _ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import code_cuda

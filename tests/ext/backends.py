@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mlora_ext as mx
-from mlora_ext import segments
+from mlora_ext.backends.selection import Backend
+from mlora_ext.ops import segments
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 import emulated
@@ -67,7 +68,7 @@ def patch_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def serving(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
+def serving(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Serve the operator by one backend; new tensors lie where it works.
 
     On a CPU, `triton` runs in Triton's interpreter and `cuda` in an emulator, program by program: small

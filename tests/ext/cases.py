@@ -6,7 +6,7 @@ import torch
 from tolerances import assert_as_exact, in_other_orders
 
 import mlora_ext as mx
-from mlora_ext import reference
+from mlora_ext.ops import reference
 
 
 @dataclass

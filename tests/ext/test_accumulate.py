@@ -9,7 +9,7 @@ from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 
 import mlora_ext as mx
-from mlora_ext.functional import lora_linear_rows
+from mlora_ext.ops.functional import lora_linear_rows
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)

@@ -9,8 +9,9 @@ import torch
 from cases import make
 
 import mlora_ext as mx
-from mlora_ext import backend, choice
-from mlora_ext.backend import backend_for
+from mlora_ext.backends import measured as choice
+from mlora_ext.backends import selection as backend
+from mlora_ext.backends.selection import backend_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -59,7 +60,7 @@ def test_the_interpreter_must_be_on_before_python_starts() -> None:
     program = """
 import os, torch, triton, mlora_ext as mx
 os.environ["TRITON_INTERPRET"] = "1"
-from mlora_ext.backend import backend_for
+from mlora_ext.backends.selection import backend_for
 with mx.use_backend("triton"):
     backend_for(torch.device("cpu"), torch.float32)
 """
@@ -70,7 +71,7 @@ with mx.use_backend("triton"):
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make([4], [6], [0])
-    monkeypatch.setattr("mlora_ext.triton.INTERPRETED", False)
+    monkeypatch.setattr("mlora_ext.backends.triton.INTERPRETED", False)
     with (
         mx.use_backend("triton"),
         pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before Python starts"),
@@ -82,7 +83,7 @@ def test_a_compiled_graph_of_cpu_tensors_has_no_gpu_backend() -> None:
     case = make([4], [6], [0])
     x, *rest = case.operator_arguments()
     function = torch.compile(
-        lambda x: mx.functional.lora_linear_rows(x, *rest), fullgraph=True, backend="aot_eager"
+        lambda x: mx.ops.functional.lora_linear_rows(x, *rest), fullgraph=True, backend="aot_eager"
     )
     with mx.use_backend("triton"), pytest.raises(Exception, match="compile of CPU tensors"):
         function(x)

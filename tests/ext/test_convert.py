@@ -325,7 +325,7 @@ def test_every_field_of_loraconfig_is_judged() -> None:
     class Newer(LoraConfig):
         shiny: bool = False
 
-    from mlora_ext.nn.supported import check_config
+    from mlora_ext.adapters.lora_config import check_config
 
     with pytest.raises(ValueError, match=r"expected a peft.LoraConfig, got Newer"):
         check_config("a", Newer(shiny=True))

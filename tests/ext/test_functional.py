@@ -7,7 +7,7 @@ import torch
 from cases import make
 
 import mlora_ext as mx
-from mlora_ext import _ops
+from mlora_ext.ops import library as _ops
 
 
 def arguments(**changes: object) -> dict:

@@ -9,10 +9,10 @@ from cases import make
 from plan_oracle import Row, plan_of
 
 import mlora_ext as mx
-from mlora_ext.backend import gpu_operator
-from mlora_ext.gpu.factors import factors_of
-from mlora_ext.gpu.launches import Launch, backward_launches, forward_launches
-from mlora_ext.gpu.plan import Plan, PlanCache, PlanSizes
+from mlora_ext.backends.gpu.factors import factors_of
+from mlora_ext.backends.gpu.launches import Launch, backward_launches, forward_launches
+from mlora_ext.backends.gpu.plan import Plan, PlanCache, PlanSizes
+from mlora_ext.backends.selection import gpu_operator
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 
@@ -75,7 +75,7 @@ def test_plan_of_many_segments(
     count, adapters, block = 150, 67, 64
     if request.node.callspec.params["backend"] == "triton":
         count, adapters, block = 38, 19, 16
-        monkeypatch.setattr("mlora_ext.triton.launch._PLAN_BLOCK", block)
+        monkeypatch.setattr("mlora_ext.backends.triton.launch._PLAN_BLOCK", block)
     layout = layout_of(count, adapters, 80)
     owners = [*layout.adapters[:block], *[-1] * block, *layout.adapters[2 * block :]]
     layout = mx.SegmentLayout.from_lengths(layout.lengths, owners, layout.row0)
@@ -159,7 +159,7 @@ def test_gradients_have_the_layout_of_their_factors(transposed: bool) -> None:
     buffer.zero_()
     for matrix, gradient in zip(matrices, gradients, strict=True):
         assert gradient.shape == matrix.shape
-        fake = mx._ops._fake_gradient(matrix)
+        fake = mx.ops.library._fake_gradient(matrix)
         assert gradient.stride() == fake.stride()
         gradient.fill_(1)
     assert buffer.sum() == sum(m.numel() for m in matrices), "every element belongs to one gradient"

@@ -9,11 +9,11 @@ from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
-from mlora_ext import _ops
-from mlora_ext.backend import gpu_operator
-from mlora_ext.gpu.factors import factors_of
-from mlora_ext.gpu.operator import Batch, Layer, one_dtype
-from mlora_ext.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
+from mlora_ext.backends.gpu.factors import factors_of
+from mlora_ext.backends.gpu.operator import Batch, Layer, one_dtype
+from mlora_ext.backends.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
+from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.ops import library as _ops
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 

@@ -13,8 +13,9 @@ from tolerances import assert_as_exact, assert_same_up_to_rounding
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
-from mlora_ext import _C, gemm
-from mlora_ext.dropout import philox_mask
+from mlora_ext import _C
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,7 +107,7 @@ def test_frozen_product(
     x, dy = torch.randn(rows, d_in + 7, dtype=dtype)[:, :d_in], torch.randn(rows, d_out, dtype=dtype)
     weight = torch.randn(d_in, d_out, dtype=dtype).T if transposed else torch.randn(d_out, d_in, dtype=dtype)
     bias = torch.randn(d_out, dtype=dtype)
-    assert gemm.chosen(dtype) == {str(dtype).removeprefix("torch."): base}
+    assert gemm.base_gemm_of(dtype) == {str(dtype).removeprefix("torch."): base}
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert_as_exact(
         gemm.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias), exact, f"y by {base}"
@@ -163,10 +164,10 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
 def test_bf16_on_a_processor_without_avx512() -> None:
     """oneDNN refuses bf16 there; the product then goes to aten."""
     code = (
-        "import torch; from mlora_ext import gemm; x = torch.randn(256, 64).bfloat16(); "
+        "import torch; from mlora_ext.frozen import plain as gemm; x = torch.randn(256, 64).bfloat16(); "
         "w = torch.randn(64, 64).bfloat16(); "
         "assert torch.equal(gemm.linear(x, w), torch.nn.functional.linear(x, w)); "
-        "print(gemm.chosen(torch.bfloat16)['bfloat16'])"
+        "print(gemm.base_gemm_of(torch.bfloat16)['bfloat16'])"
     )
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -174,19 +175,19 @@ def test_bf16_on_a_processor_without_avx512() -> None:
 
 
 def test_a_library_that_cannot_serve_is_refused() -> None:
-    before = gemm.chosen(torch.float16)
+    before = gemm.base_gemm_of(torch.float16)
     x, weight = torch.randn(256, 64).half(), torch.randn(65, 64).half()
     refusal = ""
     try:
-        gemm.choose({"float16": "onednn"})
+        gemm.set_base_gemm({"float16": "onednn"})
     except ValueError as error:
         refusal = str(error)
-    if gemm.chosen(torch.float16) == before:
+    if gemm.base_gemm_of(torch.float16) == before:
         assert "oneDNN does not serve Half" in refusal
     assert_as_exact(
         gemm.linear(x, weight), torch.nn.functional.linear(x, weight), x.double() @ weight.double().T, "y"
     )
-    gemm.choose(before)
+    gemm.set_base_gemm(before)
 
 
 @pytest.mark.parametrize("how", ["expanded", "columns", "rows"])

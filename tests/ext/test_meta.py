@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mlora_ext as mx
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.folder import adapter_state
+from mlora_ext.nn.interop.peft_folder import adapter_state
 
 
 def parts(base: nn.Module) -> list[nn.Module]:

@@ -11,8 +11,9 @@ from tolerances import assert_as_exact, in_other_orders
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
-from mlora_ext import _ops
-from mlora_ext.functional import lora_linear_rows
+from mlora_ext.backends.selection import Backend
+from mlora_ext.ops import library as _ops
+from mlora_ext.ops.functional import lora_linear_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
@@ -25,7 +26,7 @@ CPU_ONLY = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with serving(request.param, monkeypatch) as name:
         yield name
 
@@ -66,14 +67,14 @@ def test_dropout_differs_by_adapter() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_intermediate(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
+def test_intermediate(backend: Backend, dtype: torch.dtype) -> None:
     """`s` holds the scaled shrink; columns beyond the rank and rows without adapter are zero."""
     case = make([3, 9], [6, 4, 5], [0, -1, 1], dtype=dtype, p=0.2)
     arguments = case.operator_arguments()
     with torch.no_grad():
         _, s = _ops.forward(backend, *arguments[:5], arguments[5:])
-    _, plain = mx.reference.lora_linear(*arguments)
-    _, oracle = mx.reference.lora_linear(*case.to(torch.float64).operator_arguments())
+    _, plain = mx.ops.reference.lora_linear(*arguments)
+    _, oracle = mx.ops.reference.lora_linear(*case.to(torch.float64).operator_arguments())
     assert_as_exact(s, plain.detach(), oracle.detach(), "s")
     assert (s[:6, 3:] == 0).all()
     assert (s[6:10] == 0).all()
@@ -81,7 +82,7 @@ def test_intermediate(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
 
 @pytest.mark.soak_interpreted(dtype=[torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_mates_change_no_bit(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
+def test_batch_mates_change_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     """s, dA and dB of an adapter are bit-equal alone and beside others, wherever its rows lie."""
     together = make([5, 16, 8], [37, 150, 61], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
     results = low_rank(backend, together)
@@ -101,7 +102,7 @@ def test_batch_mates_change_no_bit(backend: mx.backend.Backend, dtype: torch.dty
 
 @pytest.mark.soak_interpreted(dtype=[torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_mates_between_segments_change_no_bit(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
+def test_batch_mates_between_segments_change_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     """The sum over several segments of an adapter is the same with and without others between them."""
     beside = make([8, 8], [37, 53, 70, 9], [0, 1, 0, 1], dtype=dtype, d_in=192, d_out=136, p=0.1)
     keep = torch.cat([torch.arange(37), torch.arange(90, 160)])
@@ -118,7 +119,7 @@ def test_batch_mates_between_segments_change_no_bit(backend: mx.backend.Backend,
 LowRank = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
 
-def low_rank(backend: mx.backend.Backend, case: Case) -> LowRank:
+def low_rank(backend: Backend, case: Case) -> LowRank:
     """s, dA and dB of all adapters."""
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     with torch.no_grad():
@@ -150,10 +151,10 @@ def test_nan_stays_with_its_adapter(where: str, p: float | None) -> None:
         assert torch.equal(clean[index], dirty[index]), case.labels()[index]
 
 
-def test_dropped_elements_are_selected_not_multiplied(backend: mx.backend.Backend) -> None:
+def test_dropped_elements_are_selected_not_multiplied(backend: Backend) -> None:
     """An infinite element of x that dropout drops leaves the low-rank result finite."""
     case = make([4], [8], [0], p=0.5)
-    mask = mx.dropout.philox_mask(
+    mask = mx.ops.dropout.philox_mask(
         8, 40, p=0.5, seed=case.dropout.seeds[0], step=case.dropout.step[0], layer=case.dropout.layer
     ).to(case.x.device)
     arguments = case.operator_arguments()
@@ -173,7 +174,7 @@ def test_same_input_same_bits(dtype: torch.dtype) -> None:
 
 @CPU_ONLY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_thread_count_changes_no_bit(backend: mx.backend.Backend, dtype: torch.dtype) -> None:
+def test_thread_count_changes_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     case = make([5, 16, 8], [37, 350, 161], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
     threads = torch.get_num_threads()
     s, da, db = low_rank(backend, case)
@@ -245,7 +246,7 @@ def test_double_use_in_one_graph() -> None:
         return mx.multi_lora_linear(x, *case.arguments()[1:])
 
     def plain(case: Case, x: torch.Tensor) -> torch.Tensor:
-        return mx.reference.lora_linear(x, *case.operator_arguments()[1:])[0]
+        return mx.ops.reference.lora_linear(x, *case.operator_arguments()[1:])[0]
 
     exact = case.to(torch.float64)
     for what, result, same, oracle in zip(
@@ -323,7 +324,7 @@ def test_compile(dtype: torch.dtype) -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(x: torch.Tensor, lora_a: list, lora_b: list) -> torch.Tensor:
-        return mx.functional.lora_linear_rows(x * 1, weight, bias, lora_a, lora_b, *plan)
+        return mx.ops.functional.lora_linear_rows(x * 1, weight, bias, lora_a, lora_b, *plan)
 
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     y = function(x, lora_a, lora_b)

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 
 OPS = torch.ops.mlora_ext
 DTYPES = [torch.float32, torch.bfloat16]
@@ -140,13 +140,13 @@ def test_tied_weights_are_packed_once() -> None:
 def test_a_bias_with_gaps(library: str) -> None:
     """oneDNN takes any bias for dense."""
     x, weight, bias = torch.randn(ROWS, 160), torch.randn(144, 160), torch.randn(288)[::2]
-    before = gemm.chosen(torch.float32)
+    before = gemm.base_gemm_of(torch.float32)
     pair = gemm.PackedWeight().of(weight) if library == "packed" else (None, None)
     try:
-        gemm.choose({"float32": "aten" if library == "packed" else library})
+        gemm.set_base_gemm({"float32": "aten" if library == "packed" else library})
         y = gemm.linear(x, weight, bias, pair[0])
     finally:
-        gemm.choose(before)
+        gemm.set_base_gemm(before)
     oracle = nn.functional.linear(x.double(), weight.double(), bias.double())
     assert_as_exact(y, nn.functional.linear(x, weight, bias), oracle, "y")
 

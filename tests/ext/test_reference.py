@@ -4,8 +4,8 @@ import pytest
 import torch
 from cases import CASES, make
 
-from mlora_ext import reference
-from mlora_ext.dropout import dropout_threshold, philox, philox_mask
+from mlora_ext.ops import reference
+from mlora_ext.ops.dropout import dropout_threshold, philox, philox_mask
 
 
 @pytest.mark.parametrize("p", [None, 0.3])

@@ -8,17 +8,17 @@ from backends import BACKENDS, serving
 from cases import Case, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mlora_ext as mx
-from mlora_ext import gemm
-from mlora_ext.eager import LayerOperands
-from mlora_ext.functional import lora_linear_siblings
+from mlora_ext.backends.selection import Backend
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.ops.autograd import LayerOperands
+from mlora_ext.ops.functional import lora_linear_fused
 
 OURS = ("base_linear", "base_linear_dx", "lora_linear", "lora_linear_backward")
 PRODUCTS = {"mm", "addmm", "addmm_", "linear", *OURS}
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mx.backend.Backend]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with serving(request.param, monkeypatch) as name:
         yield name
 
@@ -77,7 +77,7 @@ def test_nor_do_those_of_layers_that_share_x(dtype: torch.dtype) -> None:
     for wrap in (torch.Tensor.detach, inside_nan):
         x, dy = wrap(case.x).requires_grad_(), wrap(case.dy)
         with Products() as products:
-            ys = lora_linear_siblings(x, operands, *plan, None, None, None)
+            ys = lora_linear_fused(x, operands, *plan, None, None, None)
             results.append([*ys, *torch.autograd.grad(ys, x, [dy, dy])])
     products.assert_none_of(x, dy)
     assert all(map(torch.equal, *results))

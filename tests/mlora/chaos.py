@@ -12,8 +12,8 @@ import pytest
 import torch
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import Crew, PartOptions, make_part, spans_of
-from mlora.engine.stage_worker import StagePart
+from mlora.engine.stage_group import StageGroup, StageOptions, make_worker, spans_of
+from mlora.engine.stage_worker import StageWorker
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import Pipeline, PipelineError
 from peft import LoraConfig
@@ -153,8 +153,8 @@ class Chaos:
                 batch = {name: self._samples(name, self.batches[name]) for name in names}
                 ends = [name for name in names if self._ends(name)]
                 under_way.append((ends, self.engine.start(batch, ends=ends)))
-        for ends, ticket in under_way:
-            for name, result in self.engine.finish(ticket).items():
+        for ends, future in under_way:
+            for name, result in self.engine.finish(future).items():
                 self.found[name].append(result.loss_sum)
                 self.batches[name] += 1
             for name in ends:
@@ -185,7 +185,7 @@ class Chaos:
                 self.away[name] = round_ + rounds
 
 
-def break_stage(part: StagePart, rng: random.Random) -> str:
+def break_stage(part: StageWorker, rng: random.Random) -> str:
     """Let a stage meet a fault in one of its next forwards, backwards or controls; returns in which."""
     name = rng.choice(["begin", "after_backward", "control"])
     plain, left = getattr(part, name), rng.randrange(12)
@@ -212,9 +212,9 @@ def model(seed: int) -> LlamaForCausalLM:
 
 def random_engine(rng: random.Random, base: LlamaForCausalLM, broken: bool) -> tuple[Engine, str]:
     """An engine over two to four stages that are threads, with links of any kind, and what breaks."""
-    options = PartOptions(torch.device("cpu"), torch.float32, rng.random() < 0.2)
+    options = StageOptions(torch.device("cpu"), torch.float32, rng.random() < 0.2)
     spans = spans_of(rng.randint(2, BLOCKS), BLOCKS)
-    parts = [make_part(copy.deepcopy(base), span, options) for span in spans]
+    parts = [make_worker(copy.deepcopy(base), span, options) for span in spans]
     breaks = break_stage(rng.choice(parts), rng) if broken else ""
     schedule = rng.choice(["lorapp", "lorapp", "gpipe", "1f1b"])
     driver = Pipeline(
@@ -226,8 +226,8 @@ def random_engine(rng: random.Random, base: LlamaForCausalLM, broken: bool) -> t
         credit_bytes=rng.choice([1, 1000, 10**6, 1 << 30]),
         delay=rng.choice([0.0, 0.0, 0.002]),
     )
-    crew = Crew(driver, parts[0], [span.last - span.first for span in spans])
-    return Engine(base, crew=crew, micro_batches=rng.choice([1, 1, 2, 3])), breaks
+    stage_group = StageGroup(driver, parts[0], [span.last - span.first for span in spans])
+    return Engine(base, stage_group=stage_group, micro_batches=rng.choice([1, 1, 2, 3])), breaks
 
 
 @dataclass

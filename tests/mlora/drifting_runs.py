@@ -18,7 +18,7 @@ from mlora.planning.run_memory import MIB, RunMemory
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.micro_batches import MicroBatches
-from mlora.run.task_table import Roster
+from mlora.run.task_table import TaskTable
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress
@@ -186,35 +186,35 @@ class _Run:
         known: Any = Tasks(self.states)
         memory = RunMemory(self.config, known, [LOADED], LOADED, look=engine.look)
         parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
-        self.roster, self.memory, self.engine = Roster(*parts), memory, engine
-        self.decisions = Decisions(self.config, engine, self.roster, self.told)  # type: ignore[arg-type]
+        self.task_table, self.memory, self.engine = TaskTable(*parts), memory, engine
+        self.decisions = Decisions(self.config, engine, self.task_table, self.told)  # type: ignore[arg-type]
         if checkpoint is None:
             self.decisions.start()
         else:
-            self.decisions.restore({"roster": checkpoint, "adapters": {}})
+            self.decisions.restore({"decisions": checkpoint, "adapters": {}})
         queue: Any = self
         self.decisions.begin(queue, self.iteration, None if checkpoint is None else {})
         while self._decide():
             self._iterate()
-        return self.decisions.state(self.iteration), self.roster.tasks
+        return self.decisions.state(self.iteration), self.task_table.tasks
 
     def _build(self, adapter: Any, _: Any) -> Any:
         return self.coming[adapter.name]
 
     def _decide(self) -> bool:
-        if self.later and (self.dice.random() < 0.2 or not self.roster.members()):
+        if self.later and (self.dice.random() < 0.2 or not self.task_table.members()):
             number = len(self.asked) + 1
             self.asked.append(Request(number, "submit", self.later.pop(0), {}, 0.0))
         self.decisions.asked()
         while (due := self.decisions.due(self.iteration)) is not None:
             self.decisions.decide(due, at_once=due > self.iteration)
             self.iteration = due
-        return bool(self.roster.members())
+        return bool(self.task_table.members())
 
     def _iterate(self) -> None:
-        micro_batches = MicroBatches(self.roster, self.engine)  # type: ignore[arg-type]
-        for slot, members in self.roster.members().items():
-            chosen = micro_batches.choose(Group(slot, members, self.iteration))
+        micro_batches = MicroBatches(self.task_table, self.engine)  # type: ignore[arg-type]
+        for slot, members in self.task_table.members().items():
+            chosen = micro_batches.next_batch(Group(slot, members, self.iteration))
             new = [task for task in chosen if not task.progress.batches]
             self.outcome.tried += any(not self.memory.fits(task) for task in new)
             micro_batches.worth_measuring(chosen)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mlora.memory.estimate import DryRun
 from mlora.planning.task_memory import seed_shapes
-from mlora.scheduler import ORDERS, PACKINGS, MemoryEstimate, Need, Room, admit, choose
+from mlora.scheduler import ORDERS, PLACEMENTS, MemoryEstimate, MemoryNeed, Room, admit, next_batch
 
 MIB = 2**20
 BLOCK = 2 * MIB  # what the allocator hands out multiples of
@@ -28,12 +28,14 @@ class SimulatedTask:
     batches: list[list[int]]
     taken: int = 0
 
-    def need(self, arrival: int) -> Need:
+    def need(self, arrival: int) -> MemoryNeed:
         left = self.batches[self.taken :]
         middle = sorted(left, key=sum)[len(left) // 2]
         largest = max(left, key=sum)
         rows = float(sum(map(sum, left)))
-        return Need(self.name, self.priority, arrival, rows, (self.states,), tuple(middle), tuple(largest))
+        return MemoryNeed(
+            self.name, self.priority, arrival, rows, (self.states,), tuple(middle), tuple(largest)
+        )
 
 
 @dataclass
@@ -115,7 +117,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
     outcome = Outcome(base + free, 0, 0, len(tasks), [])
     coming = sorted(tasks, key=lambda task: task.arrives)
     order = ORDERS[dice.choice(sorted(ORDERS))]
-    packing = PACKINGS[dice.choice(sorted(PACKINGS))]
+    placement = PLACEMENTS[dice.choice(sorted(PLACEMENTS))]
     admission, iteration = None, 0
     while coming or waiting:
         came = [task for task in coming if task.arrives <= iteration]
@@ -124,7 +126,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         if came or admission is None or estimate.stale:
             estimate.adopt()
             needs = [task.need(tasks.index(task)) for task in waiting]
-            admission = admit(needs, room, 1, order, packing, estimate)
+            admission = admit(needs, room, 1, order, placement, estimate)
         iteration += 1
         if not waiting:
             continue
@@ -132,7 +134,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         among = list(admission.slots)
         assert among, "nobody was admitted though each fits alone"
         lengths = {name: here[name].batches[here[name].taken] for name in among}
-        chosen = choose(lengths, admission.budget, estimate.as_adopted, among)
+        chosen = next_batch(lengths, admission.budget, estimate.as_adopted, among)
         together = [length for name in chosen for length in lengths[name]]
         kind = max(kinds[name] for name in among)
         phases = truth.of(kind, together)

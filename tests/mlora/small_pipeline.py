@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlora.pipeline.actions import Kind
-from mlora.pipeline.order import Order, Place
+from mlora.pipeline.actions import ActionType
+from mlora.pipeline.order import Order, RoundPosition
 from mlora.simulate.timeline import Event
 from mlora.simulate.workload import Workload
 
@@ -31,33 +31,36 @@ class SmallStage:
 class First:
     """Prefers one kind whenever both wait: no rule of ours."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: ActionType) -> None:
         self.kind = kind
 
-    def choose(self, forward: Place | None, backward: Place | None) -> Kind | None:
+    def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
         if forward and backward:
             return self.kind
-        return Kind.FORWARD if forward else Kind.BACKWARD
+        return ActionType.FORWARD if forward else ActionType.BACKWARD
 
 
-def first_come(forward: Waiting | None, backward: Waiting | None) -> Kind | None:
+def first_come(forward: Waiting | None, backward: Waiting | None) -> ActionType | None:
     """Whatever came first; of equals the backward."""
     if forward is None or backward is None:
-        return None if forward is backward else Kind.FORWARD if forward else Kind.BACKWARD
-    return Kind.FORWARD if forward.came < backward.came else Kind.BACKWARD
+        return None if forward is backward else ActionType.FORWARD if forward else ActionType.BACKWARD
+    return ActionType.FORWARD if forward.came < backward.came else ActionType.BACKWARD
 
 
-def by_order(order: Order, size: Sequence[int]) -> Callable[[Waiting | None, Waiting | None], Kind | None]:
+def by_order(
+    order: Order, size: Sequence[int]
+) -> Callable[[Waiting | None, Waiting | None], ActionType | None]:
     """An `Order` as a rule; `size` holds N of each stream."""
 
-    def place(waiting: Waiting | None) -> Place | None:
-        return waiting and Place(waiting.micro_batch, size[waiting.stream])
+    def place(waiting: Waiting | None) -> RoundPosition | None:
+        return waiting and RoundPosition(waiting.micro_batch, size[waiting.stream])
 
-    return lambda forward, backward: order.choose(place(forward), place(backward))
+    return lambda forward, backward: order.next_action(place(forward), place(backward))
 
 
 def run_slowly(
-    workload: Workload, rule_of: Callable[[int], Callable[[Waiting | None, Waiting | None], Kind | None]]
+    workload: Workload,
+    rule_of: Callable[[int], Callable[[Waiting | None, Waiting | None], ActionType | None]],
 ) -> list[Event]:
     """Run a workload of whole seconds and one row each, second by second.
 
@@ -66,7 +69,7 @@ def run_slowly(
     depth, last = len(workload.stages), len(workload.stages) - 1
     stages, rules = [SmallStage() for _ in range(depth)], [rule_of(s) for s in range(depth)]
     events: list[Event] = []
-    due: list[tuple[int, int, Kind, Waiting]] = []
+    due: list[tuple[int, int, ActionType, Waiting]] = []
     steps, left = [0] * len(workload.streams), [0] * len(workload.streams)
     now, open_streams = 0, len(workload.streams)
 
@@ -91,7 +94,7 @@ def run_slowly(
                         open_streams -= 1
                 continue
             item.came = now
-            (stages[stage].forward if kind is Kind.FORWARD else stages[stage].backward).append(item)
+            (stages[stage].forward if kind is ActionType.FORWARD else stages[stage].backward).append(item)
         for s, stage in enumerate(stages):
             if stage.busy > now:
                 continue
@@ -100,17 +103,17 @@ def run_slowly(
                 kind = rules[s](*(queue[0] if queue else None for queue in (stage.forward, stage.backward)))
             if kind is None:
                 continue
-            item = (stage.forward if kind is Kind.FORWARD else stage.backward).pop(0)
+            item = (stage.forward if kind is ActionType.FORWARD else stage.backward).pop(0)
             times = workload.stages[s]
-            end = now + int(times.forward if kind is Kind.FORWARD else times.backward)
+            end = now + int(times.forward if kind is ActionType.FORWARD else times.backward)
             events.append(Event(s, kind, item.stream, item.step, item.micro_batch, now, end))
-            if s == last and kind is Kind.FORWARD:
+            if s == last and kind is ActionType.FORWARD:
                 rules[s](None, item)
-                kind, begin, end = Kind.BACKWARD, end, end + int(times.backward)
+                kind, begin, end = ActionType.BACKWARD, end, end + int(times.backward)
                 events.append(Event(s, kind, item.stream, item.step, item.micro_batch, begin, end))
             stage.busy = end
-            onward = s + 1 if kind is Kind.FORWARD else s - 1
-            links = workload.links(workload.forward if kind is Kind.FORWARD else workload.backward)
+            onward = s + 1 if kind is ActionType.FORWARD else s - 1
+            links = workload.links(workload.forward if kind is ActionType.FORWARD else workload.backward)
             delay = int(links[min(s, onward)].latency) if onward >= 0 else 0
             due.append((end + delay, onward, kind, item))
         now += 1

@@ -25,7 +25,7 @@ LASTING = ("wide", "queries", "head", "deep")
 COMMAND = """
 {before}
 sys.argv = ["mlora", *{arguments!r}]
-from mlora.cli import main
+from mlora.cli.app import main
 main()
 """
 

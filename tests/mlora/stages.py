@@ -23,7 +23,9 @@ FORKS.set_forkserver_preload(
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from mlora.pipeline import PeerError, Watch, World, connect_neighbours
+from mlora.cluster.watchdog import Watch
+from mlora.cluster.world import PeerError, World
+from mlora.pipeline import connect_neighbours
 world = World.from_launcher(timeout=20)
 rank = world.rank
 def ready():

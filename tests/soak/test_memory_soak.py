@@ -30,7 +30,7 @@ def note():
     lines = open('/proc/self/status').read().splitlines()
     open(path, 'w').write(next(line.split()[1] for line in lines if line.startswith('VmHWM')))
 atexit.register(note)
-from mlora.cli import main
+from mlora.cli.app import main
 main()
 """
 

@@ -171,24 +171,24 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
         lines = PlainLines()
         prepared, plan = validate(config, lines)
-        roster = prepared.roster
-        lines.start(roster.tasks)
+        table = prepared.table
+        lines.start(table.tasks)
         if plan:
             print_rows(plan.table())
             for line in plan.lines():
                 print(line)
             for task in plan.never:
                 lines.fault(f"{task.name}: refused: {task.verdict}")
-            roster.refused |= {task.name: task.verdict for task in plan.never}
-        if roster.refused:
+            table.refused |= {task.name: task.verdict for task in plan.never}
+        if table.refused:
             what = "sampled trials" if config.sweep else "adapters"
-            count = f"{len(roster.refused)} of {len(prepared.config.adapters)}"
+            count = f"{len(table.refused)} of {len(prepared.config.adapters)}"
             raise RunError(f"{run}: {count} {what} would be refused")
         if config.sweep:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
-            print(f"{run}: a sweep of {places}; {len(roster.tasks)} samples of its search space are ready")
+            print(f"{run}: a sweep of {places}; {len(table.tasks)} samples of its search space are ready")
         else:
-            print(f"{run}: {len(roster.tasks)} adapters are ready to train")
+            print(f"{run}: {len(table.tasks)} adapters are ready to train")
 
 
 for queue_command in (

@@ -17,7 +17,7 @@ from mlora.data.dataset import read_prompt_lines
 from mlora.data.record import FormatError
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
-from mlora.model.generation import Request, Sampling, complete, end_token, text_of
+from mlora.model.generation import GenerationRequest, Sampling, complete, end_token, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,7 +151,7 @@ def answer(
     engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
     budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
-    requests = [Request(name, tokens[index], budgets[index]) for name, index in pairs]
+    requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
     torch.manual_seed(seed)
     try:
         outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)

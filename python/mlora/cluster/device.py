@@ -38,8 +38,8 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
         count = torch.cuda.device_count()
         raise RunError(f"device: {chosen} is not there; this machine has {count} CUDA devices")
     load_operators()
-    from mlora_ext._ops import check_library
-    from mlora_ext.backend import backend_for
+    from mlora_ext.backends.selection import backend_for
+    from mlora_ext.ops.library import check_library
 
     try:
         if backend_for(place, dtype) == "cpu":

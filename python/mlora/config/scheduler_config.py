@@ -17,13 +17,13 @@ class SchedulerConfig(Strict):
 
     ``memory_limit`` is what a stage's process may have resident on a CPU, and its allocator hold on a GPU.
     ``policy`` says who comes first: ``fcfs`` (higher priorities, then who came first) or
-    ``shortest_first`` (higher priorities, then the least work left). ``packing`` says who shares a slot of a
-    pipeline: ``token_balanced`` or ``in_order``.
+    ``shortest_first`` (higher priorities, then the least work left). ``placement`` says who shares a slot
+    of a pipeline: ``token_balanced`` or ``in_order``.
     """
 
     memory_limit: int | str | None = None
     policy: Literal["fcfs", "shortest_first"] = "fcfs"
-    packing: Literal["token_balanced", "in_order"] = "token_balanced"
+    placement: Literal["token_balanced", "in_order"] = "token_balanced"
 
     @field_validator("memory_limit", mode="before")
     @classmethod

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlora.data.file_types import refuse_other_kinds
 from mlora.data.formats import parser_of
-from mlora.data.kinds import refuse_other_kinds
 from mlora.data.record import FormatError, Prompt, Record, Sample, check_ids, json_name, text_of_key
 from mlora.errors import RunError
 

@@ -101,11 +101,11 @@ def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
     """
     import torch
 
-    generator = torch.Generator().manual_seed(derive_seed(seed, f"epoch {epoch}"))
+    generator = torch.Generator().manual_seed(task_seed(seed, f"epoch {epoch}"))
     return torch.randperm(samples, generator=generator)
 
 
-def derive_seed(seed: int, name: str) -> int:
+def task_seed(seed: int, name: str) -> int:
     """Return a seed that depends on a seed and a name only.
 
     Args:

@@ -45,7 +45,7 @@ class StepResult:
 
 
 @dataclass(eq=False)
-class Account:
+class AdapterState:
     """The counts of one adapter, and what was decided and not yet told to the stages.
 
     Attributes:
@@ -132,11 +132,11 @@ class Account:
         self.squares = self.update = None
 
 
-class Accounts(dict[str, Account]):
-    """The accounts of an engine's adapters by name, in the order in which these were created."""
+class AdapterStates(dict[str, AdapterState]):
+    """The states of an engine's adapters by name, in the order in which these were created."""
 
-    def of(self, name: str) -> Account:
-        """The account of an adapter.
+    def of(self, name: str) -> AdapterState:
+        """The state of an adapter.
 
         Raises:
             ValueError: if there is none of this name.
@@ -145,19 +145,19 @@ class Accounts(dict[str, Account]):
             raise ValueError(f"no adapter {name!r} in this engine; its adapters: {', '.join(self) or 'none'}")
         return self[name]
 
-    def at_rest(self, name: str) -> Account:
-        """The account of an adapter that is not under way.
+    def at_rest(self, name: str) -> AdapterState:
+        """The state of an adapter that is not under way.
 
         Raises:
             ValueError: if there is none of this name, or a batch of it has yet to be finished or evaluated.
         """
-        account = self.of(name)
-        if account.under_way:
+        state = self.of(name)
+        if state.under_way:
             raise ValueError(
-                f"adapter {name!r}: a batch of it is under way; call finish with its ticket, or take all "
+                f"adapter {name!r}: a batch of it is under way; call finish with its future, or take all "
                 "results of evaluate_each, first"
             )
-        return account
+        return state
 
     def updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The updates of these adapters that the stages have yet to make, and are told of now."""

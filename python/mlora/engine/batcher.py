@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
-from mlora.engine.adapter_state import Accounts, BatchResult
-from mlora.pipeline import Driver, Place
+from mlora.engine.adapter_state import AdapterStates, BatchResult
+from mlora.pipeline import Driver, RoundPosition
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredBatch:
     """What one micro-batch needed beyond the weights, gradients and moments.
 
     Attributes:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mlora.data.dataset import Sample
 
 
-class Ticket:
+class BatchFuture:
     """A batch that is under way.
 
     Args:
@@ -55,7 +55,7 @@ class Ticket:
 
     def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
         self.parts, self.ends = parts, ends
-        self.measured: list[Measured] = []
+        self.measured: list[MeasuredBatch] = []
 
     @property
     def last(self) -> int:
@@ -63,12 +63,12 @@ class Ticket:
         return max((number for _, number in self.parts if number is not None), default=0)
 
 
-class Traffic:
+class Batcher:
     """What enters an engine's pipeline, and leaves it. See the methods of `Engine` of the same names.
 
     Args:
         pipeline: where they go.
-        accounts: of the adapters.
+        states: of the adapters.
         device: of the first stage.
         vocab_size: of the base model.
         micro_batches: into how many each batch is cut.
@@ -80,11 +80,16 @@ class Traffic:
     """
 
     def __init__(
-        self, pipeline: Driver, accounts: Accounts, device: torch.device, vocab_size: int, micro_batches: int
+        self,
+        pipeline: Driver,
+        states: AdapterStates,
+        device: torch.device,
+        vocab_size: int,
+        micro_batches: int,
     ) -> None:
         self.peak_memory = 0
         self.used_memory: Sequence[int] = ()
-        self._pipeline, self._accounts = pipeline, accounts
+        self._pipeline, self._states = pipeline, states
         self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
         self._measures = 0
 
@@ -94,21 +99,21 @@ class Traffic:
         ends: Sequence[str],
         measure: bool = False,
         whole: bool = False,
-    ) -> Ticket:
+    ) -> BatchFuture:
         """Let a batch enter."""
         for name in ends:
             if name not in batches:
                 raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
         for name in batches:
-            if self._accounts.of(name).ending:
+            if self._states.of(name).ending:
                 raise ValueError(
                     f"adapter {name!r}: a batch that ends its accumulation is under way; call finish and "
                     "optim_step first"
                 )
-        replicas = {self._accounts[name].replica for name in batches}
+        replicas = {self._states[name].replica for name in batches}
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
-        rows = {name: self._accounts[name].rows for name in batches}
+        rows = {name: self._states[name].rows for name in batches}
         packed = []
         for pieces in _cut(batches, 1 if whole else self._micro_batches):
             packed.append(self._pack(pieces, rows))
@@ -118,53 +123,55 @@ class Traffic:
         parts, stream = [], "+".join(batches)
         for batch in packed:
             last = bool(trained) and batch is trained[-1]
-            place = Place(trained.index(batch), len(trained)) if batch.rows.numel() else Place()
+            position = (
+                RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else RoundPosition()
+            )
             more = self._measure() if measure else {}
-            number = self._enter(batch, ends if last else (), place, stream, train=True, more=more)
+            number = self._enter(batch, ends if last else (), position, stream, train=True, more=more)
             parts.append((batch, number))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
-                self._accounts[name].entered(length, batch.tokens[name])
+                self._states[name].entered(length, batch.tokens[name])
         for name in ends:
-            self._accounts[name].ending = bool(trained)
-        return Ticket(parts, ends if trained else ())
+            self._states[name].ending = bool(trained)
+        return BatchFuture(parts, ends if trained else ())
 
     def _measure(self) -> dict[str, int]:
         self._measures += 1
         return {"measure": self._measures}
 
-    def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
+    def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
         """Work until one of some batches has come back."""
-        by_last = {ticket.last: ticket for ticket in tickets}
+        by_last = {future.last: future for future in futures}
         return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
 
-    def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
+    def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
         """Work until a batch has come back."""
         results: dict[str, BatchResult] = {}
-        for place, (batch, number) in enumerate(ticket.parts):
+        for place, (batch, number) in enumerate(future.parts):
             with ExitStack() as stack:
-                stack.callback(self._take_back, ticket.parts[place:])
+                stack.callback(self._take_back, future.parts[place:])
                 notes, losses = self._leave(batch, number)
                 stack.pop_all()
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
-                ticket.measured.append(Measured(_sequences(batch), phases))
+                future.measured.append(MeasuredBatch(_sequences(batch), phases))
             for name, loss in losses.items():
-                self._accounts[name].came_back()
+                self._states[name].came_back()
                 before = results.get(name)
                 total, tokens = loss, batch.tokens[name]
                 if before is not None:
                     total, tokens = before.loss_sum + loss, before.tokens + tokens
                 results[name] = BatchResult(total, tokens, math.isfinite(total))
-            for name in ticket.ends:
-                self._accounts[name].ending = False
+            for name in future.ends:
+                self._states[name].ending = False
                 if notes and all(name in note["squares"] for note in notes):
-                    self._accounts[name].squares = sum(float(note["squares"][name]) for note in notes)
+                    self._states[name].squares = sum(float(note["squares"][name]) for note in notes)
         return results
 
     def _take_back(self, parts: _Parts) -> None:
         for name in (name for batch, _ in parts for name in batch.names):
-            self._accounts[name].failed()
+            self._states[name].failed()
 
     def evaluate(
         self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], at_once: int
@@ -174,7 +181,9 @@ class Traffic:
         try:
             for batch in batches:
                 packed = [self._pack(part, None) for part in self._by_replica(batch)]
-                under_way.append([(part, self._enter(part, (), Place(), train=False)) for part in packed])
+                under_way.append(
+                    [(part, self._enter(part, (), RoundPosition(), train=False)) for part in packed]
+                )
                 self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == at_once:
                     yield self._evaluated(under_way)
@@ -202,14 +211,14 @@ class Traffic:
 
     def _count_evaluation(self, parts: _Parts, more: int) -> None:
         for name in (name for batch, _ in parts for name in batch.names if name != BASE):
-            self._accounts[name].under_way += more
+            self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """The most likely next token of sequences."""
         found: dict[str, list[int]] = {}
         for part in self._by_replica(batches):
             packed = pack_prompts(part, device=self._device)
-            number = self._enter(packed, (), Place(), train=False)
+            number = self._enter(packed, (), RoundPosition(), train=False)
             assert number is not None
             tokens = iter(self._pipeline.finish(number).report.tolist())
             found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
@@ -219,7 +228,7 @@ class Traffic:
         """Batches by adapter name, apart for each replica; the base model's go to the first."""
         found: dict[int, dict[Any, Any]] = {}
         for name, rows in batches.items():
-            replica = 0 if name in (None, BASE) else self._accounts.of(name).replica
+            replica = 0 if name in (None, BASE) else self._states.of(name).replica
             found.setdefault(replica, {})[name] = rows
         return list(found.values())
 
@@ -230,7 +239,7 @@ class Traffic:
         self,
         batch: PackedBatch,
         ends: Sequence[str],
-        place: Place,
+        position: RoundPosition,
         stream: str = "",
         *,
         train: bool,
@@ -245,8 +254,8 @@ class Traffic:
         adapters = [name for name in batch.names if name != BASE]
         common = {
             "rows": batch.description(),
-            "steps": [self._accounts[name].steps for name in adapters],
-            "updates": self._accounts.updates(adapters),
+            "steps": [self._states[name].steps for name in adapters],
+            "updates": self._states.updates(adapters),
             "ends": list(ends),
             **(more or {}),
         }
@@ -254,7 +263,7 @@ class Traffic:
             "rows": batch.rows,
             "targets": batch.targets,
             "counts": [batch.tokens[name] for name in batch.names],
-            "scales": [1.0 if n == BASE else self._accounts[n].scaler.scale for n in batch.names],
+            "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
         }
         inputs = {"input_ids": batch.input_ids}
         return self._pipeline.start(
@@ -262,10 +271,10 @@ class Traffic:
             targets,
             common=common,
             train=train,
-            place=place,
+            position=position,
             stream=stream,
             rows=sum(batch.lengths),
-            replica=self._accounts[adapters[0]].replica if adapters else 0,
+            replica=self._states[adapters[0]].replica if adapters else 0,
         )
 
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:

@@ -12,17 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.engine.adapter_state import Account, Accounts, BatchResult, StepResult
-from mlora.engine.batcher import Ticket, Traffic
-from mlora.engine.stage_group import Crew, PartOptions, crew_of_threads
+from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
+from mlora.engine.batcher import Batcher, BatchFuture
+from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import StepRule, Update
 from mlora.optim.scaler import LossScaler
 from mlora.pipeline.trace import Entry
-from mlora_ext import gemm
-from mlora_ext.nn.folder import adapter_weights
-from mlora_ext.nn.routing import router_of
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.nn.interop.peft_folder import adapter_weights
+from mlora_ext.nn.routing.router import router_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -55,7 +55,7 @@ class Engine:
         micro_batches: into how many each batch is cut.
         in_flight: for `lorapp`, the most micro-batches under way at once; see `Pipeline`.
         trace: spans to keep of each stage, for `trace`.
-        crew: the stages, where other processes are among them; what concerns stages is then theirs.
+        stage_group: the stages, where other processes are among them; what concerns stages is then theirs.
 
     Raises:
         ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
@@ -88,7 +88,7 @@ class Engine:
         micro_batches: int = 1,
         in_flight: int | None = None,
         trace: int = 0,
-        crew: Crew | None = None,
+        stage_group: StageGroup | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
@@ -97,49 +97,53 @@ class Engine:
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        options = PartOptions(self.device, dtype, gradient_checkpointing, pack_base)
+        options = StageOptions(self.device, dtype, gradient_checkpointing, pack_base)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
-        self._crew = crew or crew_of_threads(base_model, stages, options, schedule, **more)
-        self._pipeline = self._crew.driver
-        self._part = self._crew.first
+        self._stage_group = stage_group or stage_group_of_threads(
+            base_model, stages, options, schedule, **more
+        )
+        self._pipeline = self._stage_group.driver
+        self._part = self._stage_group.first
         self._base = self._part.base
         self.model = self._base.model
-        self.alone = self._crew.stages * self._crew.replicas == 1
-        self.registry: PreTrainedModel = self.model if self._crew.replicas == 1 else self._crew.skeleton()
-        self._accounts = Accounts()
-        self._traffic = Traffic(
-            self._pipeline, self._accounts, self.device, self._base.vocab_size, micro_batches
+        self.alone = self._stage_group.stages * self._stage_group.replicas == 1
+        self.registry: PreTrainedModel = (
+            self.model if self._stage_group.replicas == 1 else self._stage_group.skeleton()
+        )
+        self._states = AdapterStates()
+        self._batcher = Batcher(
+            self._pipeline, self._states, self.device, self._base.vocab_size, micro_batches
         )
 
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters, in the order in which they were created."""
-        return list(self._accounts)
+        return list(self._states)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not any(account.under_way for account in self._accounts.values())
+        return not any(account.under_way for account in self._states.values())
 
     @property
     def stages(self) -> int:
         """The number of stages."""
-        return self._crew.stages
+        return self._stage_group.stages
 
     @property
     def replicas(self) -> int:
         """The number of pipelines."""
-        return self._crew.replicas
+        return self._stage_group.replicas
 
     @property
     def blocks(self) -> list[int]:
         """Decoder blocks of each stage, where there are several."""
-        return list(self._crew.blocks)
+        return list(self._stage_group.blocks)
 
     @property
     def spread(self) -> bool:
         """Whether each stage is a process of its own."""
-        return self._crew.spread
+        return self._stage_group.spread
 
     def used_memory(self) -> list[int]:
         """The memory that each stage of each replica has in use now, in bytes; stages that are threads of one
@@ -158,12 +162,12 @@ class Engine:
     def memory_after(self) -> list[int]:
         """What each stage had in use after the micro-batch that came back last, in bytes; empty before, and
         when adapters have come or gone since."""
-        return list(self._traffic.used_memory)
+        return list(self._batcher.used_memory)
 
     @property
     def peak_memory(self) -> int:
         """The most memory that a stage was known to have used when its last results came, in bytes."""
-        return self._traffic.peak_memory
+        return self._batcher.peak_memory
 
     @property
     def base_gemm(self) -> str | None:
@@ -174,7 +178,7 @@ class Engine:
         Raises:
             ValueError: on setting one that does not serve this model here.
         """
-        return gemm.chosen(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
+        return gemm.base_gemm_of(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
 
     @base_gemm.setter
     def base_gemm(self, library: str) -> None:
@@ -208,7 +212,7 @@ class Engine:
             ValueError: if the name is taken, a config is not supported, targets match nothing, or the folder
                 does not fit.
         """
-        if name in self._accounts:
+        if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
@@ -221,8 +225,8 @@ class Engine:
             put_adapter(self.registry, name, lora, folder, seed)
         else:
             self._part.create(name, lora, optim, folder, seed)
-        self._accounts[name] = Account(replica, rule, LossScaler.for_dtype(self.dtype))
-        self._traffic.used_memory = ()
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype))
+        self._batcher.used_memory = ()
         if not self.alone:
             arguments = {
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
@@ -238,12 +242,12 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        self._accounts.of(name)
+        self._states.of(name)
         self._control("remove", name)
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)
-        del self._accounts[name]
-        self._traffic.used_memory = ()
+        del self._states[name]
+        self._batcher.used_memory = ()
 
     def forward_backward(
         self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
@@ -273,27 +277,27 @@ class Engine:
         ends: Sequence[str] = (),
         measure: bool = False,
         whole: bool = False,
-    ) -> Ticket:
+    ) -> BatchFuture:
         """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
 
         Args:
             batches: samples by adapter name, of adapters of one replica.
             ends: adapters whose accumulation this completes.
-            measure: ask for the memory that each micro-batch takes on each stage: `Ticket.measured`, after
-                `finish`.
+            measure: measure the memory of each micro-batch on each stage; after `finish` it is in
+                `BatchFuture.measured`.
             whole: do not cut it into micro-batches.
 
         Raises:
             ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
                 samples, or a sample is malformed; nothing has entered then.
         """
-        return self._traffic.start(batches, ends, measure, whole)
+        return self._batcher.start(batches, ends, measure, whole)
 
-    def first_done(self, tickets: Sequence[Ticket]) -> Ticket:
+    def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
         """Work until one of some batches has passed its pipeline.
 
         Args:
-            tickets: of `start`, in the order in which they started; at least one.
+            futures: of `start`, in the order in which they started; at least one.
 
         Returns:
             The first of those that have.
@@ -301,13 +305,13 @@ class Engine:
         Raises:
             ValueError: if none of them is under way, as after an error.
         """
-        return self._traffic.first_done(tickets)
+        return self._batcher.first_done(futures)
 
-    def finish(self, ticket: Ticket) -> dict[str, BatchResult]:
+    def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
         """Wait until a batch has passed the pipeline.
 
         Args:
-            ticket: of `start`; batches end in the order in which they started.
+            future: of `start`; batches end in the order in which they started.
 
         Returns:
             By adapter name.
@@ -316,7 +320,7 @@ class Engine:
             ValueError: if it is not under way, as after an error in one that started before it.
             Exception: as `forward_backward`.
         """
-        return self._traffic.finish(ticket)
+        return self._batcher.finish(future)
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
         """Losses without gradients or dropout.
@@ -346,7 +350,7 @@ class Engine:
         Raises:
             ValueError: as `evaluate`.
         """
-        return self._traffic.evaluate(batches, 2 * self.stages * self.replicas)
+        return self._batcher.evaluate(batches, 2 * self.stages * self.replicas)
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """The most likely next token of sequences, without dropout.
@@ -360,7 +364,7 @@ class Engine:
         Raises:
             ValueError: if a name is unknown, or a sequence is empty.
         """
-        return self._traffic.next_tokens(batches)
+        return self._batcher.next_tokens(batches)
 
     def optim_step(self, name: str) -> StepResult:
         """Step an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
@@ -376,7 +380,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter, or it has accumulated no trained token.
         """
-        adapter = self._accounts.at_rest(name)
+        adapter = self._states.at_rest(name)
         if adapter.tokens == 0:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
@@ -393,7 +397,7 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        adapter = self._accounts.at_rest(name)
+        adapter = self._states.at_rest(name)
         self._flush(name)
         adapter.leave(Update())
         if self.alone:
@@ -405,7 +409,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter.
         """
-        adapter = self._accounts.at_rest(name)
+        adapter = self._states.at_rest(name)
         self._flush(name)
         parts = self._control("state", name)
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
@@ -418,7 +422,7 @@ class Engine:
         Raises:
             ValueError: if there is no such adapter, or the state is that of another one.
         """
-        adapter = self._accounts.of(name)
+        adapter = self._states.of(name)
         weights = mlora_ext.adapter_parameters(self.registry, name)
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
@@ -440,7 +444,7 @@ class Engine:
         Raises:
             ValueError: if there is no adapter of this name.
         """
-        self._accounts.at_rest(name)
+        self._states.at_rest(name)
         self._flush(name)
         return _merged(self._control("weights", name))
 
@@ -501,14 +505,14 @@ class Engine:
     ) -> list[Any]:
         """Ask the stages that have an adapter."""
         arguments = {"name": name, **(arguments or {})}
-        replica = self._accounts.at_rest(name).replica
+        replica = self._states.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
 
     def _flush(self, name: str) -> None:
         """Let the stages make the update that was decided, if they have not."""
-        updates = self._accounts.updates([name])
+        updates = self._states.updates([name])
         if updates:
-            self._pipeline.control("update", {"updates": updates}, replica=self._accounts[name].replica)
+            self._pipeline.control("update", {"updates": updates}, replica=self._states[name].replica)
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,19 +13,19 @@ from transformers import AutoConfig, PreTrainedModel
 
 import mlora_ext
 from mlora.cluster.world import World
-from mlora.engine.stage_worker import StagePart
+from mlora.engine.stage_worker import StageWorker
 from mlora.model.cut import Span
 from mlora.model.hub import check_base
 from mlora.model.load import load_base
 from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
-from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.routing.router import router_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
 
 
 @dataclass(frozen=True)
-class PartOptions:
+class StageOptions:
     """How each stage holds its piece of the base.
 
     Attributes:
@@ -42,7 +42,7 @@ class PartOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Crew:
+class StageGroup:
     """Stages that are ready to work.
 
     Attributes:
@@ -55,7 +55,7 @@ class Crew:
     """
 
     driver: Driver
-    first: StagePart
+    first: StageWorker
     blocks: Sequence[int]
     replicas: int = 1
     source: str = ""
@@ -73,15 +73,15 @@ class Crew:
         return model
 
 
-def crew_of_threads(
+def stage_group_of_threads(
     source: Source,
     stages: int | Sequence[int],
-    options: PartOptions,
+    options: StageOptions,
     schedule: str,
     *,
     in_flight: int | None = None,
     trace: int = 0,
-) -> Crew:
+) -> StageGroup:
     """Stages in this process; those after the first are threads.
 
     Args:
@@ -99,32 +99,32 @@ def crew_of_threads(
     spans = spans_of(stages, count_blocks(source)) if stages != 1 else [None]
     copies = len(spans) > 1 and isinstance(source, PreTrainedModel)
     parts = [
-        make_part(copy.deepcopy(source) if copies else source, span, _on_its_device(options, stage))
+        make_worker(copy.deepcopy(source) if copies else source, span, _on_its_device(options, stage))
         for stage, span in enumerate(spans)
     ]
     modules = [part.module for part in parts]
     driver = Pipeline(modules, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
-    return Crew(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
+    return StageGroup(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
 
 
-def _on_its_device(options: PartOptions, stage: int) -> PartOptions:
+def _on_its_device(options: StageOptions, stage: int) -> StageOptions:
     """Stages of one process take its GPUs in turn, unless one of them is named."""
     if options.device != torch.device("cuda"):
         return options
     return replace(options, device=torch.device("cuda", stage % torch.cuda.device_count()))
 
 
-def crew_of_processes(
+def stage_of_this_process(
     source: Source,
     blocks: Sequence[int],
-    options: PartOptions,
+    options: StageOptions,
     schedule: str,
     world: World,
     *,
     replicas: int = 1,
     in_flight: int | None = None,
     trace: int = 0,
-) -> tuple[StagePart, StageProcess]:
+) -> tuple[StageWorker, StageProcess]:
     """This process's stage of a pipeline over processes; all of them call it.
 
     Args:
@@ -147,7 +147,7 @@ def crew_of_processes(
     """
     count = len(blocks)
     stage = world.rank % count
-    part = make_part(source, spans_of(blocks, count_blocks(source))[stage], options)
+    part = make_worker(source, spans_of(blocks, count_blocks(source))[stage], options)
     places = world.gather("devices", [world.process.host, str(options.device)])
     of_their_own = len({tuple(place) for place in places}) == len(places)
     nccl = of_their_own and all(device.startswith("cuda") for _, device in places)
@@ -169,7 +169,7 @@ def crew_of_processes(
     return part, process
 
 
-def make_part(source: Source, span: Span | None, options: PartOptions) -> StagePart:
+def make_worker(source: Source, span: Span | None, options: StageOptions) -> StageWorker:
     """Load a stage.
 
     Args:
@@ -187,7 +187,7 @@ def make_part(source: Source, span: Span | None, options: PartOptions) -> StageP
         base.checkpoint_activations()
     if options.pack_base:
         base.pack_weights()
-    return StagePart(base, options.device)
+    return StageWorker(base, options.device)
 
 
 def count_blocks(source: Source) -> int:

@@ -19,16 +19,16 @@ from mlora.objectives.cross_entropy import chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import AdapterOptimizer, Update
 from mlora.pipeline import Hooks
-from mlora_ext import gemm
-from mlora_ext.nn.folder import adapter_state
-from mlora_ext.nn.routing import router_of
+from mlora_ext.frozen import plain as gemm
+from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.weights import write_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-class StagePart(Hooks):
+class StageWorker(Hooks):
     """What happens on one stage's device: forward, backward, updates, and what the first stage asks for.
 
     Args:
@@ -230,7 +230,7 @@ class StagePart(Hooks):
         release_memory(self.device)
 
     def _choose_gemm(self, dtype: str, library: str) -> None:
-        gemm.choose({dtype: library})
+        gemm.set_base_gemm({dtype: library})
 
     def _parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Those of an adapter's Parameters that are on this stage."""
@@ -275,7 +275,7 @@ class PackedStage(nn.Module):
         part: whose model runs.
     """
 
-    def __init__(self, part: StagePart) -> None:
+    def __init__(self, part: StageWorker) -> None:
         super().__init__()
         self.body = part.base.body
         self._part = part
@@ -300,7 +300,7 @@ class PackedStage(nn.Module):
             steps: dropout step of each adapter of the batch.
             updates: by adapter.
             ends: adapters whose accumulation is complete after this micro-batch.
-            measure: see `StagePart.begin`.
+            measure: see `StageWorker.begin`.
 
         Returns:
             `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
@@ -333,7 +333,7 @@ def put_adapter(
         seed: of initial weights and dropout.
 
     Raises:
-        ValueError: as `StagePart.create`.
+        ValueError: as `StageWorker.create`.
     """
     if lora is not None:
         mlora_ext.add_adapter(model, name, lora, seed=seed)

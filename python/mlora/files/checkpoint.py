@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlora.errors import RunError, first_fault
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 9
+FORMAT = 10
 
 
 class _Payload(BaseModel):
@@ -26,7 +26,7 @@ class _Payload(BaseModel):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     metrics_bytes: int = Field(ge=0)
     config: dict[str, Any]
-    roster: dict[str, Any]
+    decisions: dict[str, Any]
     refused: dict[str, str]
     data: dict[str, list[str]]
     tasks: dict[str, dict[str, Any]]

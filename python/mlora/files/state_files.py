@@ -29,14 +29,14 @@ def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
     """Return the files that a checkpoint counts on.
 
     Args:
-        checkpoint: with ``roster`` and ``tasks``.
+        checkpoint: with ``decisions`` and ``tasks``.
     """
     best = {
         best_file(name, task["best_step"])
         for name, task in checkpoint["tasks"].items()
         if task["best_step"] is not None and task["state"] in ALIVE
     }
-    return frozenset(checkpoint["roster"]["kept"].values()) | best
+    return frozenset(checkpoint["decisions"]["kept"].values()) | best
 
 
 def write_state(path: Path, content: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Extent(NamedTuple):
+class BatchShape(NamedTuple):
     """How large micro-batches are.
 
     Args:
@@ -27,7 +27,7 @@ class Extent(NamedTuple):
     trained: int = 0
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Extent:
+    def of(cls, lengths: Sequence[int]) -> BatchShape:
         """Return that of one micro-batch.
 
         Args:
@@ -43,16 +43,16 @@ class Extent(NamedTuple):
         squares = sum([length * length for length in lengths])
         return cls(rows, squares, longest, even, rows - even, rows - len(lengths))
 
-    def with_(self, other: Extent) -> Extent:
+    def with_(self, other: BatchShape) -> BatchShape:
         """Return the larger of both, in each respect.
 
         Args:
             other: of other micro-batches.
         """
-        return Extent(*map(max, self, other))
+        return BatchShape(*map(max, self, other))
 
-    def doublings(self, of: Extent) -> float:
-        """Return how often another extent has to be doubled to hold this one; what is nothing counts as 1.
+    def doublings(self, of: BatchShape) -> float:
+        """Return how often another shape has to be doubled to hold this one; what is nothing counts as 1.
 
         Args:
             of: the other one.
@@ -60,4 +60,4 @@ class Extent(NamedTuple):
         return math.log2(max(1.0, *[own / (other or 1) for own, other in zip(self, of, strict=True)]))
 
 
-NOTHING = Extent()
+NOTHING = BatchShape()

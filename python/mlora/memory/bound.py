@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.memory.batch_shape import NOTHING, Extent
+from mlora.memory.batch_shape import NOTHING, BatchShape
 from mlora.memory.memory_model import PeakModel
 
 SEEDED_MARGIN = 0.04  # of a fit that samples alone have made, which are within 2%
@@ -26,47 +26,47 @@ class Bound:
     Args:
         model: what predicts.
         worst: the worst relative error of late, by which it predicted too little or too much.
-        seeds: extent of the seeds.
-        measured: extent of the measurements.
+        seeds: shape of the seeds.
+        measured: shape of the measurements.
     """
 
     model: PeakModel
     worst: float = SEEDED_MARGIN / _WORST_TIMES
-    seeds: Extent = NOTHING
-    measured: Extent = NOTHING
+    seeds: BatchShape = NOTHING
+    measured: BatchShape = NOTHING
 
     @property
-    def seen(self) -> Extent:
+    def seen(self) -> BatchShape:
         """What seeds and measurements reach."""
         return self.seeds.with_(self.measured)
 
-    def beyond(self, extent: Extent) -> float:
+    def beyond(self, shape: BatchShape) -> float:
         """Return how far a micro-batch lies beyond what was measured, in doublings; 0 where it does not.
 
         It may be larger than any, or of another form: many short sequences where few long ones were
         measured. That shows in its leverage only.
 
         Args:
-            extent: of the micro-batch.
+            shape: of the micro-batch.
         """
-        return max(extent.doublings(self.measured), math.log2(max(1.0, self.model.leverage(extent))) / 2)
+        return max(shape.doublings(self.measured), math.log2(max(1.0, self.model.leverage(shape))) / 2)
 
-    def margin(self, extent: Extent) -> float:
+    def margin(self, shape: BatchShape) -> float:
         """Return what is added to a prediction, as a share.
 
         It follows the errors that were seen as far as was measured, and is that of the seeds from twice as
         far on. It grows where there are no seeds either.
 
         Args:
-            extent: of a micro-batch.
+            shape: of a micro-batch.
         """
-        return self._margin(extent, self.beyond(extent))
+        return self._margin(shape, self.beyond(shape))
 
-    def _margin(self, extent: Extent, beyond: float) -> float:
+    def _margin(self, shape: BatchShape, beyond: float) -> float:
         learned = max(LEAST_MARGIN, _WORST_TIMES * self.worst)
         if not beyond:
             return learned
-        return max(learned, SEEDED_MARGIN * min(1.0, beyond)) + PER_DOUBLING * extent.doublings(self.seen)
+        return max(learned, SEEDED_MARGIN * min(1.0, beyond)) + PER_DOUBLING * shape.doublings(self.seen)
 
     def predict(self, lengths: Sequence[int]) -> int:
         """Return the bytes that a micro-batch needs; 0 where nothing is known.
@@ -86,11 +86,11 @@ class Bound:
         """
         if not self.model.known:
             return math.inf
-        extent = Extent.of(lengths)
-        size, beyond = self.model.at(extent), self.beyond(extent)
+        shape = BatchShape.of(lengths)
+        size, beyond = self.model.at(shape), self.beyond(shape)
         if beyond:
-            size = max(size, self.model.at_by_seeds(extent))
-        return (1 + self._margin(extent, beyond)) * size
+            size = max(size, self.model.at_by_seeds(shape))
+        return (1 + self._margin(shape, beyond)) * size
 
     def by_samples(self, lengths: Sequence[int]) -> float:
         """Return the bytes that a micro-batch needs at most as seeds say, whatever was measured since.
@@ -98,9 +98,9 @@ class Bound:
         Args:
             lengths: of its sequences.
         """
-        extent = Extent.of(lengths)
-        margin = SEEDED_MARGIN + PER_DOUBLING * extent.doublings(self.seeds)
-        return (1 + margin) * self.model.at_by_seeds(extent)
+        shape = BatchShape.of(lengths)
+        margin = SEEDED_MARGIN + PER_DOUBLING * shape.doublings(self.seeds)
+        return (1 + margin) * self.model.at_by_seeds(shape)
 
     def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
         """Take in a sample.
@@ -110,7 +110,7 @@ class Bound:
             phases: what it is said to need.
         """
         self.model.seed(lengths, phases)
-        self.seeds = self.seeds.with_(Extent.of(lengths))
+        self.seeds = self.seeds.with_(BatchShape.of(lengths))
 
     def observe(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
         """Take in a measurement.
@@ -122,7 +122,7 @@ class Bound:
         error = abs(self.predict(lengths) / max(phases) - 1)
         self.worst = max(error, _FADES * self.worst)
         self.model.observe(lengths, phases)
-        self.measured = self.measured.with_(Extent.of(lengths))
+        self.measured = self.measured.with_(BatchShape.of(lengths))
 
     def state(self) -> dict[str, Any]:
         """Return plain values."""
@@ -141,4 +141,4 @@ class Bound:
             state: plain values.
         """
         model = PeakModel.from_state(state["model"])
-        return cls(model, state["worst"], Extent(*state["seeds"]), Extent(*state["measured"]))
+        return cls(model, state["worst"], BatchShape(*state["seeds"]), BatchShape(*state["measured"]))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.memory.batch_shape import Extent
+from mlora.memory.batch_shape import BatchShape
 from mlora.memory.bound import Bound
 from mlora.memory.memory_model import PeakModel
 
@@ -198,8 +198,8 @@ class MemoryEstimate:
         self._changed.add(key)
         if self._key(list(lengths)) != key:
             return False
-        extent = Extent.of(_together(lengths))
-        new = any(bound.beyond(extent) > 0 for bound in known.places)
+        shape = BatchShape.of(_together(lengths))
+        new = any(bound.beyond(shape) > 0 for bound in known.places)
         return new or passed < _LEARNING or passed % _EVERY == 0
 
     def observe(self, lengths: Sequence[int], among: Sequence[str], places: Sequence[Phases]) -> None:
@@ -210,11 +210,11 @@ class MemoryEstimate:
             among: all tasks that were admitted.
             places: its phases at each place.
         """
-        key, extent = self._key(among), Extent.of(lengths)
+        key, shape = self._key(among), BatchShape.of(lengths)
         if key not in self._adopted:
             return
         for bound, phases in zip(self._adopted[key].places, places, strict=True):
-            self.stale |= max(phases) > bound.over(lengths) or extent.doublings(bound.seen) > _GROWN
+            self.stale |= max(phases) > bound.over(lengths) or shape.doublings(bound.seen) > _GROWN
         for bound, phases in zip(self._learned[key].places, places, strict=True):
             bound.observe(lengths, phases)
         self._changed.add(key)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from mlora.memory.batch_shape import Extent
+from mlora.memory.batch_shape import BatchShape
 
 _SEED = 1e-3
 """Weight of a dry run's square error. Small, so that it decides only about what measurements have not shown:
@@ -73,7 +73,7 @@ class MemoryModel:
         Raises:
             ValueError: as `observe`.
         """
-        self._seeds.add(self._features(Extent.of(lengths)), _positive(bytes))
+        self._seeds.add(self._features(BatchShape.of(lengths)), _positive(bytes))
         self._found = self._by_seeds = None
 
     def observe(self, lengths: Sequence[int], bytes: int) -> None:
@@ -86,7 +86,7 @@ class MemoryModel:
         Raises:
             ValueError: if there is no sequence, a length is below 1, or `bytes` is no number of at least 1.
         """
-        features, size = self._features(Extent.of(lengths)), _positive(bytes)
+        features, size = self._features(BatchShape.of(lengths)), _positive(bytes)
         if self.seeded or self.count >= len(features):
             self.error = max(self.error, abs(self.predict(lengths) / size - 1.0))
         self._sums.add(features, size)
@@ -103,25 +103,25 @@ class MemoryModel:
             ValueError: if there is no sequence, or a length is below 1.
             RuntimeError: if nothing has been observed and there is no seed.
         """
-        return self.at(Extent.of(lengths))
+        return self.at(BatchShape.of(lengths))
 
-    def at(self, extent: Extent) -> int:
+    def at(self, shape: BatchShape) -> int:
         """As `predict`, of what is known of the lengths.
 
         Args:
-            extent: of a micro-batch.
+            shape: of a micro-batch.
 
         Raises:
             RuntimeError: if nothing has been observed and there is no seed.
         """
-        return math.ceil(float(self._features(extent) @ self._fit()))
+        return math.ceil(float(self._features(shape) @ self._fit()))
 
-    def at_by_seeds(self, extent: Extent) -> int:
+    def at_by_seeds(self, shape: BatchShape) -> int:
         """As `at`, from seeds alone: measurements that say nothing about such a micro-batch may have bent the
         fit there.
 
         Args:
-            extent: of a micro-batch.
+            shape: of a micro-batch.
 
         Raises:
             RuntimeError: if there is no seed.
@@ -130,14 +130,14 @@ class MemoryModel:
             raise RuntimeError("there is no seed: call seed first")
         if self._by_seeds is None:
             self._by_seeds = _solve(self._seeds.gram, self._seeds.right)
-        return math.ceil(float(self._features(extent) @ self._by_seeds))
+        return math.ceil(float(self._features(shape) @ self._by_seeds))
 
-    def leverage(self, extent: Extent) -> float:
+    def leverage(self, shape: BatchShape) -> float:
         """Return how far a micro-batch lies from those that were measured, as the fit sees it: its leverage
         (Hoaglin and Welsch, "The hat matrix in regression and ANOVA", 1978).
 
         Args:
-            extent: of the micro-batch.
+            shape: of the micro-batch.
 
         Returns:
             About the number of coefficients over the number of measurements for one like them, at most 1 for
@@ -151,7 +151,7 @@ class MemoryModel:
             return math.inf
         if self._whitening is None:
             self._whitening = _whitening(self._sums.gram)
-        parts = self._whitening @ (self._features(extent) / self.at(extent))
+        parts = self._whitening @ (self._features(shape) / self.at(shape))
         return float(parts @ parts)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
@@ -199,14 +199,14 @@ class MemoryModel:
         model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
         return model
 
-    def _features(self, extent: Extent) -> np.ndarray[Any, Any]:
-        found = [1.0, extent.rows / _ROWS, extent.squares / _ROWS**2]
+    def _features(self, shape: BatchShape) -> np.ndarray[Any, Any]:
+        found = [1.0, shape.rows / _ROWS, shape.squares / _ROWS**2]
         if self.knee is not None:
-            found.append(min(extent.trained, self.knee) / _ROWS)
+            found.append(min(shape.trained, self.knee) / _ROWS)
         if self.pieces:
-            found.append(extent.uneven / _ROWS)
+            found.append(shape.uneven / _ROWS)
         if self.mask:
-            found.append(extent.longest**2 / _ROWS**2)
+            found.append(shape.longest**2 / _ROWS**2)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
@@ -264,20 +264,20 @@ class PeakModel:
 
     def predict(self, lengths: Sequence[int]) -> int:
         """As `MemoryModel.predict`: the largest of the phases."""
-        return self.at(Extent.of(lengths))
+        return self.at(BatchShape.of(lengths))
 
-    def at(self, extent: Extent) -> int:
+    def at(self, shape: BatchShape) -> int:
         """As `MemoryModel.at`: the largest of the phases."""
         known = [model for model in self.models if model.count or model.seeded]
-        return max(model.at(extent) for model in known or self.models)
+        return max(model.at(shape) for model in known or self.models)
 
-    def at_by_seeds(self, extent: Extent) -> int:
+    def at_by_seeds(self, shape: BatchShape) -> int:
         """As `MemoryModel.at_by_seeds`: the largest of the phases; 0 where there are no seeds."""
-        return max([0, *(model.at_by_seeds(extent) for model in self.models if model.seeded)])
+        return max([0, *(model.at_by_seeds(shape) for model in self.models if model.seeded)])
 
-    def leverage(self, extent: Extent) -> float:
+    def leverage(self, shape: BatchShape) -> float:
         """As `MemoryModel.leverage`: the largest of the phases that were measured."""
-        return max((model.leverage(extent) for model in self.models if model.count), default=math.inf)
+        return max((model.leverage(shape) for model in self.models if model.count), default=math.inf)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
         """As `MemoryModel.mape`, of the peaks."""

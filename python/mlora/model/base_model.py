@@ -16,7 +16,7 @@ from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_pa
 from mlora.model.cut import Cut, Span
 from mlora.model.pretrained import stop_noise
 from mlora.objectives.cross_entropy import Head, LogitRule
-from mlora_ext.gemm import PackedWeight, linear, linear_dx, packs
+from mlora_ext.frozen.plain import PackedWeight, linear, linear_dx, packs
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 

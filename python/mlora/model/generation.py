@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerationRequest:
     """A prompt for one adapter.
 
     Args:
@@ -85,7 +85,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, specia
 @torch.no_grad()
 def complete(
     model: nn.Module,
-    requests: Sequence[Request],
+    requests: Sequence[GenerationRequest],
     *,
     end_token: int,
     rows: int = 64,
@@ -123,7 +123,7 @@ def complete(
     return results
 
 
-def _batches(requests: Sequence[Request], rows: int) -> Iterator[list[int]]:
+def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[int]]:
     groups: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if not request.input_ids:
@@ -136,7 +136,7 @@ def _batches(requests: Sequence[Request], rows: int) -> Iterator[list[int]]:
 
 
 def _generate(
-    model: Any, requests: Sequence[Request], end_token: int, sampling: Sampling | None
+    model: Any, requests: Sequence[GenerationRequest], end_token: int, sampling: Sampling | None
 ) -> list[tuple[int, ...]]:
     device = next(model.parameters()).device
     ids = torch.tensor([request.input_ids for request in requests], device=device)

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .across import FirstStage, StageProcess
     from .driver import Driver, Result
     from .neighbours import Neighbours, connect_neighbours
-    from .order import Place
+    from .order import RoundPosition
     from .runner import PipelineError
     from .runtime import Pipeline
     from .stage import Hooks, LossFn, MicroBatch, Stage
@@ -21,7 +21,7 @@ _HOMES = {
     "Neighbours": "neighbours",
     "Pipeline": "runtime",
     "PipelineError": "runner",
-    "Place": "order",
+    "RoundPosition": "order",
     "Result": "driver",
     "Stage": "stage",
     "connect_neighbours": "neighbours",
@@ -37,8 +37,8 @@ __all__ = [
     "Neighbours",
     "Pipeline",
     "PipelineError",
-    "Place",
     "Result",
+    "RoundPosition",
     "Stage",
     "StageProcess",
     "connect_neighbours",

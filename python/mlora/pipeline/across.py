@@ -10,7 +10,7 @@ from torch import nn
 from .actions import Schedule
 from .driver import Driver
 from .link import CREDIT_BYTES, Link
-from .neighbours import Neighbours, Way
+from .neighbours import Direction, Neighbours
 from .order import order_of
 from .port import WirePort
 from .runner import Runner
@@ -98,7 +98,7 @@ class StageProcess:
             link.join()
 
 
-def _port(way: Way, device: torch.device) -> WirePort:
+def _port(way: Direction, device: torch.device) -> WirePort:
     return WirePort(way.wire, device, way.nccl)
 
 

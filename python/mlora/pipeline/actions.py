@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ActionType(StrEnum):
     """What a stage does with a micro-batch, in the letters of `torch.distributed.pipelining`."""
 
     FORWARD = "F"
@@ -29,7 +29,7 @@ class Action:
     """
 
     stage: int
-    kind: Kind
+    kind: ActionType
     micro_batch: int
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Action:
         match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
         if match is None:
             raise ValueError(f"action: expected <stage><F or B><micro-batch> such as 2F0, got {text!r}")
-        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+        return cls(int(match[1]), ActionType(match[2]), int(match[3]))
 
 
 Schedule = Sequence[Sequence[Action]]
@@ -70,12 +70,12 @@ def check_schedule(schedule: Schedule) -> int:
     """
     if not schedule or not schedule[0]:
         raise ValueError("schedule: expected actions for at least one stage, got none")
-    forwards = [action.micro_batch for action in schedule[0] if action.kind is Kind.FORWARD]
+    forwards = [action.micro_batch for action in schedule[0] if action.kind is ActionType.FORWARD]
     for stage, actions in enumerate(schedule):
         for action in actions:
             if action.stage != stage:
                 raise ValueError(f"schedule: {action} stands in the list of stage {stage}")
-        for kind in Kind:
+        for kind in ActionType:
             order = [action.micro_batch for action in actions if action.kind is kind]
             if order != forwards or len(set(order)) != len(order):
                 raise ValueError(
@@ -83,7 +83,7 @@ def check_schedule(schedule: Schedule) -> int:
                     f"this order, got {order}"
                 )
     last = [str(action) for action in schedule[-1]]
-    units = [f"{len(schedule) - 1}{kind}{index}" for index in forwards for kind in Kind]
+    units = [f"{len(schedule) - 1}{kind}{index}" for index in forwards for kind in ActionType]
     if last != units:
         raise ValueError(f"schedule: the last stage runs each micro-batch as one unit: expected {units}")
     _check_ends(schedule)
@@ -108,6 +108,9 @@ def _check_ends(schedule: Schedule) -> None:
 
 
 def _ready(action: Action, stages: int, done: set[Action]) -> bool:
-    before = action.stage - 1 if action.kind is Kind.FORWARD else action.stage + 1
-    own = action.kind is Kind.FORWARD or Action(action.stage, Kind.FORWARD, action.micro_batch) in done
+    before = action.stage - 1 if action.kind is ActionType.FORWARD else action.stage + 1
+    own = (
+        action.kind is ActionType.FORWARD
+        or Action(action.stage, ActionType.FORWARD, action.micro_batch) in done
+    )
     return own and (before in (-1, stages) or Action(before, action.kind, action.micro_batch) in done)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from .link import Link
-from .message import Message, Sort
-from .order import ALONE, Place
+from .message import Message, MessageType
+from .order import ALONE, RoundPosition
 from .runner import PipelineError, Runner
 from .stage import MicroBatch
 from .trace import Entry
@@ -88,10 +88,12 @@ class Driver:
         size = sum(batch.train for batch in waiting)
         numbers, index = [], 0
         for batch in waiting:
-            place = Place(index, size)
+            position = RoundPosition(index, size)
             index += batch.train
             numbers.append(
-                self.start(batch.inputs, batch.targets, common=batch.common, train=batch.train, place=place)
+                self.start(
+                    batch.inputs, batch.targets, common=batch.common, train=batch.train, position=position
+                )
             )
         return [self.finish(number).report for number in numbers]
 
@@ -102,7 +104,7 @@ class Driver:
         *,
         common: Mapping[str, Any] | None = None,
         train: bool = True,
-        place: Place = ALONE,
+        position: RoundPosition = ALONE,
         stream: str = "",
         rows: int = 1,
         replica: int = 0,
@@ -114,7 +116,7 @@ class Driver:
             targets: handed to the loss function.
             common: keyword arguments of every stage.
             train: whether to run backward.
-            place: where it stands in its round, for schedules that have rounds.
+            position: where it stands in its round, for schedules that have rounds.
             stream: whose it is, for traces.
             rows: how many it has, for traces.
             replica: which pipeline it enters.
@@ -127,9 +129,9 @@ class Driver:
         """
         self._check_open()
         self._numbers += 1
-        batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, place)
+        batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, position)
         self._under_way.add(batch.number)
-        self._entries.append(Entry(batch.number, stream, place.index, rows, train, replica))
+        self._entries.append(Entry(batch.number, stream, position.index, rows, train, replica))
         if replica:
             message = batch.message()
             self._first.leave(message)
@@ -208,7 +210,7 @@ class Driver:
         self._check_open()
         arguments = arguments or {}
         content = {"number": self._numbers + 1, "verb": verb, "arguments": arguments, "answers": []}
-        message = Message(Sort.CONTROL, content)
+        message = Message(MessageType.CONTROL, content)
         if replica:
             self._first.leave(message)
             self._replicas[replica - 1].send(message)
@@ -252,9 +254,9 @@ class Driver:
         self._closed = True
         if self._first.failure is not None:
             return
-        self._first.from_before(Message(Sort.END))
+        self._first.from_before(Message(MessageType.END))
         for link in self._replicas:
-            link.send(Message(Sort.END))
+            link.send(Message(MessageType.END))
         while self._first.work():
             self._first.results.clear()  # nobody will ask for them; of other pipelines they come first
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
-from .message import Message, Sort
+from .message import Message, MessageType
 from .port import Port
 from .trace import Trace
 
@@ -83,7 +83,7 @@ class Link:
         """
         size = message.size
         with self._change:
-            if message.sort is Sort.FAULT:
+            if message.sort is MessageType.FAULT:
                 self._queue.clear()
             self._queue.append((time.monotonic() + self._delay, size, message))
             self._change.notify_all()
@@ -116,7 +116,7 @@ class Link:
             time.sleep(max(0.0, due - time.monotonic()))
         with self._trace.span("send", message.sort, message.number):
             self._out.write(credit, message)
-        return message.sort not in (Sort.END, Sort.FAULT)
+        return message.sort not in (MessageType.END, MessageType.FAULT)
 
     def _may_send(self) -> bool:
         if not self._queue:
@@ -139,7 +139,7 @@ class Link:
         credit, message = self._into.read()
         if message is not None:
             self._trace.add("receive", message.sort, message.number, self._into.began)
-        is_last = message is not None and message.sort in (Sort.END, Sort.FAULT)
+        is_last = message is not None and message.sort in (MessageType.END, MessageType.FAULT)
         if credit or is_last:
             with self._change:
                 self._outstanding -= credit
@@ -175,7 +175,9 @@ class Link:
         """Tell of any error; one that is no broken connection or full memory is raised, too."""
         if error is not None:
             text = " ".join(str(error).split())
-            self._deliver(Message(Sort.FAULT, {"message": f"the link with {self._name} broke: {text}"}))
+            self._deliver(
+                Message(MessageType.FAULT, {"message": f"the link with {self._name} broke: {text}"})
+            )
             for port in ports:
                 port.close()
         return isinstance(error, RuntimeError | OSError | MemoryError)

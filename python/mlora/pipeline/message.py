@@ -15,7 +15,7 @@ from torch import Tensor
 from .envelope import is_small
 
 
-class Sort(StrEnum):
+class MessageType(StrEnum):
     """What a message is about."""
 
     FORWARD = "forward"
@@ -36,7 +36,7 @@ class Message:
         ready: recorded on a GPU when its tensors are computed, or have arrived.
     """
 
-    sort: Sort
+    sort: MessageType
     content: dict[str, Any] = field(default_factory=dict)
     ready: torch.cuda.Event | None = None
 
@@ -89,7 +89,7 @@ class Header(NamedTuple):
         shapes: of the tensors.
     """
 
-    sort: Sort
+    sort: MessageType
     tree: Any
     shapes: list[Shape]
 
@@ -98,7 +98,9 @@ class Header(NamedTuple):
         """What `encode` has written."""
         sort, tree, shapes = json.loads(encoded)
         return cls(
-            Sort(sort), tree, [Shape(tuple(size), _DTYPES[name], small) for name, small, *size in shapes]
+            MessageType(sort),
+            tree,
+            [Shape(tuple(size), _DTYPES[name], small) for name, small, *size in shapes],
         )
 
 

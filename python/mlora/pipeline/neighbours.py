@@ -13,7 +13,7 @@ from .wire import Wire, connect
 
 
 @dataclass(frozen=True)
-class Way:
+class Direction:
     """One direction between two neighbours.
 
     Attributes:
@@ -40,11 +40,11 @@ class Neighbours:
             those has that process as its previous one.
     """
 
-    from_previous: Way | None = None
-    to_next: Way | None = None
-    from_next: Way | None = None
-    to_previous: Way | None = None
-    replicas: tuple[tuple[Way, Way], ...] = ()
+    from_previous: Direction | None = None
+    to_next: Direction | None = None
+    from_next: Direction | None = None
+    to_previous: Direction | None = None
+    replicas: tuple[tuple[Direction, Direction], ...] = ()
 
     def close(self) -> None:
         """End the connections."""
@@ -83,7 +83,7 @@ def connect_neighbours(
     groups = {} if nccl is None else _nccl_groups(world, chain, nccl, timeout)
     me = world.rank
     links = {
-        (source, target): Way(target if me == source else source, wire, groups.get((source, target)))
+        (source, target): Direction(target if me == source else source, wire, groups.get((source, target)))
         for (source, target), wire in wires.items()
     }
     before, after = (0 if me in heads else me - 1), (me + 1 if (me + 1) % stages else -1)

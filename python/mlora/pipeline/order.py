@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from .actions import Action, Kind, Schedule, check_schedule
+from .actions import Action, ActionType, Schedule, check_schedule
 from .schedules import FLUSHED, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoundPosition:
     """Where a micro-batch stands in its round.
 
     Attributes:
@@ -28,14 +28,14 @@ class Place:
     size: int = 1
 
 
-ALONE = Place()
+ALONE = RoundPosition()
 """The only micro-batch of its round."""
 
 
 class Order(Protocol):
     """One stage's choices; it remembers what it chose."""
 
-    def choose(self, forward: Place | None, backward: Place | None) -> Kind | None:
+    def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
         """Choose what runs now.
 
         Args:
@@ -62,19 +62,19 @@ class Alternating:
             raise ValueError(f"in_flight: expected at least 1, got {in_flight}")
         self._most = in_flight
         self._between = 0
-        self._last = Kind.BACKWARD
+        self._last = ActionType.BACKWARD
 
-    def choose(self, forward: Place | None, backward: Place | None) -> Kind | None:
-        """See `Order.choose`."""
+    def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
+        """See `Order.next_action`."""
         full = self._most is not None and self._between >= self._most
         may_forward = forward is not None and not full
-        if backward is not None and not (may_forward and self._last is Kind.BACKWARD):
-            chosen = Kind.BACKWARD
+        if backward is not None and not (may_forward and self._last is ActionType.BACKWARD):
+            chosen = ActionType.BACKWARD
         elif may_forward:
-            chosen = Kind.FORWARD
+            chosen = ActionType.FORWARD
         else:
             return None
-        self._between += 1 if chosen is Kind.FORWARD else -1
+        self._between += 1 if chosen is ActionType.FORWARD else -1
         self._last = chosen
         return chosen
 
@@ -98,8 +98,8 @@ class Listed:
             raise ValueError(f"schedule: expected lists for {stages} stages, got {len(schedule)}")
         self._left: deque[Action] = deque()
 
-    def choose(self, forward: Place | None, backward: Place | None) -> Kind | None:
-        """See `Order.choose`.
+    def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
+        """See `Order.next_action`.
 
         Raises:
             ValueError: if a round has another size than the lists are for.
@@ -109,7 +109,7 @@ class Listed:
                 return None
             self._left.extend(self._round(forward.size)[self._stage])
         action = self._left[0]
-        head = forward if action.kind is Kind.FORWARD else backward
+        head = forward if action.kind is ActionType.FORWARD else backward
         if head is None:
             return None
         assert head.index == action.micro_batch

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .actions import Kind
+from .actions import ActionType
 from .link import Link
-from .message import Message, Sort
-from .order import Order, Place
+from .message import Message, MessageType
+from .order import Order, RoundPosition
 from .stage import Stage
 
 
@@ -65,15 +65,15 @@ class Runner:
 
     def from_replica(self, message: Message) -> None:
         """Take a result of a further pipeline, at the driver's stage; from any thread."""
-        if message.sort is Sort.END:
+        if message.sort is MessageType.END:
             return
-        self._take(self._backwards if message.sort is Sort.FAULT else self.results, message)
+        self._take(self._backwards if message.sort is MessageType.FAULT else self.results, message)
 
     def _take(self, waiting: deque[Message], message: Message) -> None:
         """Queue a message; a fault takes the place of all others, and the first one tells of the cause."""
         with self._change:
-            if message.sort is Sort.FAULT:
-                if waiting and waiting[0].sort is Sort.FAULT:
+            if message.sort is MessageType.FAULT:
+                if waiting and waiting[0].sort is MessageType.FAULT:
                     return
                 waiting.clear()
             waiting.append(message)
@@ -116,42 +116,42 @@ class Runner:
     def _waits(self) -> None:
         self.piece = 0
 
-    def _next(self) -> tuple[Kind, Message] | None:
+    def _next(self) -> tuple[ActionType, Message] | None:
         with self._change:
             while True:
                 if self.others and self.results:
                     return None
                 kind = self._choice()
                 if kind is not None:
-                    return kind, (self._forwards if kind is Kind.FORWARD else self._backwards).popleft()
+                    return kind, (self._forwards if kind is ActionType.FORWARD else self._backwards).popleft()
                 self._change.wait()
 
-    def _choice(self) -> Kind | None:
-        if self._backwards and self._backwards[0].sort is not Sort.BACKWARD:
-            return Kind.BACKWARD
+    def _choice(self) -> ActionType | None:
+        if self._backwards and self._backwards[0].sort is not MessageType.BACKWARD:
+            return ActionType.BACKWARD
         forward = self._forwards[0] if self._forwards else None
-        if forward is not None and (forward.sort is not Sort.FORWARD or not forward.content["train"]):
-            return Kind.FORWARD
+        if forward is not None and (forward.sort is not MessageType.FORWARD or not forward.content["train"]):
+            return ActionType.FORWARD
         backward = self._backwards[0] if self._backwards else None
-        return self._order.choose(_place(forward), _place(backward))
+        return self._order.next_action(_position_of(forward), _position_of(backward))
 
-    def _run(self, kind: Kind, message: Message) -> bool:
-        if message.sort is Sort.FAULT:
+    def _run(self, kind: ActionType, message: Message) -> bool:
+        if message.sort is MessageType.FAULT:
             raise PipelineError(message.content["message"])
-        link = self.before if kind is Kind.FORWARD else self.after
+        link = self.before if kind is ActionType.FORWARD else self.after
         if link is not None:
             link.consumed(message)
-        if message.sort is Sort.END:
+        if message.sort is MessageType.END:
             return self._end(kind, message)
         self.arrive(message)
-        if kind is Kind.FORWARD:
+        if kind is ActionType.FORWARD:
             self._forward(message)
         else:
             self._back(message)
         return True
 
     def _forward(self, message: Message) -> None:
-        if message.sort is Sort.CONTROL:
+        if message.sort is MessageType.CONTROL:
             self.answer(message, self.control(message.content["verb"], message.content["arguments"]))
             return
         done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
@@ -160,8 +160,8 @@ class Runner:
             assert self.after is not None
             self.after.send(done)
             return
-        if done.sort is Sort.BACKWARD:
-            self._order.choose(None, _place(message))
+        if done.sort is MessageType.BACKWARD:
+            self._order.next_action(None, _position_of(message))
         self._hand_back(done)
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
@@ -175,9 +175,9 @@ class Runner:
         content = message.content
         answers = [*content["answers"], answer]
         if self.after is not None:
-            onward = Message(Sort.CONTROL, {**content, "answers": answers})
+            onward = Message(MessageType.CONTROL, {**content, "answers": answers})
         else:
-            onward = Message(Sort.REPLY, {"number": message.number, "answers": answers})
+            onward = Message(MessageType.REPLY, {"number": message.number, "answers": answers})
         self.leave(onward)
         if self.after is not None:
             self.after.send(onward)
@@ -185,7 +185,7 @@ class Runner:
             self._hand_back(onward)
 
     def _back(self, message: Message) -> None:
-        if message.sort is Sort.BACKWARD:
+        if message.sort is MessageType.BACKWARD:
             message = self.stage.backward(message)
             self.leave(message)
         self._hand_back(message)
@@ -196,8 +196,8 @@ class Runner:
         else:
             self.results.append(message)
 
-    def _end(self, kind: Kind, message: Message) -> bool:
-        if kind is Kind.FORWARD and self.after is not None:
+    def _end(self, kind: ActionType, message: Message) -> bool:
+        if kind is ActionType.FORWARD and self.after is not None:
             self.after.send(message)
             return True
         if self.before is not None:
@@ -223,7 +223,7 @@ class Runner:
         self.failure = error
         text = str(error) if isinstance(error, PipelineError) else f"{self._name}: {_line(error)}"
         for link in links:
-            link.send(Message(Sort.FAULT, {"message": text}))
+            link.send(Message(MessageType.FAULT, {"message": text}))
 
     def arrive(self, message: Message) -> None:
         """Let the compute stream wait for a message's tensors."""
@@ -242,8 +242,8 @@ class Runner:
             message.ready.record(torch.cuda.current_stream(device))
 
 
-def _place(message: Message | None) -> Place | None:
-    return None if message is None else Place(*message.content["place"])
+def _position_of(message: Message | None) -> RoundPosition | None:
+    return None if message is None else RoundPosition(*message.content["position"])
 
 
 def _line(error: BaseException) -> str:

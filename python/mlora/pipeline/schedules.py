@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .actions import Action, Kind, Schedule
+from .actions import Action, ActionType, Schedule
 
 SCHEDULES = ("lorapp", "1f1b", "gpipe")
 
@@ -42,11 +42,11 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
 def _flushed(stage: int, stages: int, micro_batches: int, ahead: int) -> list[Action]:
     """The list of a stage that has at most `ahead` micro-batches between forward and backward."""
     ahead = 1 if stage == stages - 1 else min(ahead, micro_batches)
-    actions = [Action(stage, Kind.FORWARD, index) for index in range(ahead)]
+    actions = [Action(stage, ActionType.FORWARD, index) for index in range(ahead)]
     for index in range(micro_batches):
-        actions.append(Action(stage, Kind.BACKWARD, index))
+        actions.append(Action(stage, ActionType.BACKWARD, index))
         if index + ahead < micro_batches:
-            actions.append(Action(stage, Kind.FORWARD, index + ahead))
+            actions.append(Action(stage, ActionType.FORWARD, index + ahead))
     return actions
 
 

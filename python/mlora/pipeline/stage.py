@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .message import Message, Sort
-from .order import ALONE, Place
+from .message import Message, MessageType
+from .order import ALONE, RoundPosition
 from .trace import Trace
 
 LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -70,7 +70,7 @@ class MicroBatch:
         targets: travels to the last stage, for its loss.
         common: keyword arguments of every stage's module.
         train: whether a backward pass follows.
-        place: where it stands in its round.
+        position: where it stands in its round.
     """
 
     number: int
@@ -78,7 +78,7 @@ class MicroBatch:
     targets: Any
     common: Mapping[str, Any]
     train: bool = True
-    place: Place = ALONE
+    position: RoundPosition = ALONE
 
     def __post_init__(self) -> None:
         """Check what callers get wrong first.
@@ -95,16 +95,16 @@ class MicroBatch:
         content = {
             "number": self.number,
             "train": self.train,
-            "place": [self.place.index, self.place.size],
+            "position": [self.position.index, self.position.size],
             "common": dict(self.common),
             "targets": self.targets,
             "inputs": dict(self.inputs),
         }
-        return Message(Sort.FORWARD, content)
+        return Message(MessageType.FORWARD, content)
 
 
 @dataclass(frozen=True, eq=False)
-class _Flight:
+class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
     received: Sequence[Tensor]
@@ -139,7 +139,7 @@ class Stage:
         self.hooks = hooks or Hooks()
         self.trace = trace or Trace()
         self._loss_fn = loss_fn
-        self._flights: dict[int, _Flight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
 
     @property
     def is_last(self) -> bool:
@@ -160,9 +160,11 @@ class Stage:
             received, output = self._call(content)
         outputs = [output] if isinstance(output, Tensor) else list(output)
         if content["train"]:
-            self._flights[message.number] = _Flight(received, outputs, content["common"])
-        passed = {key: content[key] for key in ("number", "train", "place", "common", "targets")}
-        return Message(Sort.FORWARD, {**passed, "activations": [output.detach() for output in outputs]})
+            self._in_flight[message.number] = _InFlight(received, outputs, content["common"])
+        passed = {key: content[key] for key in ("number", "train", "position", "common", "targets")}
+        return Message(
+            MessageType.FORWARD, {**passed, "activations": [output.detach() for output in outputs]}
+        )
 
     def unit(self, message: Message) -> Message:
         """Run a micro-batch through the last stage: forward, loss and, in training, backward.
@@ -186,12 +188,12 @@ class Stage:
             if content["train"]:
                 with self._span(message, "backward"):
                     torch.autograd.backward(loss)
-        end = {key: content[key] for key in ("number", "place")} | {"report": report}
+        end = {key: content[key] for key in ("number", "position")} | {"report": report}
         if not content["train"]:
-            return Message(Sort.REPLY, {**end, "notes": []})
+            return Message(MessageType.REPLY, {**end, "notes": []})
         note = self.hooks.after_backward(content["common"])
         gradients = [tensor.grad for tensor in received]
-        return Message(Sort.BACKWARD, {**end, "gradients": gradients, "notes": [note]})
+        return Message(MessageType.BACKWARD, {**end, "gradients": gradients, "notes": [note]})
 
     def backward(self, message: Message) -> Message:
         """Run a micro-batch backward.
@@ -202,7 +204,7 @@ class Stage:
         Returns:
             `BACKWARD` for the stage before.
         """
-        flight = self._flights.pop(message.number)
+        flight = self._in_flight.pop(message.number)
         pairs = [
             (output, gradient)
             for output, gradient in zip(flight.outputs, message.content["gradients"], strict=True)
@@ -214,7 +216,7 @@ class Stage:
                 torch.autograd.backward(outputs, given)
         notes = [self.hooks.after_backward(flight.common), *message.content["notes"]]
         gradients = [tensor.grad for tensor in flight.received]
-        return Message(Sort.BACKWARD, {**message.content, "gradients": gradients, "notes": notes})
+        return Message(MessageType.BACKWARD, {**message.content, "gradients": gradients, "notes": notes})
 
     def _around(self, content: Mapping[str, Any]) -> AbstractContextManager[None]:
         return self.hooks.around(content["train"], content["common"], content.get("activations", ()))

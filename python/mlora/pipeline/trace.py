@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     Attributes:
         number: it counts all micro-batches of the pipeline.
         stream: whose it is.
-        place: in its round.
+        position: in its round.
         rows: how many it has.
         train: whether it has a backward.
         replica: which pipeline it entered.
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
     number: int
     stream: str
-    place: int
+    position: int
     rows: int
     train: bool
     replica: int = 0

@@ -17,20 +17,20 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.engine.stage_group import PartOptions, Source
-from mlora.engine.stage_worker import StagePart, put_adapter
+from mlora.engine.stage_group import Source, StageOptions
+from mlora.engine.stage_worker import StageWorker, put_adapter
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.objectives.cross_entropy import chunk_rows
 from mlora.optim.optim_config import OptimConfig
-from mlora.pipeline.message import Message, Sort
+from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
-from mlora_ext.nn.routes import LayerSpec
-from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.routing.route import LayerSpec
+from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DryStage:
         knees: of a `PeakModel` for its micro-batches.
     """
 
-    def __init__(self, source: Source, options: PartOptions, span: Span | None = None) -> None:
+    def __init__(self, source: Source, options: StageOptions, span: Span | None = None) -> None:
         self._options = options
         self._span = span if span is not None and span.stages > 1 else None
         if isinstance(source, PreTrainedModel):
@@ -137,7 +137,7 @@ class DryStage:
         *,
         whole: bool = False,
     ) -> list[tuple[int, ...]]:
-        """What micro-batches take, as a measured one does: forward, loss and backward, see `Measured`.
+        """What micro-batches take, as a measured one does: forward, loss and backward, see `MeasuredBatch`.
 
         Of blocks that repeat, one and two periods are run, and the rest follows: each more takes the same.
 
@@ -224,7 +224,7 @@ class DryStage:
         mode = FakeTensorMode()
         base = self._fill(model, self._cut(model, counts[0]), mode)
         with mode:
-            part = StagePart(base, self._options.device)
+            part = StageWorker(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
             stage = Stage(part.module, index, stages, part.losses, part)
@@ -272,11 +272,11 @@ class DryStage:
         counts = [sum(lengths) - len(lengths) for lengths in shape.values()]
         trained = torch.zeros(sum(counts), dtype=torch.int32)
         targets = {"rows": trained, "targets": trained, "counts": counts, "scales": [1.0] * len(shape)}
-        content = {"number": 0, "train": True, "place": ALONE, "common": common, "targets": targets}
+        content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}
         if self._span is not None and not self._span.is_first:
-            return Message(Sort.FORWARD, {**content, "activations": [self._hidden(shape)]})
+            return Message(MessageType.FORWARD, {**content, "activations": [self._hidden(shape)]})
         ids = torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
-        return Message(Sort.FORWARD, {**content, "inputs": {"input_ids": ids}})
+        return Message(MessageType.FORWARD, {**content, "inputs": {"input_ids": ids}})
 
 
 def _held(cut: Cut, module: str) -> bool:
@@ -292,8 +292,8 @@ def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
         done = stage.unit(message)
     else:
         stage.forward(message)
-        back = {"number": 0, "place": ALONE, "gradients": [gradient], "notes": [], "report": None}
-        done = stage.backward(Message(Sort.BACKWARD, back))
+        back = {"number": 0, "position": ALONE, "gradients": [gradient], "notes": [], "report": None}
+        done = stage.backward(Message(MessageType.BACKWARD, back))
     found: tuple[int, ...] = done.content["notes"][0]["memory"]
     return found
 

@@ -11,7 +11,7 @@ from mlora.cluster.device import kind_of
 from mlora.cluster.world import World
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
-from mlora.engine.stage_group import PartOptions
+from mlora.engine.stage_group import StageOptions
 from mlora.memory.process_memory import free_memory
 from mlora.pipeline.order import in_flight_of
 from mlora.planning.partition import Table, fastest, partition, table_of
@@ -19,7 +19,7 @@ from mlora.planning.profile_stage import profile_base
 from mlora.tasks.groups import most_under_way
 
 
-def measured_cut(config: RunConfig, world: World, options: PartOptions, lengths: Sequence[int]) -> list[int]:
+def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths: Sequence[int]) -> list[int]:
     """Return how many blocks each stage gets; all processes call it, and all get the same.
 
     Args:

@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from mlora.cluster.device import is_out_of_memory
-from mlora.data.dataset import Sample as TrainSample
+from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.planning.run_memory import RESERVED
-from mlora.planning.task_memory import LEAST, Sample, seed_shapes, spread
+from mlora.planning.task_memory import LEAST, MemorySample, seed_shapes, spread
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _CAREFUL = 0.5  # share of what is free that a micro-batch may be bounded by
 
 
 class MeasuredSamples:
-    """Measures mixtures of adapters on an engine; see `mlora.planning.task_memory.Samples`.
+    """Measures mixtures of adapters on an engine; see `mlora.planning.task_memory.MemorySamples`.
 
     The engine is left as it was: adapters' weights, gradients, moments and counts, random states, and all
     pages but those that the adapters had. Peaks of memory are kept, since the limit holds for these, too.
@@ -49,7 +49,7 @@ class MeasuredSamples:
 
     def __call__(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-    ) -> Sequence[Sample]:
+    ) -> Sequence[MemorySample]:
         """Measure micro-batches of adapters.
 
         Args:
@@ -108,12 +108,12 @@ class MeasuredSamples:
         used = self._engine.used_memory()
         return [self._limit - RESERVED - now - more for now, more in zip(used, states, strict=True)]
 
-    def _climb(self, names: Sequence[str], longest: int) -> list[Sample]:
+    def _climb(self, names: Sequence[str], longest: int) -> list[MemorySample]:
         """Measure shapes of larger and larger size."""
         smallest = min(_SMALLEST, longest)
         self._measure(names, seed_shapes(smallest)[0])  # makes gradients, and what is kept
         budget = [_CAREFUL * free for free in self._free([0] * self._engine.stages)]
-        found: list[Sample] = []
+        found: list[MemorySample] = []
         sizes = [smallest]
         while sizes:
             size = sizes[0]
@@ -128,21 +128,21 @@ class MeasuredSamples:
             ]
         return found[-2 * len(seed_shapes(longest)) :]
 
-    def _measure(self, names: Sequence[str], shape: Sequence[int]) -> Sample:
+    def _measure(self, names: Sequence[str], shape: Sequence[int]) -> MemorySample:
         """Run a micro-batch forward and backward, all of whose tokens but the first ones are trained."""
         batch = {
             name: [_tokens(length, self._vocabulary) for length in lengths]
             for name, lengths in spread(names, shape).items()
         }
-        ticket = self._engine.start(batch, measure=True, whole=True)
-        self._engine.finish(ticket)
-        (measured,) = ticket.measured
+        future = self._engine.start(batch, measure=True, whole=True)
+        self._engine.finish(future)
+        (measured,) = future.measured
         return [length for own in measured.lengths.values() for length in own], measured.phases
 
 
-def _tokens(length: int, vocabulary: int) -> TrainSample:
+def _tokens(length: int, vocabulary: int) -> Sample:
     ids = tuple(place % vocabulary for place in range(length))
-    return TrainSample(ids, ids)
+    return Sample(ids, ids)
 
 
 def _halved(longest: int, size: int) -> list[int]:
@@ -154,7 +154,7 @@ def _halved(longest: int, size: int) -> list[int]:
     return found
 
 
-def _safe(shape: Sequence[int], found: Sequence[Sample], budget: Sequence[float]) -> bool:
+def _safe(shape: Sequence[int], found: Sequence[MemorySample], budget: Sequence[float]) -> bool:
     """Whether what was found bounds a shape within a budget, at each stage."""
     bounds = [
         [_growth(lengths, shape) * max(phases) for lengths, phases in ((own, p[place]) for own, p in found)]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
-from mlora.planning.needs import need_of
+from mlora.planning.memory_needs import memory_need
 from mlora.planning.run_memory import RunMemory, in_units
 from mlora.planning.task_memory import TaskMemory
-from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
+from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 
@@ -135,9 +135,9 @@ def _admission(
     limited = config.scheduler.limit_bytes is not None
     room = RunMemory(config, memory, base, 0).room() if limited else Room()
     needs = [
-        need_of(task, place, memory.admitted(task.name), memory.largest(task))
+        memory_need(task, place, memory.admitted(task.name), memory.largest(task))
         for place, task in enumerate(tasks)
     ]
     scheduler = config.scheduler
-    order, packing = ORDERS[scheduler.policy], PACKINGS[scheduler.packing]
-    return admit(needs, room, slot_count(config), order, packing, memory.estimate)
+    order, placement = ORDERS[scheduler.policy], PLACEMENTS[scheduler.placement]
+    return admit(needs, room, slot_count(config), order, placement, memory.estimate)

@@ -19,10 +19,10 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.planning.measured_cut import held_by
-from mlora.planning.needs import largest_lengths, with_batches_of
+from mlora.planning.memory_needs import largest_lengths, with_batches_of
 from mlora.planning.task_memory import TaskMemory
 from mlora.scheduler import Room
-from mlora.scheduler.need import sum_of
+from mlora.scheduler.memory_need import sum_of
 from mlora.tasks.task import Task
 
 MIB = 2**20

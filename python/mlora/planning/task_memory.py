@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mlora.config.run_config import RunConfig
-from mlora.engine.stage_group import PartOptions, count_blocks, spans_of
+from mlora.engine.stage_group import StageOptions, count_blocks, spans_of
 from mlora.memory.estimate import DryRun, Phases
 from mlora.planning.dry_run import DryStage, States
-from mlora.planning.needs import largest_lengths
+from mlora.planning.memory_needs import largest_lengths
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.task import Task
-from mlora_ext.nn.folder import read_config
+from mlora_ext.nn.interop.peft_folder import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 _SHORT = 32  # rows of the sequences of samples that are many and short
 LEAST = 2  # rows of a sequence: one that is trained needs a token after it
 
-Sample = tuple[Sequence[int], Sequence[Phases]]
+MemorySample = tuple[Sequence[int], Sequence[Phases]]
 """Lengths of a micro-batch's sequences, and its phases at each stage."""
 
 
-class Samples(Protocol):
+class MemorySamples(Protocol):
     """Where samples of a mixture come from."""
 
     def __call__(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-    ) -> Sequence[Sample]:
+    ) -> Sequence[MemorySample]:
         """Return micro-batches of adapters, and what they take; none where that cannot be found out now.
 
         Args:
@@ -57,7 +57,7 @@ class TaskMemory:
         estimate: of micro-batches.
     """
 
-    def __init__(self, stages: Sequence[DryStage], samples: Samples | None = None) -> None:
+    def __init__(self, stages: Sequence[DryStage], samples: MemorySamples | None = None) -> None:
         self.estimate = MemoryEstimate(self._mixture, self._dry_run, len(stages))
         self._stages = stages
         self._samples = samples or self._dry_samples
@@ -165,7 +165,7 @@ class TaskMemory:
 
     def _dry_samples(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-    ) -> list[Sample]:
+    ) -> list[MemorySample]:
         shapes = [spread(list(loras), shape) for shape in seed_shapes(longest)]
         found = [stage.activations(loras, shapes) for stage in self._stages]
         return [
@@ -193,7 +193,7 @@ def seed_shapes(longest: int) -> list[list[int]]:
     ]
 
 
-def dry_stages(config: RunConfig, options: PartOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
+def dry_stages(config: RunConfig, options: StageOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
     """Return the stages of a run's base model, of which none runs.
 
     Args:

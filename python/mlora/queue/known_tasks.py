@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlora.queue.task_queue import Kind, Request, TaskQueue
+from mlora.queue.task_queue import Request, RequestType, TaskQueue
 
 ENDED = ("finished", "stopped", "cancelled", "pruned", "refused")
 _BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
@@ -31,7 +31,7 @@ class KnownTask:
     priority: int
     state: str = "running"
     max_steps: int | None = None
-    asked: list[Kind] = field(default_factory=list)
+    asked: list[RequestType] = field(default_factory=list)
     view: Mapping[str, Any] = field(default_factory=dict)
 
     @property

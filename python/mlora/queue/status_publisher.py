@@ -16,7 +16,7 @@ from mlora.tasks.task import Task
 EVERY = 5.0  # seconds: no more often is anything published
 
 
-class Board:
+class StatusPublisher:
     """Publishes what changes, in the run's queue.
 
     Nothing that a run decides depends on it: predictions are asked only of fits that are there.

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from mlora.errors import RunError
 
-Kind = Literal["submit", "cancel", "pause", "unpause"]
+RequestType = Literal["submit", "cancel", "pause", "unpause"]
 VERSION = 4
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
@@ -30,7 +30,7 @@ _RUN = ""  # no task has this name
 _TABLES = f"""
     CREATE TABLE requests (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
-        kind TEXT NOT NULL CHECK (kind IN {get_args(Kind)}),
+        kind TEXT NOT NULL CHECK (kind IN {get_args(RequestType)}),
         task TEXT NOT NULL,
         content TEXT NOT NULL,
         at REAL NOT NULL
@@ -54,7 +54,7 @@ class Request:
     """
 
     number: int
-    kind: Kind
+    kind: RequestType
     task: str
     content: dict[str, Any]
     at: float
@@ -137,7 +137,7 @@ class TaskQueue:
         if self._connection.in_transaction:  # after some errors SQLite has done so
             self._connection.execute("ROLLBACK")
 
-    def ask(self, kind: Kind, task: str, content: Mapping[str, Any] | None = None) -> int:
+    def ask(self, kind: RequestType, task: str, content: Mapping[str, Any] | None = None) -> int:
         """Put a request into the queue; it is durable when this returns.
 
         Args:

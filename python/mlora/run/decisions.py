@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.run_config import RunConfig
 from mlora.engine.engine import Engine
-from mlora.queue.status_publisher import Board
+from mlora.queue.status_publisher import StatusPublisher
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.journal import Journal, journal_key
 from mlora.run.report import Reporter
-from mlora.run.task_table import Roster
-from mlora.scheduler import ORDERS, PACKINGS, Admission, Room, admit
-from mlora.scheduler.need import sum_of
-from mlora.sweep.proposal import Wish
+from mlora.run.task_table import TaskTable
+from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
+from mlora.scheduler.memory_need import sum_of
+from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 
@@ -33,7 +33,7 @@ class Decisions:
     Args:
         config: the run's.
         engine: the run's.
-        roster: the tasks.
+        table: the tasks.
         reporter: told of what happens.
         sweep: fills its places with tasks; none = there is none.
 
@@ -45,16 +45,16 @@ class Decisions:
         self,
         config: RunConfig,
         engine: Engine,
-        roster: Roster,
+        table: TaskTable,
         reporter: Reporter,
         sweep: Sweep | None = None,
     ) -> None:
         self.taken = 0
-        self._config, self._engine, self._roster, self._reporter = config, engine, roster, reporter
-        self._memory, self._sweep = roster.memory, sweep
-        self._packing = PACKINGS[config.scheduler.packing]
+        self._config, self._engine, self._table, self._reporter = config, engine, table, reporter
+        self._memory, self._sweep = table.memory, sweep
+        self._placement = PLACEMENTS[config.scheduler.placement]
         self._journal: Journal | None = None
-        self._board: Board | None = None
+        self._publisher: StatusPublisher | None = None
         self._asked = False
         self._beyond: set[str] = set()
 
@@ -67,10 +67,10 @@ class Decisions:
         Raises:
             RunError: memory ran out.
         """
-        self._roster.look_at(self._roster.alive(), None if entry is None else entry["unfit"])
+        self._table.look_at(self._table.alive(), None if entry is None else entry["unfit"])
         if entry is not None:
             self._remember(entry)
-        self._roster.carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
+        self._table.carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
 
     def _remember(self, state: Mapping[str, Any]) -> None:
         """What was learned of the memory, if the run has had a limit."""
@@ -86,11 +86,11 @@ class Decisions:
         if self._journal is not None:
             self._journal.saved(iteration)
         return {
-            **self._decided(self._roster.admission),
+            **self._decided(self._table.admission),
             "memory": self._memory.state() if self._memory else None,
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
-            "kept": {task.name: task.kept for task in self._roster.alive() if task.kept is not None},
+            "kept": {task.name: task.kept for task in self._table.alive() if task.kept is not None},
             "sweep": self._sweep.state() if self._sweep else None,
         }
 
@@ -98,35 +98,35 @@ class Decisions:
         """Go on from a checkpoint.
 
         Args:
-            checkpoint: with ``roster``, which `state` gave, and the states of ``adapters``.
+            checkpoint: with ``decisions``, which `state` gave, and the states of ``adapters``.
 
         Raises:
             RunError: a state cannot be restored.
         """
-        state = checkpoint["roster"]
+        state = checkpoint["decisions"]
         self.taken = state["taken"]
         if self._memory:
-            for task in self._roster.alive():
+            for task in self._table.alive():
                 self._memory.tasks.know(task)
         self._remember(state)
         if self._sweep:
-            self._sweep.load_state(state["sweep"], self._roster.tasks)
+            self._sweep.load_state(state["sweep"], self._table.tasks)
         other = state["of"] != journal_key(self._config)
         admission = _admission_of(state["admission"])
         # who waits alone for memory may find it in this process
-        waits = bool(self._roster.running()) and not admission.slots
+        waits = bool(self._table.running()) and not admission.slots
         self._asked = state["due"] or other or waits
-        here = {task.name for task in self._roster.running()}  # without a limit nothing is decided at an end
+        here = {task.name for task in self._table.running()}  # without a limit nothing is decided at an end
         slots = {name: slot for name, slot in admission.slots.items() if name in here}
         admission = replace(admission, slots=slots)
         if state["slots"] != slot_count(self._config):  # the pipeline is another one now
-            admitted = [task for task in self._roster.running() if task.name in admission.slots]
-            slots = self._packing.place(self._roster.needs(admitted), slot_count(self._config), {})
+            admitted = [task for task in self._table.running() if task.name in admission.slots]
+            slots = self._placement.place(self._table.needs(admitted), slot_count(self._config), {})
             admission = replace(admission, slots=slots, count=len(set(slots.values())))
         if other:  # until there is a decision, which there is at once
             admission = replace(admission, budget=self._budget(admission))
             self._sample(admission)
-        self._roster.restore(admission, state["kept"], checkpoint["adapters"])
+        self._table.restore(admission, state["kept"], checkpoint["adapters"])
 
     def begin(
         self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]] | None = None
@@ -143,11 +143,11 @@ class Decisions:
             RunError: the queue cannot be written.
         """
         if entries is None:
-            queue.write_entry(iteration, self._entry(self._roster.admission) | {"at_once": False})
+            queue.write_entry(iteration, self._entry(self._table.admission) | {"at_once": False})
         self._journal = Journal(queue, iteration, entries or {})
         self._asked |= bool(queue.requests(self.taken))
         limit = self._config.scheduler.limit_bytes
-        self._board = Board(queue, self._engine, self._memory, limit, self._reporter.warn)
+        self._publisher = StatusPublisher(queue, self._engine, self._memory, limit, self._reporter.warn)
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:
@@ -156,8 +156,8 @@ class Decisions:
         Args:
             now: however little time has passed.
         """
-        if self._board is not None:
-            self._board.show(self._roster.alive(), self._roster.admission, now=now)
+        if self._publisher is not None:
+            self._publisher.show(self._table.alive(), self._table.admission, now=now)
 
     @property
     def stops(self) -> list[int]:
@@ -180,7 +180,7 @@ class Decisions:
     def minds_ends(self) -> bool:
         """Say whether there is something to decide when a task ends: what it had serves others."""
         more = self._sweep is not None and self._sweep.left > 0
-        return self._memory is not None or more or bool(self._roster.waiting())
+        return self._memory is not None or more or bool(self._table.waiting())
 
     def trial_ended(self) -> bool:
         """Say whether a trial of a sweep has ended since the last decision."""
@@ -188,8 +188,8 @@ class Decisions:
 
     def unsettled(self) -> bool:
         """Say whether somebody who was admitted does not train, which others may do instead."""
-        running = {task.name for task in self._roster.running()}
-        return self.minds_ends() and not running.issuperset(self._roster.admission.slots)
+        running = {task.name for task in self._table.running()}
+        return self.minds_ends() and not running.issuperset(self._table.admission.slots)
 
     def due(self, iteration: int) -> int | None:
         """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
@@ -224,37 +224,37 @@ class Decisions:
         for request in requests:
             if again is None or request.number <= again["taken"]:
                 self.taken = request.number
-                self._roster.take(request, unfit)
+                self._table.take(request, unfit)
         if again is None:
-            wishes = self._wishes(behind)
+            proposals = self._proposals(behind)
             if self._memory:
                 self._memory.estimate.adopt()
             admission = self._admission()
-            entry = {**self._entry(admission), "wishes": [asdict(wish) for wish in wishes]}
+            entry = {**self._entry(admission), "proposals": [asdict(proposal) for proposal in proposals]}
             self._journal.write(iteration, entry, at_once=at_once)
         else:
-            for wish in again["wishes"]:
-                self._roster.grant(Wish(**wish), unfit)
-            for task in [task for task in self._roster.running() if task.name in again["unfit"]]:
-                self._roster.unfits(task, again["unfit"][task.name])
+            for proposal in again["proposals"]:
+                self._table.accept(Proposal(**proposal), unfit)
+            for task in [task for task in self._table.running() if task.name in again["unfit"]]:
+                self._table.unfits(task, again["unfit"][task.name])
             self._remember(again)
             self._asked = any(request.number > self.taken for request in requests)
             admission = _admission_of(again["admission"])
-        new = self._roster.carry_out(admission)
+        new = self._table.carry_out(admission)
         self.show()
         return new
 
-    def _wishes(self, behind: list[str]) -> list[Wish]:
-        """Do what the sweep wishes, each before it says the next.
+    def _proposals(self, behind: list[str]) -> list[Proposal]:
+        """Accept the sweep's proposals one by one: each may depend on the one before.
 
         Args:
             behind: trials that are to be pruned.
         """
-        wishes = []
-        for wish in self._sweep.wishes(behind) if self._sweep else ():
-            self._roster.grant(wish, None)
-            wishes.append(wish)
-        return wishes
+        proposals = []
+        for proposal in self._sweep.proposals(behind) if self._sweep else ():
+            self._table.accept(proposal, None)
+            proposals.append(proposal)
+        return proposals
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
         """What the journal holds of a decision."""
@@ -265,23 +265,23 @@ class Decisions:
             "of": journal_key(self._config),
             "taken": self.taken,
             "admission": asdict(admission),
-            "unfit": self._roster.unfit,
+            "unfit": self._table.unfit,
         }
 
     def _admission(self) -> Admission:
-        fixed = self._roster.admission.slots if self._engine.replicas > 1 else {}
+        fixed = self._table.admission.slots if self._engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
         slots = slot_count(self._config)
         room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
-        needs = self._roster.needs(self._roster.candidates())
-        found = admit(needs, room, slots, order, self._packing, estimate, fixed)
+        needs = self._table.needs(self._table.candidates())
+        found = admit(needs, room, slots, order, self._placement, estimate, fixed)
         self._warn_beyond(found)
         return found
 
     def _warn_beyond(self, admission: Admission) -> None:
         """Tell of a task that has begun and goes on alone though it does not fit: the limit is lower now, or
         the process takes more."""
-        for task in self._roster.running() if len(admission.slots) == 1 else ():
+        for task in self._table.running() if len(admission.slots) == 1 else ():
             if task.name not in admission.slots or self._memory is None:
                 continue
             if self._memory.fits(task) or self._memory.fits_barely(task):
@@ -297,7 +297,7 @@ class Decisions:
         if self._memory is None:
             return
         names = list(admission.slots)
-        for task in [task for task in self._roster.running() if task.name in names]:
+        for task in [task for task in self._table.running() if task.name in names]:
             self._memory.estimate.activations({task.name: task.usual_lengths}, names)
 
     def _budget(self, admission: Admission) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from mlora.data.dataset import Sample
-from mlora.model.generation import Request, complete, end_token, text_of
+from mlora.model.generation import GenerationRequest, complete, end_token, text_of
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _parts(
         yield from _parts(part, fits)
 
 
-def _rows_that_fit(requests: Sequence[Request], fits: Fits) -> int:
+def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
     """How many prompts may be completed together, if all were as long as the longest."""
     longest = max((len(r.input_ids) + r.max_new_tokens for r in requests), default=1)
     names = list(dict.fromkeys(request.adapter for request in requests))
@@ -110,7 +110,7 @@ def _rows_that_fit(requests: Sequence[Request], fits: Fits) -> int:
 
 
 def complete_over_stages(
-    engine: Engine, requests: Sequence[Request], *, end_token: int, rows: int = GENERATION_ROWS
+    engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int = GENERATION_ROWS
 ) -> list[tuple[int, ...]]:
     """Complete prompts greedily over several stages, the whole sequences anew for each token.
 
@@ -163,7 +163,9 @@ def exact_matches(
         Shares between 0 and 1, by task name.
     """
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
-    requests = [Request(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted]
+    requests = [
+        GenerationRequest(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted
+    ]
     end = end_token(tokenizer)
     rows = _rows_that_fit(requests, fits)
     if engine.alone:

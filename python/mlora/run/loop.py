@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult
-from mlora.engine.batcher import Ticket
+from mlora.engine.batcher import BatchFuture
 from mlora.errors import RunError, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
@@ -88,16 +88,16 @@ class TrainingLoop:
         writer: CheckpointWriter,
     ) -> None:
         self._run = prepared
-        self._roster, self._decisions = prepared.roster, prepared.decisions
+        self._table, self._decisions = prepared.table, prepared.decisions
         self._engine = prepared.engine
-        self._micro_batches = MicroBatches(prepared.roster, prepared.engine)
+        self._micro_batches = MicroBatches(prepared.table, prepared.engine)
         self._folder = folder
         self._metrics = metrics
         self._reporter = reporter
         self._writer = writer
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
-        self._rounds = Rounds(prepared.roster.members(), prepared.iteration, prepared.decisions.stops)
+        self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
         self._states = StateFiles(folder.states, folder.checkpoints)
         self._best = BestWeights(prepared.engine, folder.states, self._states)
@@ -112,9 +112,9 @@ class TrainingLoop:
             RunError: a file cannot be written, or memory ran out.
         """
         self._write_summary("running")
-        self._folder.tidy_adapters([task.name for task in self._roster.tasks])
+        self._folder.tidy_adapters([task.name for task in self._table.tasks])
         try:
-            self._begin(self._roster.admitted())
+            self._begin(self._table.admitted())
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
         except (MemoryError, RuntimeError) as error:
@@ -146,10 +146,10 @@ class TrainingLoop:
         Raises:
             RunError: a file cannot be written.
         """
-        tasks = self._roster.tasks
+        tasks = self._table.tasks
         status: Status = "failed" if self._failed() else "finished"
-        if self._roster.alive():
-            status = "interrupted" if self._roster.running() else "paused"
+        if self._table.alive():
+            status = "interrupted" if self._table.running() else "paused"
         self._decisions.show(now=True)
         result = self._write_summary(status, caught)
         names = [task.name for task in tasks]
@@ -161,8 +161,8 @@ class TrainingLoop:
 
     def _failed(self) -> bool:
         """Whether a task was refused or stopped; that of a trial is a result, unless all trials are."""
-        states: dict[str, str] = {task.name: task.progress.state for task in self._roster.tasks}
-        states |= dict.fromkeys(self._roster.refused, "refused")
+        states: dict[str, str] = {task.name: task.progress.state for task in self._table.tasks}
+        states |= dict.fromkeys(self._table.refused, "refused")
         trials = {name: states.pop(name) for name in list(states) if self._is_trial(name)}
         failed = not {"refused", "stopped"}.isdisjoint(states.values())
         return failed or (bool(trials) and "finished" not in trials.values())
@@ -171,8 +171,8 @@ class TrainingLoop:
         return self._run.config.sweep is not None and is_trial(name)
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
-        done = {task.name: adapter_result(task) for task in self._roster.tasks}
-        done |= {name: AdapterResult("refused", message) for name, message in self._roster.refused.items()}
+        done = {task.name: adapter_result(task) for task in self._table.tasks}
+        done |= {name: AdapterResult("refused", message) for name, message in self._table.refused.items()}
         names = [adapter.name for adapter in self._run.config.adapters]
         adapters = {name: done[name] for name in [*names, *done]}
         seconds = time.monotonic() - self._began
@@ -182,14 +182,14 @@ class TrainingLoop:
 
     def _iterate(self, caught: Sequence[int]) -> None:
         """Keep the pipeline full of batches, one of each group, until nothing runs or a signal came."""
-        rounds, under_way = self._rounds, dict[Ticket, Group]()
+        rounds, under_way = self._rounds, dict[BatchFuture, Group]()
         while True:
             rounds.wanted |= self._decisions.asked()
             while (group := rounds.next(stopping=bool(caught))) is not None:
                 under_way[self._start(group)] = group
             if under_way:
-                ticket = self._engine.first_done(list(under_way))
-                self._finish(under_way.pop(ticket), ticket)
+                future = self._engine.first_done(list(under_way))
+                self._finish(under_way.pop(future), future)
                 self._writer.check()
             elif not self._go_on(rounds.boundary(), stopping=bool(caught)):
                 return
@@ -198,7 +198,7 @@ class TrainingLoop:
         """Do what is due at a boundary, and say whether the run goes on."""
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
         iteration = self._decide(iteration, stopping=stopping)
-        going_on = bool(self._roster.members()) and not stopping
+        going_on = bool(self._table.members()) and not stopping
         if save and going_on:  # at the end there is one anyway
             self._checkpoint()
         self._rounds.settled(iteration)
@@ -219,13 +219,13 @@ class TrainingLoop:
             self._run.iteration = iteration = due
             if not stopping:
                 self._begin(new)
-            self._rounds.regroup(self._roster.members(), iteration)
+            self._rounds.regroup(self._table.members(), iteration)
             self._rounds.waiting = self._decisions.minds_ends()
             self._write_summary("running")
         return iteration
 
-    def _start(self, group: Group) -> Ticket:
-        running = group.batched = self._micro_batches.choose(group)
+    def _start(self, group: Group) -> BatchFuture:
+        running = group.batched = self._micro_batches.next_batch(group)
         batches = {
             task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
             for task in running
@@ -233,9 +233,9 @@ class TrainingLoop:
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
         return self._engine.start(batches, ends=ends, measure=self._micro_batches.worth_measuring(running))
 
-    def _finish(self, group: Group, ticket: Ticket) -> None:
-        results = self._engine.finish(ticket)
-        self._micro_batches.passed(ticket.measured)
+    def _finish(self, group: Group, future: BatchFuture) -> None:
+        results = self._engine.finish(future)
+        self._micro_batches.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
@@ -361,19 +361,18 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
-        roster = self._decisions.state(self._run.iteration)
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.size,
             "config": self._run.config.model_dump(),
-            "roster": roster,
-            "refused": self._roster.refused,
-            "data": {task.name: fingerprints(task) for task in self._roster.alive()},
-            "total_steps": {task.name: task.total_steps for task in self._roster.tasks},
-            "tasks": {task.name: asdict(task.progress) for task in self._roster.tasks},
+            "decisions": self._decisions.state(self._run.iteration),
+            "refused": self._table.refused,
+            "data": {task.name: fingerprints(task) for task in self._table.alive()},
+            "total_steps": {task.name: task.total_steps for task in self._table.tasks},
+            "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},
         }
-        states = ((task.name, self._engine.state_dict(task.name)) for task in self._roster.admitted())
+        states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
         self._states.name(self._run.iteration, files_named(payload))
         self._writer.start(self._run.iteration, payload, states)
         self._states.prune()  # the checkpoint before is durable

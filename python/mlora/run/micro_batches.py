@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mlora.engine.batcher import Measured
+from mlora.engine.batcher import MeasuredBatch
 from mlora.engine.engine import Engine
-from mlora.run.task_table import Roster
-from mlora.scheduler import choose
-from mlora.scheduler.need import within
+from mlora.run.task_table import TaskTable
+from mlora.scheduler import next_batch
+from mlora.scheduler.memory_need import within
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Task
 
@@ -17,14 +17,14 @@ class MicroBatches:
     """The micro-batches of a run's admitted tasks.
 
     Args:
-        roster: knows who is admitted, and the limit on memory.
+        table: knows who is admitted, and the limit on memory.
         engine: runs them.
     """
 
-    def __init__(self, roster: Roster, engine: Engine) -> None:
-        self._roster, self._engine, self._memory = roster, engine, roster.memory
+    def __init__(self, table: TaskTable, engine: Engine) -> None:
+        self._table, self._engine, self._memory = table, engine, table.memory
 
-    def choose(self, group: Group) -> list[Task]:
+    def next_batch(self, group: Group) -> list[Task]:
         """Decide which tasks of a group take part in its next micro-batch.
 
         Args:
@@ -36,9 +36,11 @@ class MicroBatches:
         running = group.running()
         if self._memory is None:
             return running
-        admission = self._roster.admission
+        admission = self._table.admission
         lengths = {task.name: task.next_lengths() for task in running}
-        chosen = choose(lengths, admission.budget, self._memory.estimate.as_adopted, list(admission.slots))
+        chosen = next_batch(
+            lengths, admission.budget, self._memory.estimate.as_adopted, list(admission.slots)
+        )
         return [task for task in running if task.name in chosen]
 
     def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
@@ -49,7 +51,7 @@ class MicroBatches:
         """
         if self._memory is None:
             return True
-        admission = self._roster.admission
+        admission = self._table.admission
         bounds = self._memory.estimate.as_adopted.activations(lengths, list(admission.slots))
         return within(bounds, admission.budget)
 
@@ -62,9 +64,9 @@ class MicroBatches:
         if self._memory is None:
             return False
         lengths = {task.name: task.next_lengths() for task in chosen}
-        return self._memory.estimate.worth_measuring(lengths, list(self._roster.admission.slots))
+        return self._memory.estimate.worth_measuring(lengths, list(self._table.admission.slots))
 
-    def passed(self, measured: Sequence[Measured]) -> None:
+    def passed(self, measured: Sequence[MeasuredBatch]) -> None:
         """Learn from a batch that has passed.
 
         Args:
@@ -72,18 +74,18 @@ class MicroBatches:
         """
         if self._memory is None:
             return
-        admission = self._roster.admission
+        admission = self._table.admission
         for one in measured:
             together = [length for own in one.lengths.values() for length in own]
             self._memory.estimate.observe(together, list(admission.slots), one.phases)
         after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
-        self._memory.took(self._roster.admitted(), self._foreseen(), self._engine.peak_memory, after)
+        self._memory.took(self._table.admitted(), self._foreseen(), self._engine.peak_memory, after)
 
     def _foreseen(self) -> list[float]:
         """Bytes at each place that micro-batches under way may take: their budgets, or what a task needs that
         goes on alone beyond the limit."""
         assert self._memory is not None
-        admission, here = self._roster.admission, self._roster.admitted()
+        admission, here = self._table.admission, self._table.admitted()
         sizes: Sequence[float] = admission.budget
         if len(admission.slots) == 1 and here:
             largest = {here[0].name: self._memory.tasks.largest(here[0])}

@@ -15,21 +15,21 @@ from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, limi
 from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import Crew, PartOptions
+from mlora.engine.stage_group import StageGroup, StageOptions
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
 from mlora.model.base_info import BaseInfo
 from mlora.planning.measured_samples import PIECES, MeasuredSamples
-from mlora.planning.needs import need_of
+from mlora.planning.memory_needs import memory_need
 from mlora.planning.run_memory import RunMemory
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks
 from mlora.run.report import Reporter
-from mlora.run.stages import Member, crew_of, own_stage, usual_lengths_of
-from mlora.run.task_table import Roster
+from mlora.run.stages import Member, own_stage, stage_group_of, usual_lengths_of
+from mlora.run.task_table import TaskTable
 from mlora.scheduler import TokenBalanced
 from mlora.tasks.groups import most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
@@ -45,7 +45,7 @@ class Prepared:
         config: its config.
         base: its base model, without weights.
         engine: holds the adapters of the admitted tasks.
-        roster: the tasks, and who is admitted.
+        table: the tasks, and who is admitted.
         decisions: about them.
         iteration: iterations made.
         seconds: wall time of earlier parts.
@@ -58,7 +58,7 @@ class Prepared:
         config: RunConfig,
         base: BaseInfo,
         engine: Engine,
-        roster: Roster,
+        table: TaskTable,
         decisions: Decisions,
         iteration: int = 0,
         seconds: float = 0.0,
@@ -67,7 +67,7 @@ class Prepared:
         self.config = config
         self.base = base
         self.engine = engine
-        self.roster = roster
+        self.table = table
         self.decisions = decisions
         self.iteration = iteration
         self.seconds = seconds
@@ -124,10 +124,10 @@ def prepare(
             loaded = _used_by_base(engine) if measure else 0
             memory = run_memory(config, engine, earlier=earlier)
             folder = RunFolder(config.output_dir)
-            roster = Roster(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
-            decisions = Decisions(config, engine, roster, reporter, sweep)
+            table = TaskTable(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
+            decisions = Decisions(config, engine, table, reporter, sweep)
             if checkpoint:
-                for task in roster.alive():
+                for task in table.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:
                         raise RunError(
                             f"{task.name}: its data changed since the checkpoint; train anew with --overwrite"
@@ -135,14 +135,14 @@ def prepare(
                 decisions.restore(checkpoint)
                 unless_prepared.pop_all()
                 iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-                return Prepared(config, base, engine, roster, decisions, iteration, seconds)
+                return Prepared(config, base, engine, table, decisions, iteration, seconds)
             if memory:
                 reporter.note("scheduler.memory_limit: looking at what adapters need")
             decisions.start(entry)
-        if not roster.tasks and not config.sweep:
+        if not table.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
-    return Prepared(config, base, engine, roster, decisions, loaded=loaded)
+    return Prepared(config, base, engine, table, decisions, loaded=loaded)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
@@ -207,7 +207,7 @@ def run_memory(
     measures = measured or engine.device.type != "cpu"
     samples = MeasuredSamples(engine, limit)
     pieces = 0 if engine.device.type == "cpu" else limit // PIECES
-    options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
+    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
     try:
         stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
         samples.warm_up()
@@ -326,7 +326,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             micro_batches=pipeline.micro_batches,
             in_flight=most_under_way(config),
             trace=trace,
-            crew=_crew(config, tasks, member, trace) if member else None,
+            stage_group=_stage_group(config, tasks, member, trace) if member else None,
         )
         with ExitStack() as stack:
             stack.push(engine)
@@ -348,10 +348,10 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         raise RunError(f"base_model: out of memory while {config.base_model} is loaded") from error
 
 
-def _crew(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> Crew:
+def _stage_group(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> StageGroup:
     lengths = usual_lengths(tasks, config)
     usual_lengths_of(member, lengths)
-    return crew_of(config, own_stage(config, member, lengths, trace))
+    return stage_group_of(config, own_stage(config, member, lengths, trace))
 
 
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
@@ -361,7 +361,7 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
         tasks: with their data, but for those that have ended.
         config: the run's.
     """
-    needs = [need_of(task, 0) for task in tasks if task.data.samples]
+    needs = [memory_need(task, 0) for task in tasks if task.data.samples]
     slots = TokenBalanced().place(needs, slot_count(config), {})
     lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
     return lengths[:: config.pipeline.micro_batches] or [512]

@@ -193,7 +193,7 @@ def _continued(
                 f"{name}: has ended, but {folder.adapters / name} is gone, and checkpoints hold adapters in "
                 "training only; put it back, or train anew with --overwrite"
             )
-    taken = checkpoint["roster"]["taken"]
+    taken = checkpoint["decisions"]["taken"]
     came = {r.task: r.content for r in queue.requests() if r.kind == "submit" and r.number <= taken}
     came |= {name: dict(content) for name, content in trials_begun(queue, checkpoint["iteration"])}
     known = {adapter.name for adapter in config.adapters} | set(came)
@@ -267,12 +267,12 @@ def _run(
     loop = TrainingLoop(prepared, folder, metrics, reporter, writer)
     if member:
         member.put_right = reporter.close
-    reporter.start(prepared.roster.tasks)
+    reporter.start(prepared.table.tasks)
     engine = prepared.engine
     if not engine.alone:
         times = f"{engine.replicas} pipelines of " if engine.replicas > 1 else ""
         blocks = ", ".join(map(str, engine.blocks))
-        groups = prepared.roster.admission.count
+        groups = prepared.table.admission.count
         reporter.note(f"{times}{engine.stages} stages with {blocks} blocks; groups of adapters: {groups}")
     try:
         with catch_signals() as caught, writer:

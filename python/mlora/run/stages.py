@@ -21,8 +21,8 @@ from mlora.cluster.watchdog import Watch
 from mlora.cluster.worker import end_with_parent
 from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
-from mlora.engine.stage_group import Crew, PartOptions, crew_of_processes
-from mlora.engine.stage_worker import StagePart
+from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
+from mlora.engine.stage_worker import StageWorker
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.model.stage_weights import digest
@@ -225,7 +225,7 @@ class OwnStage(NamedTuple):
         blocks: of each stage.
     """
 
-    part: StagePart
+    part: StageWorker
     process: StageProcess
     blocks: list[int]
 
@@ -244,7 +244,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
     """
     world, pipeline = member.world, config.pipeline
     dtype = dtype_of(config)
-    options = PartOptions(
+    options = StageOptions(
         torch.device(own_device(config.device, dtype, world.local_rank)),
         dtype,
         config.gradient_checkpointing,
@@ -256,7 +256,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         torch.cuda.set_device(options.device)
         limit_allocator(config, options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
-    part, process = crew_of_processes(
+    part, process = stage_of_this_process(
         config.base_model,
         blocks,
         options,
@@ -270,7 +270,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
     return OwnStage(part, process, blocks)
 
 
-def crew_of(config: RunConfig, stage: OwnStage) -> Crew:
+def stage_group_of(config: RunConfig, stage: OwnStage) -> StageGroup:
     """Return the stages as stage 0 sees them.
 
     Args:
@@ -278,7 +278,9 @@ def crew_of(config: RunConfig, stage: OwnStage) -> Crew:
         stage: stage 0.
     """
     first = FirstStage(stage.process)
-    return Crew(first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True)
+    return StageGroup(
+        first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True
+    )
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
-from mlora.config.doubts import lora_doubts
+from mlora.config.lora_warnings import lora_warnings
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
-from mlora.planning.needs import need_of
+from mlora.planning.memory_needs import memory_need
 from mlora.planning.run_memory import RunMemory
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.run.best import check_best_file
 from mlora.run.report import Reporter, some
 from mlora.run.set_aside import bring_back, restore_adapter, set_aside
-from mlora.scheduler import NOBODY, Admission, Need
-from mlora.sweep.proposal import Wish
+from mlora.scheduler import NOBODY, Admission, MemoryNeed
+from mlora.sweep.proposal import Proposal
 from mlora.tasks.task import State, Task, TaskBuilder
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Unfit = Mapping[str, str] | None
 """Why tasks do not fit, by name, as was decided before; none where that is to be found out."""
 
 
-class Roster:
+class TaskTable:
     """The tasks of a run.
 
     Args:
@@ -129,7 +129,7 @@ class Roster:
             self._reporter.warn(f"{some(names)}: {why}: mlora resume {self._folder.path}")
         self._left = names
 
-    def needs(self, tasks: Sequence[Task]) -> list[Need]:
+    def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
         """Return what tasks need.
 
         Args:
@@ -137,10 +137,10 @@ class Roster:
         """
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
         if self.memory is None:
-            return [need_of(task, arrivals[task.name]) for task in tasks]
+            return [memory_need(task, arrivals[task.name]) for task in tasks]
         known = self.memory.tasks
         return [
-            need_of(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
+            memory_need(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
             for task in tasks
         ]
 
@@ -211,16 +211,16 @@ class Roster:
             task.progress.state = "running"
             self._reporter.changed(task)
 
-    def grant(self, wish: Wish, unfit: Unfit) -> None:
-        """Do what the sweep wishes: prune a trial, or take the next one.
+    def accept(self, proposal: Proposal, unfit: Unfit) -> None:
+        """Do what the sweep proposes: prune a trial, or begin the next one.
 
         Args:
-            wish: the sweep's.
+            proposal: the sweep's.
             unfit: as was decided before.
         """
-        task = self.named(wish.task)
-        if wish.trial is not None:
-            self._add(wish.task, wish.trial, unfit)
+        task = self.named(proposal.task)
+        if proposal.trial is not None:
+            self._add(proposal.task, proposal.trial, unfit)
         elif task is not None and task.alive:
             self._end(task, "pruned", "fell behind the other trials")
 
@@ -328,6 +328,6 @@ class Roster:
                 raise
             raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
         if begins and task.lora:
-            for line in lora_doubts(self._engine.registry, task.name, task.lora):
+            for line in lora_warnings(self._engine.registry, task.name, task.lora):
                 self._reporter.warn(line)
         return True

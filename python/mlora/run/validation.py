@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from mlora.config.run_config import RunConfig
-from mlora.engine.stage_group import PartOptions
+from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import used_at_first, used_memory
@@ -61,7 +61,7 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
     engine = prepared.engine
     if engine.device.type != "cpu" or config.pipeline.replicas > 1:
         return None
-    options = PartOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
+    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.pack_base)
     try:
         stages = dry_stages(config, options, config.pipeline.partition or config.pipeline.stages)
         memory = TaskMemory(stages)
@@ -69,7 +69,7 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
         held = [packed * stage.base_bytes for stage in stages]
         libraries = max(0, prepared.loaded - before - sum(held))  # what loading has made them take
         base = [new + libraries + size for size in held]
-        return memory_plan(config, prepared.roster.tasks, memory, base)
+        return memory_plan(config, prepared.table.tasks, memory, base)
     except ValueError as error:
         if config.scheduler.memory_limit is None:  # nobody has asked for it
             return None

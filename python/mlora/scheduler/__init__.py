@@ -2,24 +2,24 @@
 
 from mlora.memory.estimate import MemoryEstimate
 from mlora.memory.memory_model import MemoryModel, PeakModel
-from mlora.scheduler.admission import NOBODY, Admission, Estimate, admit, choose
-from mlora.scheduler.need import Need, Room
-from mlora.scheduler.policy import ORDERS, PACKINGS, Order, Packing, TokenBalanced
+from mlora.scheduler.admission import NOBODY, Admission, Estimate, admit, next_batch
+from mlora.scheduler.memory_need import MemoryNeed, Room
+from mlora.scheduler.policy import ORDERS, PLACEMENTS, Order, Placement, TokenBalanced
 
 __all__ = [
     "NOBODY",
     "ORDERS",
-    "PACKINGS",
+    "PLACEMENTS",
     "Admission",
     "Estimate",
     "MemoryEstimate",
     "MemoryModel",
-    "Need",
+    "MemoryNeed",
     "Order",
-    "Packing",
     "PeakModel",
+    "Placement",
     "Room",
     "TokenBalanced",
     "admit",
-    "choose",
+    "next_batch",
 ]

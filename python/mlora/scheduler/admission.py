@@ -4,9 +4,9 @@ Both go through the tasks in the order of a policy and take each that fits besid
 task never runs while one that stands before it, and would fit, waits; and a large task that waits for others
 to end does not keep smaller ones from using what is free until then.
 
-Admitted tasks have their states at hand. Admission counts a usual micro-batch of each; whose next one is
-longer may have to stand back for an iteration, which `choose` decides. Every admitted task fits alone with
-its largest micro-batch, so that the first of each slot always runs.
+Admitted tasks have their states at hand. Admission counts a usual micro-batch of each. A task whose next
+micro-batch is longer may have to skip an iteration; `next_batch` decides that. Every admitted task fits alone
+with its largest micro-batch, so the first task of each slot always runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from mlora.scheduler.need import Need, Room, sum_of, within
-from mlora.scheduler.policy import Order, Packing
+from mlora.scheduler.memory_need import MemoryNeed, Room, sum_of, within
+from mlora.scheduler.policy import Order, Placement
 
 T = TypeVar("T")
 
@@ -54,11 +54,11 @@ NOBODY = Admission({}, 1, ())
 
 
 def admit(
-    needs: Sequence[Need],
+    needs: Sequence[MemoryNeed],
     room: Room,
     slots: int,
     order: Order,
-    packing: Packing,
+    placement: Placement,
     estimate: Estimate,
     fixed: Mapping[str, int] | None = None,
 ) -> Admission:
@@ -70,7 +70,7 @@ def admit(
         slots: micro-batches of different tasks that fill the pipeline; fewer are used where the first task
             would not fit beside others.
         order: who comes first.
-        packing: who shares a slot.
+        placement: who shares a slot.
         estimate: of memory.
         fixed: slots of tasks that cannot change theirs.
 
@@ -82,7 +82,7 @@ def admit(
     fixed = fixed or {}
     for count in range(min(slots, max(len(ranked), 1)), 0, -1):
         count = max([count, *(slot + 1 for slot in fixed.values())])
-        found = _admit(ranked, room, count, packing, estimate, fixed)
+        found = _admit(ranked, room, count, placement, estimate, fixed)
         if found.slots and (room.free is None or ranked[0].name in found.slots or count == 1):
             return found
     if not ranked:
@@ -91,24 +91,24 @@ def admit(
 
 
 def _admit(
-    ranked: Sequence[Need],
+    ranked: Sequence[MemoryNeed],
     room: Room,
     count: int,
-    packing: Packing,
+    placement: Placement,
     estimate: Estimate,
     fixed: Mapping[str, int],
 ) -> Admission:
     if room.free is None:
-        places = packing.place(ranked, count, fixed)
+        places = placement.place(ranked, count, fixed)
         return Admission(places, len(set(places.values())), ())
     found = NOBODY
 
-    def fit(needs: Sequence[Need]) -> bool:
+    def fit(needs: Sequence[MemoryNeed]) -> bool:
         nonlocal found
         budget = room.budget(sum_of([need.states for need in needs], len(room.held)), count)
         if min(budget) <= 0:
             return False
-        places = packing.place(needs, count, fixed)
+        places = placement.place(needs, count, fixed)
         batches: list[dict[str, Sequence[int]]] = [{} for _ in range(count)]
         for need in needs:
             batches[places[need.name]][need.name] = need.usual
@@ -124,7 +124,7 @@ def _admit(
     return found  # as the last that fit; asked again, the estimate may have learned meanwhile
 
 
-def choose(
+def next_batch(
     lengths: Mapping[str, Sequence[int]],
     budget: Sequence[float],
     estimate: Estimate,

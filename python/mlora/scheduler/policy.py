@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mlora.scheduler.need import Need
+from mlora.scheduler.memory_need import MemoryNeed
 
 
 class Order(Protocol):
     """Who comes first."""
 
-    def key(self, need: Need) -> tuple[float, ...]:
+    def key(self, need: MemoryNeed) -> tuple[float, ...]:
         """Return what tasks are sorted by, the first one first.
 
         Args:
@@ -26,7 +26,7 @@ class Order(Protocol):
 class FirstComeFirstServed:
     """The mLoRA paper's: higher priorities first, and within one the task that came first."""
 
-    def key(self, need: Need) -> tuple[float, ...]:
+    def key(self, need: MemoryNeed) -> tuple[float, ...]:
         """By priority, then by arrival."""
         return -need.priority, need.arrival
 
@@ -37,15 +37,15 @@ class ShortestFirst:
     As long as shorter ones come, a long task waits.
     """
 
-    def key(self, need: Need) -> tuple[float, ...]:
+    def key(self, need: MemoryNeed) -> tuple[float, ...]:
         """By priority, then by rows that are left, then by arrival."""
         return -need.priority, need.work, need.arrival
 
 
-class Packing(Protocol):
+class Placement(Protocol):
     """Who shares a slot: the tasks of a slot are batched together, and slots fill a pipeline in turn."""
 
-    def place(self, needs: Sequence[Need], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
+    def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
         """Give each task a slot.
 
         Args:
@@ -65,7 +65,7 @@ class TokenBalanced:
     Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
 
-    def place(self, needs: Sequence[Need], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
+    def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
         """The task with the most rows first, each into the slot with the fewest so far."""
         found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
         rows = [0] * slots
@@ -83,7 +83,7 @@ class TokenBalanced:
 class InOrder:
     """Slots in turn, in the order of the tasks, whatever their rows; where some are fixed, the emptiest."""
 
-    def place(self, needs: Sequence[Need], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
+    def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
         """The first task into the first slot, the next one into the next."""
         found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
         counts = [list(found.values()).count(slot) for slot in range(slots)]
@@ -95,4 +95,4 @@ class InOrder:
 
 
 ORDERS: Mapping[str, Order] = {"fcfs": FirstComeFirstServed(), "shortest_first": ShortestFirst()}
-PACKINGS: Mapping[str, Packing] = {"token_balanced": TokenBalanced(), "in_order": InOrder()}
+PLACEMENTS: Mapping[str, Placement] = {"token_balanced": TokenBalanced(), "in_order": InOrder()}

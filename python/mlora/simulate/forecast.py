@@ -16,7 +16,7 @@ from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.stage_times import StageTimes, read_times
 from mlora.simulate.timeline import Timeline, as_events
-from mlora.simulate.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 
 BARS, MOST_BARS = 60, 60_000
 """What a picture shows: of stage 0 at least, and of all stages at most."""
@@ -226,7 +226,7 @@ def _workload(options: Options, times: StageTimes | None, adapters: int) -> Work
         rows = times.rows
     else:
         stages = _stages(options)
-        link = Link(
+        link = SimulatedLink(
             _at_least("latency", options.latency or 0.0, 0.0) * 1e-3,
             math.inf if options.bandwidth is None else _above("bandwidth", options.bandwidth) * 1e9 / 8,
             _message_bytes(options) / rows,

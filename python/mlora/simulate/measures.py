@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..pipeline.actions import Kind
+from ..pipeline.actions import ActionType
 from .timeline import Timeline
 
 
@@ -92,7 +92,7 @@ def steady_window(timeline: Timeline) -> tuple[Window | None, int]:
     Returns:
         The window, None where there is no whole round, and how many rounds it holds.
     """
-    backwards = timeline.events[timeline.events["kind"] == Kind.BACKWARD]
+    backwards = timeline.events[timeline.events["kind"] == ActionType.BACKWARD]
     ends = np.full(timeline.stages, np.inf)
     np.minimum.at(ends, backwards["stage"], backwards["end"])
     at_first = backwards[backwards["stage"] == 0]
@@ -129,7 +129,7 @@ def busy_shares(timeline: Timeline, window: Window) -> list[float]:
 def throughput(timeline: Timeline, window: Window) -> float:
     """Rows per second whose backward on stage 0 ended within a window, its begin excluded."""
     events = timeline.events
-    chosen = (events["stage"] == 0) & (events["kind"] == Kind.BACKWARD)
+    chosen = (events["stage"] == 0) & (events["kind"] == ActionType.BACKWARD)
     chosen &= (events["end"] > window.begin) & (events["end"] <= window.end)
     whole = window.end - window.begin
     return float(events["rows"][chosen].sum()) / whole if whole else float("inf")
@@ -137,7 +137,10 @@ def throughput(timeline: Timeline, window: Window) -> float:
 
 def _most_in_flight(events: np.ndarray) -> tuple[int, int]:
     """The most micro-batches, and the most rows, between forward and backward on one stage."""
-    forwards, backwards = events[events["kind"] == Kind.FORWARD], events[events["kind"] == Kind.BACKWARD]
+    forwards, backwards = (
+        events[events["kind"] == ActionType.FORWARD],
+        events[events["kind"] == ActionType.BACKWARD],
+    )
     ends = np.sort(backwards["end"])
     left = np.concatenate([[0], np.cumsum(backwards["rows"][np.argsort(backwards["end"])])])
     ended = np.searchsorted(ends, forwards["begin"], side="right")

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mlora.files.loss_plot import save_figure
-from mlora.pipeline.actions import Kind
+from mlora.pipeline.actions import ActionType
 from mlora.simulate.timeline import EVALUATION, OPTIMIZER, Event
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _shade(colour: tuple[float, float, float], kind: str) -> tuple[float, float,
     """Forwards are light, backwards full."""
     if kind in OTHERS:
         return OTHERS[kind][0]
-    if kind == Kind.BACKWARD:
+    if kind == ActionType.BACKWARD:
         return colour
     red, green, blue = (1 - 0.45 * (1 - part) for part in colour)
     return red, green, blue
@@ -124,7 +124,7 @@ def _numbers(axes: Axes, events: Sequence[Event], streams: int) -> None:
         middle = (event.begin + event.end) / 2
         if event.end <= width:
             text = event.stream if streams > 1 else event.micro_batch
-            ink = "black" if event.kind == Kind.FORWARD else "white"
+            ink = "black" if event.kind == ActionType.FORWARD else "white"
             axes.text(middle, event.stage, str(text), ha="center", va="center", fontsize=6.5, color=ink)
 
 
@@ -176,7 +176,7 @@ def _legend(
 
     grey = (0.35, 0.35, 0.35)
     handles = [
-        Patch(color=_shade(grey, Kind.FORWARD), label="forward (light)"),
+        Patch(color=_shade(grey, ActionType.FORWARD), label="forward (light)"),
         Patch(color=grey, label="backward (full)"),
         *(Patch(color=colour, label=label) for kind, (colour, label) in OTHERS.items() if kind in kinds),
         Patch(color=IDLE, label="idle"),

@@ -13,23 +13,23 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..pipeline.actions import Kind
-from ..pipeline.order import Order, Place, order_of
+from ..pipeline.actions import ActionType
+from ..pipeline.order import Order, RoundPosition, order_of
 from .timeline import OPTIMIZER, Timeline, stack
-from .workload import Link, Workload
+from .workload import SimulatedLink, Workload
 
 TICKS = 10**12
 _FINISH, _FORWARD, _BACKWARD, _JOIN = range(4)
 
 
-Measured: TypeAlias = Callable[[int, Kind, int, int, int], float]
+MeasuredTimes: TypeAlias = Callable[[int, ActionType, int, int, int], float]
 """Seconds by stage, kind, stream, step and micro-batch."""
 
 
 def simulate(
     workload: Workload,
     orders: Callable[[int, int], Order] | None = None,
-    measured: Measured | None = None,
+    measured: MeasuredTimes | None = None,
 ) -> Timeline:
     """Run a workload without running it.
 
@@ -80,7 +80,7 @@ class _Cost:
 class _Channel:
     """The links of one direction; `begins[s]` belongs to the link between stages s and s + 1."""
 
-    def __init__(self, links: list[Link]) -> None:
+    def __init__(self, links: list[SimulatedLink]) -> None:
         self.latencies = [_ticks(link.latency) for link in links]
         self.free = [0] * len(links)
         self.begins: list[list[int]] = [[] for _ in links]
@@ -98,7 +98,7 @@ class _Simulation:
         self,
         workload: Workload,
         orders: Callable[[int, int], Order] | None,
-        measured: Measured | None,
+        measured: MeasuredTimes | None,
     ) -> None:
         self.workload, self.measured = workload, measured
         self.stages = len(workload.stages)
@@ -115,14 +115,14 @@ class _Simulation:
         self.now = 0
         self.times: list[int] = []
         self.calendar: dict[int, list[int]] = {}
-        self.running: list[Kind | None] = [None] * self.stages
+        self.running: list[ActionType | None] = [None] * self.stages
         self.came_forward = [0] * self.stages
         self.came_backward = [0] * self.stages
         self.begun_forward: list[list[int]] = [[] for _ in range(self.stages)]
         self.begun_backward: list[list[int]] = [[] for _ in range(self.stages)]
 
         self.items: list[tuple[int, int, int, int]] = []  # stream, step, micro-batch, rows
-        self.places: list[Place] = []
+        self.places: list[RoundPosition] = []
         self.costs: list[_Cost] = []
         self.cost_of: dict[object, _Cost] = {}  # by rows; where they were measured, by micro-batch
         self.step = [0] * len(workload.streams)
@@ -171,7 +171,7 @@ class _Simulation:
         for micro_batch in range(size):
             rows = stream.rows_of(step, micro_batch)
             self.items.append((index, step, micro_batch, rows))
-            self.places.append(Place(micro_batch, size))
+            self.places.append(RoundPosition(micro_batch, size))
             self.costs.append(self.cost(index, step, micro_batch, rows))
         self.left[index] = size
         self.came_forward[0] += size
@@ -184,7 +184,7 @@ class _Simulation:
         if measured:
             forward, backward = (
                 [measured(stage, kind, stream, step, micro_batch) for stage in range(self.stages)]
-                for kind in (Kind.FORWARD, Kind.BACKWARD)
+                for kind in (ActionType.FORWARD, ActionType.BACKWARD)
             )
         else:
             forward = [stage.forward + stage.forward_row * rows for stage in stages]
@@ -206,10 +206,10 @@ class _Simulation:
         backward = self.places[second] if second < self.came_backward[stage] else None
         if forward is None and backward is None:
             return
-        kind = self.orders[stage].choose(forward, backward)
+        kind = self.orders[stage].next_action(forward, backward)
         if kind is None:
             return
-        if kind is Kind.BACKWARD:
+        if kind is ActionType.BACKWARD:
             backwards.append(self.now)
             end = self.now + self.costs[second].backward[stage]
         else:
@@ -217,8 +217,8 @@ class _Simulation:
             forwards.append(begin)
             end = begin + self.costs[first].forward[stage]
             if stage == self.last:
-                kind = self.orders[stage].choose(None, forward)
-                assert kind is Kind.BACKWARD, "the last stage runs units"
+                kind = self.orders[stage].next_action(None, forward)
+                assert kind is ActionType.BACKWARD, "the last stage runs units"
                 backwards.append(end)
                 end += self.costs[first].backward[stage]
         self.running[stage] = kind
@@ -234,7 +234,7 @@ class _Simulation:
     def finish(self, stage: int, touched: list[int]) -> None:
         """A stage has done what it ran: on to the neighbour, or, at stage 0, the end of a micro-batch."""
         kind, self.running[stage] = self.running[stage], None
-        if kind is Kind.FORWARD:
+        if kind is ActionType.FORWARD:
             item = len(self.begun_forward[stage]) - 1
             arrival = self.forward.send(stage, self.now, self.costs[item].sent[stage])
             self.arrive(arrival, _FORWARD, stage + 1, touched)
@@ -278,11 +278,11 @@ class _Simulation:
             end = begin + np.array([getattr(cost, ticks) for cost in self.cost_of.values()])[which].T
             return common | {"kind": kind, "stage": stage, "begin": begin / TICKS, "end": end / TICKS}
 
-        forward = part(Kind.FORWARD, stages, self.begun_forward, "forward")
-        parts = [forward, part(Kind.BACKWARD, stages, self.begun_backward, "backward")]
+        forward = part(ActionType.FORWARD, stages, self.begun_forward, "forward")
+        parts = [forward, part(ActionType.BACKWARD, stages, self.begun_backward, "backward")]
         events = stack([*parts, self.optimizer_part(forward)])
-        sent = part(Kind.FORWARD, hops, self.forward.begins, "sent")
-        returned = part(Kind.BACKWARD, hops + 1, self.backward.begins, "returned")
+        sent = part(ActionType.FORWARD, hops, self.forward.begins, "sent")
+        returned = part(ActionType.BACKWARD, hops + 1, self.backward.begins, "returned")
         return Timeline(self.stages, events, stack([sent, returned]))
 
     def optimizer_part(self, forward: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlora.errors import RunError, first_fault, first_line
-from mlora.simulate.workload import Link, StageTime
+from mlora.simulate.workload import SimulatedLink, StageTime
 
 
 class MeasuredStage(BaseModel):
@@ -43,10 +43,10 @@ class MeasuredLink(BaseModel):
     message_bytes: float = Field(default=0.0, ge=0)
     overhead: float = Field(default=0.0, ge=0)
 
-    def link(self, rows: int) -> Link:
+    def link(self, rows: int) -> SimulatedLink:
         """As the simulator takes it."""
         bandwidth = float("inf") if self.bandwidth is None else self.bandwidth
-        return Link(self.latency, bandwidth, self.message_bytes / rows, self.overhead)
+        return SimulatedLink(self.latency, bandwidth, self.message_bytes / rows, self.overhead)
 
 
 class StageTimes(BaseModel):
@@ -75,7 +75,7 @@ class StageTimes(BaseModel):
         """The stages as the simulator takes them."""
         return [StageTime(stage.forward, stage.backward, optimizer=stage.optimizer) for stage in self.stages]
 
-    def links(self) -> tuple[list[Link], list[Link]]:
+    def links(self) -> tuple[list[SimulatedLink], list[SimulatedLink]]:
         """The links forward and backward as the simulator takes them."""
         none = [MeasuredLink()] * (len(self.stages) - 1)
         forward, backward = self.forward or none, self.backward or none

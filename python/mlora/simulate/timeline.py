@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..pipeline.actions import Action, Kind, Schedule
+from ..pipeline.actions import Action, ActionType, Schedule
 
 OPTIMIZER, EVALUATION = "S", "E"
 """The kinds of a stage's optimizer step and of a forward without a backward, in traces; forwards and
-backwards have those of `Kind`."""
+backwards have those of `ActionType`."""
 
 COLUMNS = np.dtype(
     [
@@ -122,8 +122,8 @@ def action_lists(timeline: Timeline) -> Schedule:
     """
     numbers: dict[tuple[int, int, int], int] = {}
     lists: list[list[Action]] = [[] for _ in range(timeline.stages)]
-    for event in as_events(timeline.events[np.isin(timeline.events["kind"], list(Kind))]):
+    for event in as_events(timeline.events[np.isin(timeline.events["kind"], list(ActionType))]):
         key = (event.stream, event.step, event.micro_batch)
         number = numbers.setdefault(key, len(numbers))
-        lists[event.stage].append(Action(event.stage, Kind(event.kind), number))
+        lists[event.stage].append(Action(event.stage, ActionType(event.kind), number))
     return lists

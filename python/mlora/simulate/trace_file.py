@@ -10,7 +10,7 @@ from typing import Any
 
 from mlora.errors import RunError
 from mlora.files.checkpoint import write_file
-from mlora.pipeline.actions import Kind
+from mlora.pipeline.actions import ActionType
 from mlora.pipeline.trace import ROLES, Entry, Span
 from mlora.simulate.measures import Window, measure
 from mlora.simulate.plot_timeline import plot_timeline
@@ -18,7 +18,7 @@ from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
 from mlora.simulate.timeline import EVALUATION, Event, Timeline, as_events
 
 SPANS = 1 << 17  # of a stage: the latest ones are kept
-_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
+_KINDS = {"forward": ActionType.FORWARD, "backward": ActionType.BACKWARD}
 _SHOWN = 60  # micro-batches in the picture, from the begin of the steady window
 
 
@@ -50,7 +50,7 @@ class TraceFiles:
         self.streams = list(dict.fromkeys(entry.stream for entry in self._whole))
 
     def _is_whole(self, entry: Entry) -> bool:
-        return all((entry.number, kind) in found for found in self._computed for kind in Kind)
+        return all((entry.number, kind) in found for found in self._computed for kind in ActionType)
 
     def write(self, folder: Path) -> str:
         """Write `trace.json`, `timeline.png` and `times.json`.
@@ -83,11 +83,11 @@ class TraceFiles:
         steps = dict.fromkeys(streams, -1)
         events = []
         for entry in self._whole:
-            steps[entry.stream] += entry.place == 0 or steps[entry.stream] < 0
+            steps[entry.stream] += entry.position == 0 or steps[entry.stream] < 0
             for stage, found in enumerate(self._computed):
-                for kind in Kind:
+                for kind in ActionType:
                     begin, end = (self._seconds(t) for t in found[entry.number, kind][3:])
-                    place = (streams[entry.stream], steps[entry.stream], entry.place)
+                    place = (streams[entry.stream], steps[entry.stream], entry.position)
                     events.append(Event(stage, kind, *place, begin, end, entry.rows))
         return Timeline.of([*events, *self._evaluations()])
 
@@ -96,7 +96,7 @@ class TraceFiles:
         for stage, found in enumerate(self._computed):
             for (number, kind), span in found.items():
                 entry = self._entries.get(number)
-                if entry and not entry.train and kind is Kind.FORWARD:
+                if entry and not entry.train and kind is ActionType.FORWARD:
                     begin, end = self._seconds(span.begin), self._seconds(span.end)
                     yield Event(stage, EVALUATION, 0, 0, 0, begin, end, entry.rows)
 
@@ -107,12 +107,14 @@ class TraceFiles:
         rows = max(round(median(trained["rows"])), 1)
         stages = []
         for stage in range(timeline.stages):
-            spent: dict[str, list[float]] = {kind: [] for kind in Kind}
+            spent: dict[str, list[float]] = {kind: [] for kind in ActionType}
             for event in timeline.of_stage(stage):
                 if event.kind != EVALUATION:
                     spent[event.kind].append(event.end - event.begin)
             stages.append(
-                MeasuredStage(forward=median(spent[Kind.FORWARD]), backward=median(spent[Kind.BACKWARD]))
+                MeasuredStage(
+                    forward=median(spent[ActionType.FORWARD]), backward=median(spent[ActionType.BACKWARD])
+                )
             )
         pairs = range(timeline.stages - 1)
         forward = [self._link(stage, stage + 1, "forward") for stage in pairs]

@@ -46,7 +46,7 @@ class StageTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SimulatedLink:
     """One direction between two neighbours: a FIFO that is busy while a message is on its way into it.
 
     A message occupies it for `overhead + row_bytes * rows / bandwidth` and arrives `latency` after that.
@@ -130,8 +130,8 @@ class Workload:
     stages: Sequence[StageTime]
     streams: Sequence[Stream]
     schedule: str | Schedule = "lorapp"
-    forward: Link | Sequence[Link] = Link()
-    backward: Link | Sequence[Link] = Link()
+    forward: SimulatedLink | Sequence[SimulatedLink] = SimulatedLink()
+    backward: SimulatedLink | Sequence[SimulatedLink] = SimulatedLink()
     in_flight: int | None = None
 
     def __post_init__(self) -> None:
@@ -142,12 +142,14 @@ class Workload:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("forward", "backward"):
             links = getattr(self, name)
-            if not isinstance(links, Link) and len(links) != len(self.stages) - 1:
+            if not isinstance(links, SimulatedLink) and len(links) != len(self.stages) - 1:
                 raise ValueError(
                     f"{name}: expected one link, or {len(self.stages) - 1} for {len(self.stages)} stages, "
                     f"got {len(links)}"
                 )
 
-    def links(self, direction: Link | Sequence[Link]) -> list[Link]:
+    def links(self, direction: SimulatedLink | Sequence[SimulatedLink]) -> list[SimulatedLink]:
         """One link for each pair of neighbours."""
-        return [direction] * (len(self.stages) - 1) if isinstance(direction, Link) else list(direction)
+        return (
+            [direction] * (len(self.stages) - 1) if isinstance(direction, SimulatedLink) else list(direction)
+        )

@@ -10,7 +10,7 @@ from mlora.queue.task_queue import TaskQueue
 
 
 @dataclass(frozen=True)
-class Wish:
+class Proposal:
     """A trial that shall begin, or be pruned; part of the journal's entries.
 
     Args:
@@ -34,6 +34,6 @@ def trials_begun(queue: TaskQueue, until: int | None = None) -> Iterator[tuple[s
     """
     for iteration, entry in queue.entries().items():
         if until is None or iteration <= until:
-            for wish in entry.get("wishes", ()):
-                if wish["trial"] is not None:
-                    yield wish["task"], wish["trial"]
+            for proposal in entry.get("proposals", ()):
+                if proposal["trial"] is not None:
+                    yield proposal["task"], proposal["trial"]

@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 
 from mlora.config.search_space import Choice, Leaf, grid_point
 from mlora.config.sweep_config import SweepConfig
-from mlora.data.sampler import derive_seed
+from mlora.data.sampler import task_seed
 from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Study:
         return self._study.get_trials(deepcopy=False)[number]
 
     def _sampler(self, number: int) -> BaseSampler:
-        kwargs = {"seed": derive_seed(self._seed, f"trial {number}") % 2**32, **self._sweep.sampler_kwargs}
+        kwargs = {"seed": task_seed(self._seed, f"trial {number}") % 2**32, **self._sweep.sampler_kwargs}
         made: BaseSampler = _made(optuna.samplers, _SAMPLERS[self._sweep.sampler], kwargs, "sampler_kwargs")
         return made
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.config.search_space import with_params
-from mlora.sweep.proposal import Wish
+from mlora.sweep.proposal import Proposal
 from mlora.sweep.ranking import shown
 from mlora.sweep.study import Study, check_arguments
 from mlora.tasks.task import Task
@@ -16,8 +16,8 @@ from mlora.tasks.task import Task
 class Sweep:
     """Fills the places of a sweep with trials.
 
-    At an iteration boundary it first judges what has come of its trials, then says what it wishes. A run that
-    makes decisions again judges at the same boundaries, and the wishes come from its journal.
+    At an iteration boundary it first judges what has come of its trials, then makes its proposals. A run that
+    makes decisions again judges at the same boundaries, and the proposals come from its journal.
 
     Args:
         config: of a run with a sweep.
@@ -118,7 +118,7 @@ class Sweep:
         else:
             self._study.end(_number(task.name), "fail")
 
-    def wishes(self, behind: list[str]) -> Iterator[Wish]:
+    def proposals(self, behind: list[str]) -> Iterator[Proposal]:
         """Yield what the sweep asks of its run; each is carried out before the next.
 
         Args:
@@ -126,14 +126,14 @@ class Sweep:
         """
         for name in behind:
             if name in self._open:  # nobody has cancelled it meanwhile
-                yield Wish(name, None)
+                yield Proposal(name, None)
         while self.left and len(self._open) < self._sweep.places:
             yield self._submission(self._study.propose())
 
-    def _submission(self, trial: Mapping[str, Any]) -> Wish:
+    def _submission(self, trial: Mapping[str, Any]) -> Proposal:
         name = self._sweep.trial_name(trial["number"])
         adapter = with_params(self._fields, self._sweep.space, trial["params"]) | {"name": name}
-        return Wish(name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
+        return Proposal(name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds, as plain values."""

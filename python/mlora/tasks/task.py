@@ -12,7 +12,7 @@ from mlora.config.dataset_config import DatasetConfig
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.data.dataset import Dataset, load_dataset
-from mlora.data.sampler import BatchPlan, derive_seed
+from mlora.data.sampler import BatchPlan, task_seed
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.optim.optim_config import OptimConfig
@@ -231,7 +231,7 @@ class TaskBuilder:
             batch_size=adapter.per_device_train_batch_size,
             accumulation=adapter.gradient_accumulation_steps,
             shuffle=adapter.shuffle,
-            seed=derive_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed,
+            seed=task_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed,
         )
 
     def _load(self, dataset: DatasetConfig, adapter: AdapterConfig) -> Dataset:

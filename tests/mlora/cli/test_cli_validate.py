@@ -87,7 +87,7 @@ def test_the_default_device_is_never_another_one_silently(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    monkeypatch.setitem(sys.modules, "mlora_ext.triton", None)  # as where triton is not installed
+    monkeypatch.setitem(sys.modules, "mlora_ext.backends.triton", None)  # as where triton is not installed
     line = only_line(run("validate", path))
     assert line.startswith("error: device: cuda, the default because this torch sees CUDA: backend 'triton' ")
     assert line.endswith("; set device: cpu (generate: --device cpu)")

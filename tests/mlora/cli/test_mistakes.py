@@ -213,7 +213,7 @@ def test_wrong_values_say_what_was_expected_and_what_came(
         ("defaults.eval_strategy", "did you mean 'eval_steps'?"),
         ("defaults.packing", "unknown key; rows are always packed, without padding; leave it out"),
         ("adapters.a.packing", "unknown key; rows are always packed, without padding; leave it out"),
-        ("packing", "unknown key here; it belongs under scheduler"),
+        ("placement", "unknown key here; it belongs under scheduler"),
         ("defaults.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
         ("adapters.a.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
         ("save", "unknown key; known keys: base_model, output_dir,"),

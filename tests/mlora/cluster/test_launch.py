@@ -26,7 +26,8 @@ folder = Path(sys.argv[1])
 (folder / f"{rank}.pid").write_text(str(os.getpid()))
 """
 PIPELINE = """
-from mlora.pipeline import Watch, World
+from mlora.cluster.watchdog import Watch
+from mlora.cluster.world import World
 if rank:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 caught = []

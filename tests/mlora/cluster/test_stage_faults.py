@@ -34,7 +34,7 @@ NOTICED = 10.0  # seconds
 STAGES = 3
 AT = """
 import mlora.engine.stage_worker, pathlib, torch
-plain, calls = mlora.engine.stage_worker.StagePart.begin, 0
+plain, calls = mlora.engine.stage_worker.StageWorker.begin, 0
 def begin(*arguments):
     global calls
     calls += 1
@@ -43,7 +43,7 @@ def begin(*arguments):
         time.sleep(1.5)  # the others have seen which adapters are under way
         pathlib.Path({mark!r}).touch()
         {fault}
-mlora.engine.stage_worker.StagePart.begin = begin
+mlora.engine.stage_worker.StageWorker.begin = begin
 """
 FAULTS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
@@ -145,10 +145,10 @@ def fails(arguments: list[Any], before: dict[int, str], size: int = STAGES) -> t
 @pytest.mark.parametrize(
     ("call", "fault", "expected"),
     [
-        ("run.stages.crew_of_processes", "raise KeyError('boom')", "KeyError: 'boom'"),
-        ("run.stages.crew_of_processes", "os._exit(3)", "was killed or ended"),
-        ("engine.stage_group.make_part", "raise ValueError('base_model: none\\nmore')", "base_model: none"),
-        ("engine.stage_group.make_part", "raise MemoryError", "out of memory"),
+        ("run.stages.stage_of_this_process", "raise KeyError('boom')", "KeyError: 'boom'"),
+        ("run.stages.stage_of_this_process", "os._exit(3)", "was killed or ended"),
+        ("engine.stage_group.make_worker", "raise ValueError('base_model: none\\nmore')", "base_model: none"),
+        ("engine.stage_group.make_worker", "raise MemoryError", "out of memory"),
     ],
     ids=["raises", "ends", "weights", "memory"],
 )

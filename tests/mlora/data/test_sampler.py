@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from mlora.data.sampler import BatchPlan, derive_seed, epoch_order
+from mlora.data.sampler import BatchPlan, epoch_order, task_seed
 
 
 def plan(
@@ -79,7 +79,7 @@ def test_a_batch_larger_than_the_file_repeats_it_in_file_order() -> None:
 
 
 def test_seeds_depend_on_seed_and_name_only() -> None:
-    seeds = {derive_seed(seed, name) for seed in range(20) for name in ("a", "b", "1:a")}
+    seeds = {task_seed(seed, name) for seed in range(20) for name in ("a", "b", "1:a")}
     assert len(seeds) == 60
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert derive_seed(3, "x") == derive_seed(3, "x")
+    assert task_seed(3, "x") == task_seed(3, "x")

@@ -80,13 +80,13 @@ def test_an_error_in_backward_leaves_no_gradient() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     handle = engine.model.get_decoder().layers[1].register_full_backward_pre_hook(no_memory)
-    tickets = [engine.start(batch("a", 0, place)) for place in (1, 0)]
+    futures = [engine.start(batch("a", 0, place)) for place in (1, 0)]
     with pytest.raises(torch.OutOfMemoryError):
-        engine.finish(tickets[0])
+        engine.finish(futures[0])
     handle.remove()
-    for lost in (engine.finish, lambda ticket: engine.first_done([ticket])):
+    for lost in (engine.finish, lambda future: engine.first_done([future])):
         with pytest.raises(ValueError, match=r"no micro-batch \d is under way; after an error none is"):
-            lost(tickets[1])
+            lost(futures[1])
     with pytest.raises(ValueError, match="has no gradient"):
         engine.optim_step("a")
     results = [each.forward_backward(batch("a", 0, 1)) for each in (engine, other)]

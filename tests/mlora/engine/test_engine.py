@@ -16,7 +16,7 @@ from tiny_models import VOCABULARY, make, samples
 from tiny_run import save_base
 
 import mlora_ext
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 
 OPTIM = OptimConfig(1e-3, lr_scheduler_type="constant")
 

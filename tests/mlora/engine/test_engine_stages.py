@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from four_adapters import NAMES, STEPS, TOLERANCE, batch, create, llama
-from mlora.engine.batcher import Ticket
+from mlora.engine.batcher import BatchFuture
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import spans_of
 from mlora.optim.optim_config import OptimConfig
@@ -26,15 +26,15 @@ def trained(engine: Engine, accumulation: int = 2) -> dict[str, Any]:
     for name in NAMES[:3]:
         create(engine, name)
     for round_ in range(8):
-        tickets: dict[str, list[Ticket]] = {}
+        futures: dict[str, list[BatchFuture]] = {}
         for name in engine.adapters:
             for half in range(accumulation):
                 ends = [name] if half == accumulation - 1 else []
-                tickets.setdefault(name, []).append(engine.start(batch(name, steps[name], half), ends=ends))
+                futures.setdefault(name, []).append(engine.start(batch(name, steps[name], half), ends=ends))
         if round_ == 1:
             create(engine, "d")  # while the others are under way
-        for name, parts in tickets.items():
-            results = [engine.finish(ticket)[name] for ticket in parts]
+        for name, parts in futures.items():
+            results = [engine.finish(future)[name] for future in parts]
             done = engine.optim_step(name)
             loss = sum(result.loss_sum for result in results) / sum(result.tokens for result in results)
             found[name] += [loss, done.grad_norm]
@@ -215,9 +215,9 @@ def test_evaluation_under_way_draws_no_masks() -> None:
         create(engine, "b")
         losses = []
         for step in range(3):
-            ticket = engine.start(batch("b", step, 0), ends=["b"])
+            future = engine.start(batch("b", step, 0), ends=["b"])
             losses.append(engine.evaluate(batch("a", step, 0))["a"].loss_sum)
-            losses.append(engine.finish(ticket)["b"].loss_sum)
+            losses.append(engine.finish(future)["b"].loss_sum)
             losses.append(engine.optim_step("b").grad_norm)
         found[stages] = losses
         engine.close()
@@ -294,14 +294,14 @@ def test_refusals() -> None:
         engine.start({"b": samples(1, 5, seed=0)})
     with pytest.raises(ValueError, match=r"ends: expected adapters of the batch \(a\), got 'b'"):
         engine.start(batch("a", 0, 0), ends=["b"])
-    ticket = engine.start(batch("a", 0, 0), ends=["a"])
+    future = engine.start(batch("a", 0, 0), ends=["a"])
     with pytest.raises(ValueError, match="'a': a batch that ends its accumulation is under way"):
         engine.start(batch("a", 0, 1))
     calls = (engine.optim_step, engine.discard_gradients, engine.state_dict, engine.remove_adapter)
     for call in calls:
         with pytest.raises(ValueError, match="adapter 'a': a batch of it is under way; call finish"):
             call("a")
-    engine.finish(ticket)
+    engine.finish(future)
     evaluation = engine.evaluate_each([batch("a", 0, place) for place in range(2)])
     next(evaluation)
     for call in calls:

@@ -99,9 +99,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def phases(engine: Engine, lengths: list[int]) -> tuple[tuple[int, ...], ...]:
-    ticket = engine.start({"a": of_lengths(lengths)}, measure=True)
-    engine.finish(ticket)
-    return ticket.measured[0].phases
+    future = engine.start({"a": of_lengths(lengths)}, measure=True)
+    engine.finish(future)
+    return future.measured[0].phases
 
 
 def of_lengths(lengths: list[int]) -> list:
@@ -140,25 +140,25 @@ def test_measuring_changes_no_result() -> None:
 
 def test_micro_batches_in_flight_are_told_apart(engine: Engine) -> None:
     alone = [phases(engine, lengths) for lengths in ([20, 9], [7])]
-    tickets = [engine.start({"a": of_lengths(lengths)}, measure=True) for lengths in ([20, 9], [7])]
-    tickets.append(engine.start({"b": of_lengths([31])}))
-    for ticket in tickets:
-        engine.finish(ticket)
-    for ticket, expected in zip(tickets, alone, strict=False):
-        for one, other in zip(ticket.measured[0].phases, expected, strict=True):
+    futures = [engine.start({"a": of_lengths(lengths)}, measure=True) for lengths in ([20, 9], [7])]
+    futures.append(engine.start({"b": of_lengths([31])}))
+    for future in futures:
+        engine.finish(future)
+    for future, expected in zip(futures, alone, strict=False):
+        for one, other in zip(future.measured[0].phases, expected, strict=True):
             assert one == pytest.approx(other, abs=4096)  # another one's table of segments, freed later
-    assert tickets[0].measured[0].stages[0] > 2 * tickets[1].measured[0].stages[0]
-    assert tickets[2].measured == []
+    assert futures[0].measured[0].stages[0] > 2 * futures[1].measured[0].stages[0]
+    assert futures[2].measured == []
 
 
 def test_each_piece_of_a_batch_is_measured() -> None:
     engine = Engine(llama(), micro_batches=2)
     create(engine, "a")
     create(engine, "b")
-    ticket = engine.start({"a": of_lengths([10, 12]), "b": of_lengths([20])}, measure=True)
-    engine.finish(ticket)
-    assert [m.lengths for m in ticket.measured] == [{"a": (10, 12)}, {"b": (20,)}]
-    assert all(len(m.stages) == 1 and m.stages[0] == max(m.phases[0]) for m in ticket.measured)
+    future = engine.start({"a": of_lengths([10, 12]), "b": of_lengths([20])}, measure=True)
+    engine.finish(future)
+    assert [m.lengths for m in future.measured] == [{"a": (10, 12)}, {"b": (20,)}]
+    assert all(len(m.stages) == 1 and m.stages[0] == max(m.phases[0]) for m in future.measured)
 
 
 def test_checkpointing_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from mlora.memory.batch_shape import Extent
+from mlora.memory.batch_shape import BatchShape
 from mlora.scheduler import MemoryModel, PeakModel
 
 TRUE = (8.4e6, 43_500.0, 3.25)
@@ -113,24 +113,24 @@ def test_a_mask_of_the_longest_sequence_is_shared() -> None:
 def test_leverage_tells_what_measurements_do_not_reach() -> None:
     dice, model = random.Random(3), MemoryModel()
     model.seed([100], bytes=round(size_of([100])))
-    assert model.leverage(Extent.of([100])) == math.inf
+    assert model.leverage(BatchShape.of([100])) == math.inf
     seen = [[dice.randint(90, 110) for _ in range(dice.randint(4, 12))] for _ in range(20)]
     for lengths in seen:
         model.observe(lengths, bytes=round(size_of(lengths)))
-    assert all(model.leverage(Extent.of(lengths)) <= 1.0 for lengths in seen)
-    mean = sum(model.leverage(Extent.of(lengths)) for lengths in seen) / len(seen)
+    assert all(model.leverage(BatchShape.of(lengths)) <= 1.0 for lengths in seen)
+    mean = sum(model.leverage(BatchShape.of(lengths)) for lengths in seen) / len(seen)
     assert mean == pytest.approx(3 / 20, rel=1e-2)  # a hat matrix's trace is the number of coefficients
-    assert model.leverage(Extent.of([10] * 60)) > 20  # no more rows, in other sequences
+    assert model.leverage(BatchShape.of([10] * 60)) > 20  # no more rows, in other sequences
     model.observe([10] * 60, bytes=round(size_of([10] * 60)))
-    assert model.leverage(Extent.of([10] * 60)) == pytest.approx(1.0, abs=0.05)
+    assert model.leverage(BatchShape.of([10] * 60)) == pytest.approx(1.0, abs=0.05)
 
 
 def test_leverage_of_a_feature_that_was_never_there_is_large() -> None:
     model = MemoryModel(pieces=True)
     for rows in (10, 20, 30, 40, 50):
         model.observe([rows] * 3, bytes=round(size_of([rows] * 3)))
-    assert model.leverage(Extent.of([25] * 3)) < 1.0
-    assert model.leverage(Extent.of([24, 25, 26])) > 1e3
+    assert model.leverage(BatchShape.of([25] * 3)) < 1.0
+    assert model.leverage(BatchShape.of([24, 25, 26])) > 1e3
 
 
 def test_the_error_is_that_of_predictions_made_before() -> None:

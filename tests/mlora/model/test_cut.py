@@ -8,7 +8,7 @@ import pytest
 import torch
 from deep_models import BLOCKS, CPU, DEEP, cut, deep, spans
 from mlora.data.packing import PackedBatch, pack
-from mlora.engine.stage_worker import StagePart
+from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_model import BaseModel
 from mlora.model.cut import Span, cut_model
 from mlora.model.load import load_base
@@ -32,7 +32,7 @@ def run_stage(
 ) -> torch.Tensor:
     """Run a micro-batch through a stage."""
     rows = batch.description()
-    module = StagePart(base, CPU).module
+    module = StageWorker(base, CPU).module
     output: torch.Tensor = module(
         received, input_ids=batch.input_ids, rows=rows, steps=steps, updates={}, ends=[]
     )

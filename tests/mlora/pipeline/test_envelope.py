@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mlora.pipeline.envelope import BLOCK, SMALL, is_small, rest_of, seal, split, unseal
-from mlora.pipeline.message import Header, Message, Sort, decode, encode
+from mlora.pipeline.message import Header, Message, MessageType, decode, encode
 
 
 def through(credit: int, header: bytes, tensors: list[torch.Tensor]) -> tuple[int, bytes, torch.Tensor, int]:
@@ -39,7 +39,7 @@ def test_messages(length: int) -> None:
         torch.ones(2, requires_grad=True),
     ]
     assert all(is_small(tensor) for tensor in tensors)
-    header, found = encode(Message(Sort.FORWARD, {"tensors": tensors, "number": 3}))
+    header, found = encode(Message(MessageType.FORWARD, {"tensors": tensors, "number": 3}))
     _, opened, small, transfers = through(0, header, found)
     assert transfers == (1 if length == 1 else 2)
     came = Header.of(opened)
@@ -53,5 +53,7 @@ def test_messages(length: int) -> None:
 
 def test_large_tensors_follow() -> None:
     sizes = [SMALL, SMALL + 1]
-    message = Message(Sort.FORWARD, {"tensors": [torch.zeros(size, dtype=torch.uint8) for size in sizes]})
+    message = Message(
+        MessageType.FORWARD, {"tensors": [torch.zeros(size, dtype=torch.uint8) for size in sizes]}
+    )
     assert [shape.small for shape in Header.of(encode(message)[0]).shapes] == [True, False]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mlora.pipeline import Pipeline
 from mlora.pipeline.link import Link
-from mlora.pipeline.message import Message, Sort
+from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.port import LocalPort
 from torch import nn
 
@@ -45,16 +45,16 @@ def test_an_error_ends_both_ends_and_is_told_first(side: str, monkeypatch: pytes
     joined = Joined()
     monkeypatch.setattr(joined.ports[0], side, fails)  # of end 0's sender, or of end 1's receiver
     joined.start()
-    joined.ends[0].send(Message(Sort.FORWARD, {"number": 1}))
+    joined.ends[0].send(Message(MessageType.FORWARD, {"number": 1}))
     failed = 0 if side == "write" else 1
     deadline = time.monotonic() + SECONDS
     while not joined.found[failed] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert joined.found[failed][0].content["message"] == f"the link with stage {1 - failed} broke: no room"
     for end in joined.ends:  # as stages do that are told
-        end.send(Message(Sort.FAULT, {"message": "told"}))
+        end.send(Message(MessageType.FAULT, {"message": "told"}))
     joined.join()
-    assert joined.found[1 - failed][-1].sort is Sort.FAULT
+    assert joined.found[1 - failed][-1].sort is MessageType.FAULT
 
 
 def test_credit_is_not_waited_for_after_the_end() -> None:
@@ -62,9 +62,9 @@ def test_credit_is_not_waited_for_after_the_end() -> None:
     joined = Joined(credit_bytes=1)
     joined.start()
     for number in range(3):
-        joined.ends[0].send(Message(Sort.BACKWARD, {"number": number, "gradients": [torch.ones(9)]}))
-    joined.ends[1].send(Message(Sort.END))
-    joined.ends[0].send(Message(Sort.END))
+        joined.ends[0].send(Message(MessageType.BACKWARD, {"number": number, "gradients": [torch.ones(9)]}))
+    joined.ends[1].send(Message(MessageType.END))
+    joined.ends[0].send(Message(MessageType.END))
     joined.join()
     assert [message.number for message in joined.found[1]] == [0, 1, 2, -1]
 

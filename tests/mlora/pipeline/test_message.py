@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from mlora.pipeline.message import Header, Message, Sort, decode, encode
+from mlora.pipeline.message import Header, Message, MessageType, decode, encode
 
 
 def test_content_comes_back() -> None:
@@ -20,11 +20,11 @@ def test_content_comes_back() -> None:
         "empty": tensors[2],
         "scalar": torch.tensor(2.5, dtype=torch.float64),
     }
-    encoded, found = encode(Message(Sort.FORWARD, content))
+    encoded, found = encode(Message(MessageType.FORWARD, content))
     header = Header.of(encoded)
     assert [(tuple(t.shape), t.dtype) for t in found] == [(s.shape, s.dtype) for s in header.shapes]
     message = decode(header, found)
-    assert message.sort is Sort.FORWARD
+    assert message.sort is MessageType.FORWARD
     assert message.number == 7
     assert message.size == 3 * 2 * 4 + 4 * 4 + 8
     for key in ("none", "real", "endless", "text", "odd"):
@@ -41,4 +41,4 @@ def test_content_comes_back() -> None:
 )
 def test_what_is_not_plain_is_refused(content: dict[str, object]) -> None:
     with pytest.raises(TypeError, match="message: expected"):
-        encode(Message(Sort.CONTROL, content))
+        encode(Message(MessageType.CONTROL, content))

@@ -1,12 +1,12 @@
 """Actions, schedules and the choices of a stage, as data."""
 
 import pytest
-from mlora.pipeline.actions import Action, Kind, Schedule, check_schedule
-from mlora.pipeline.order import Alternating, Listed, Place, in_flight_of, order_of
+from mlora.pipeline.actions import Action, ActionType, Schedule, check_schedule
+from mlora.pipeline.order import Alternating, Listed, RoundPosition, in_flight_of, order_of
 from mlora.pipeline.schedules import FLUSHED, SCHEDULES, gpipe, one_forward_one_backward
 
-F, B = Kind.FORWARD, Kind.BACKWARD
-ANY = Place()
+F, B = ActionType.FORWARD, ActionType.BACKWARD
+ANY = RoundPosition()
 
 
 def lists(*stages: str) -> Schedule:
@@ -64,20 +64,20 @@ def test_check_schedule_refuses(schedule: Schedule, fault: str) -> None:
 
 def test_alternating_takes_what_is_ready_and_turns() -> None:
     order = Alternating()
-    assert [order.choose(ANY, ANY) for _ in range(4)] == [F, B, F, B]
-    assert order.choose(None, None) is None
-    assert [order.choose(ANY, None) for _ in range(2)] == [F, F]
-    assert order.choose(ANY, ANY) is B
-    assert order.choose(None, ANY) is B
-    assert order.choose(ANY, ANY) is F
+    assert [order.next_action(ANY, ANY) for _ in range(4)] == [F, B, F, B]
+    assert order.next_action(None, None) is None
+    assert [order.next_action(ANY, None) for _ in range(2)] == [F, F]
+    assert order.next_action(ANY, ANY) is B
+    assert order.next_action(None, ANY) is B
+    assert order.next_action(ANY, ANY) is F
 
 
 def test_alternating_within_a_limit() -> None:
     order = Alternating(in_flight=2)
-    assert [order.choose(ANY, None) for _ in range(3)] == [F, F, None]
-    assert order.choose(ANY, ANY) is B
-    assert order.choose(ANY, ANY) is F
-    assert order.choose(ANY, None) is None
+    assert [order.next_action(ANY, None) for _ in range(3)] == [F, F, None]
+    assert order.next_action(ANY, ANY) is B
+    assert order.next_action(ANY, ANY) is F
+    assert order.next_action(ANY, None) is None
     with pytest.raises(ValueError, match="in_flight: expected at least 1, got 0"):
         Alternating(in_flight=0)
 
@@ -90,7 +90,7 @@ def test_in_flight_of_each_stage(in_flight: int, expected: list[int]) -> None:
     assert [in_flight_of(stage, 4, in_flight) for stage in range(4)] == expected
     for stage, most in enumerate(expected):
         order = order_of("lorapp", stage, 4, in_flight)
-        assert [order.choose(ANY, None) for _ in range(most + 1)] == [F] * most + [None]
+        assert [order.next_action(ANY, None) for _ in range(most + 1)] == [F] * most + [None]
 
 
 def test_in_flight_of_refuses() -> None:
@@ -101,28 +101,28 @@ def test_in_flight_of_refuses() -> None:
 
 def test_listed_waits_for_what_its_list_says() -> None:
     order = order_of("1f1b", 0, 2)
-    first, second, third = (Place(index, 3) for index in range(3))
-    assert order.choose(None, None) is None
-    assert order.choose(first, None) is F
-    assert order.choose(second, None) is F
-    assert order.choose(third, None) is None
-    assert order.choose(third, first) is B
-    assert order.choose(third, second) is F
-    assert [order.choose(None, place) for place in (second, third)] == [B, B]
-    assert order.choose(Place(0, 1), None) is F, "the next round may have another size"
-    assert order.choose(Place(0, 1), Place(0, 1)) is B
+    first, second, third = (RoundPosition(index, 3) for index in range(3))
+    assert order.next_action(None, None) is None
+    assert order.next_action(first, None) is F
+    assert order.next_action(second, None) is F
+    assert order.next_action(third, None) is None
+    assert order.next_action(third, first) is B
+    assert order.next_action(third, second) is F
+    assert [order.next_action(None, place) for place in (second, third)] == [B, B]
+    assert order.next_action(RoundPosition(0, 1), None) is F, "the next round may have another size"
+    assert order.next_action(RoundPosition(0, 1), RoundPosition(0, 1)) is B
 
 
 def test_listed_takes_lists_of_one_size() -> None:
     order = order_of(gpipe(2, 2), 1, 2)
     with pytest.raises(ValueError, match="is for rounds of 2 micro-batches, got 3"):
-        order.choose(Place(0, 3), None)
+        order.next_action(RoundPosition(0, 3), None)
     with pytest.raises(ValueError, match="expected lists for 3 stages, got 2"):
         Listed(0, 3, gpipe(2, 2))
 
 
 def test_order_of_knows_all_schedules() -> None:
     for name in SCHEDULES:
-        assert order_of(name, 0, 2).choose(ANY, None) is F
+        assert order_of(name, 0, 2).next_action(ANY, None) is F
     with pytest.raises(ValueError, match="schedule: expected one of lorapp, 1f1b, gpipe, got 'pipedream'"):
         order_of("pipedream", 0, 2)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from mlora.pipeline import Hooks, Pipeline, PipelineError, Place
+from mlora.pipeline import Hooks, Pipeline, PipelineError, RoundPosition
 from mlora.pipeline.message import Message
 from mlora.pipeline.runner import Runner
 from mlora.pipeline.schedules import gpipe
@@ -179,7 +179,7 @@ def test_a_stage_that_raises_ends_all(place: int, backward: bool) -> None:
 def test_close_ends_a_round_that_is_not_whole(schedule: str) -> None:
     before = set(threading.enumerate())
     pipeline = Pipeline(blocks(3), schedule, mean_square)
-    pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5), place=Place(0, 2))
+    pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5), position=RoundPosition(0, 2))
     assert set(threading.enumerate()) - before
     pipeline.close()
     assert set(threading.enumerate()) <= before

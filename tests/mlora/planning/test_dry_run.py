@@ -8,7 +8,7 @@ import pytest
 import torch
 from dry_models import CPU, LORAS, OPTIM, llama, loras, of
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import PartOptions, spans_of
+from mlora.engine.stage_group import StageOptions, spans_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.planning.dry_run import DryStage, _period
 from mlora.scheduler import PeakModel
@@ -20,15 +20,15 @@ SHAPES = [{"a": [70, 31], "b": [40]}, {"a": [5], "b": [90, 90]}]
 
 
 def measured(engine: Engine, shape: dict[str, list[int]]) -> tuple[tuple[int, ...], ...]:
-    ticket = engine.start({name: of(lengths) for name, lengths in shape.items()}, measure=True)
-    engine.finish(ticket)
-    return ticket.measured[0].phases
+    future = engine.start({name: of(lengths) for name, lengths in shape.items()}, measure=True)
+    engine.finish(future)
+    return future.measured[0].phases
 
 
 def assert_measured_alike(
     source: PreTrainedModel, names: Any, shapes: Any, stages: int = 1, *, exact: bool = True, **more: Any
 ) -> None:
-    options = PartOptions(CPU, next(source.parameters()).dtype, more.get("gradient_checkpointing", False))
+    options = StageOptions(CPU, next(source.parameters()).dtype, more.get("gradient_checkpointing", False))
     spans = spans_of(stages, source.config.num_hidden_layers)
     dry = [DryStage(source, options, span).activations(loras(names), shapes) for span in spans]
     engine = Engine(source, stages=stages, dtype=options.dtype, **more)
@@ -59,14 +59,14 @@ def test_with_a_head_that_is_trained() -> None:
 
 def test_what_torch_cannot_fake_is_refused() -> None:
     """`_grouped_mm` of experts takes fp32 on a CPU, but not as a fake tensor."""
-    stage = DryStage(make("gpt_oss"), PartOptions(CPU, torch.float32))
+    stage = DryStage(make("gpt_oss"), StageOptions(CPU, torch.float32))
     with pytest.raises(ValueError, match="GptOssForCausalLM cannot be run dry"):
         stage.activations({"a": LoraConfig(r=4, target_modules=["q_proj"])}, [{"a": [9]}])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss"}))
 def test_every_family_that_can_be_trained(family: str) -> None:
-    source, options = make(family), PartOptions(CPU, torch.float32)
+    source, options = make(family), StageOptions(CPU, torch.float32)
     targets = ["c_attn"] if family == "gpt2" else ["qkv_proj"] if family == "phi3" else ["q_proj", "v_proj"]
     lora = LoraConfig(r=4, target_modules=targets)
     shape = {"a": [30, 11, 20]}
@@ -78,7 +78,7 @@ def test_every_family_that_can_be_trained(family: str) -> None:
 
 
 def test_a_folder_is_as_good_as_the_model_and_nothing_of_it_is_read(tmp_path: Path) -> None:
-    source, options = llama(), PartOptions(CPU, torch.float32)
+    source, options = llama(), StageOptions(CPU, torch.float32)
     source.config.save_pretrained(tmp_path)  # a config alone: there are no weights
     folder, given = DryStage(str(tmp_path), options), DryStage(source, options)
     assert folder.activations(loras("ab"), SHAPES) == given.activations(loras("ab"), SHAPES)
@@ -89,7 +89,7 @@ def test_a_folder_is_as_good_as_the_model_and_nothing_of_it_is_read(tmp_path: Pa
 
 
 def test_blocks_left_out_make_no_difference() -> None:
-    stage = DryStage(llama(num_hidden_layers=9), PartOptions(CPU, torch.float32))
+    stage = DryStage(llama(num_hidden_layers=9), StageOptions(CPU, torch.float32))
     short = stage.activations(loras("ab"), SHAPES)
     for one, other in zip(stage.activations(loras("ab"), SHAPES, whole=True), short, strict=True):
         assert one == pytest.approx(other, abs=512)  # constants are made by the first run
@@ -106,7 +106,7 @@ def test_the_period_of_blocks() -> None:
 
 def test_states_are_those_of_a_created_adapter() -> None:
     source = llama()
-    stage = DryStage(source, PartOptions(CPU, torch.float32))
+    stage = DryStage(source, StageOptions(CPU, torch.float32))
     engine = Engine(source)
     for name, lora in loras("abc").items():
         states = stage.states(lora, OPTIM)
@@ -124,7 +124,7 @@ def test_states_are_those_of_a_created_adapter() -> None:
 
 
 def test_states_of_stages_add_up() -> None:
-    source, options = llama(), PartOptions(CPU, torch.float32)
+    source, options = llama(), StageOptions(CPU, torch.float32)
     whole = DryStage(source, options)
     parts = [DryStage(source, options, span) for span in spans_of(2, 6)]
     for lora in loras("abc").values():
@@ -132,7 +132,7 @@ def test_states_of_stages_add_up() -> None:
 
 
 def test_signatures_are_equal_where_memory_is() -> None:
-    stage = DryStage(llama(), PartOptions(CPU, torch.float32))
+    stage = DryStage(llama(), StageOptions(CPU, torch.float32))
     known = loras("ab")
     shape = {"x": [40, 20], "y": [30]}
 
@@ -153,7 +153,7 @@ def test_signatures_are_equal_where_memory_is() -> None:
 
 def test_seeds_alone_are_close_and_ten_measurements_closer() -> None:
     source = llama(sliding_window=24)
-    stage = DryStage(source, PartOptions(CPU, torch.float32))
+    stage = DryStage(source, StageOptions(CPU, torch.float32))
     draw = random.Random(0)
     engine = Engine(source)
     for name, lora in loras("ab").items():
@@ -199,7 +199,7 @@ def test_equally_long_sequences_behind_a_window_are_predicted(checkpointing: boo
 
 
 def test_a_gpu_is_refused() -> None:
-    stage = DryStage(llama(), PartOptions(torch.device("cuda"), torch.float32))
+    stage = DryStage(llama(), StageOptions(torch.device("cuda"), torch.float32))
     assert stage.states(loras("a")["a"], OPTIM).weights > 0
     with pytest.raises(ValueError, match="dry runs serve the CPU, got cuda"):
         stage.activations(loras("a"), [{"a": [9]}])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from mlora.config.pipeline_config import PipelineConfig
-from mlora.engine.stage_group import PartOptions
+from mlora.engine.stage_group import StageOptions
 from mlora.planning import measured_cut as module
 from mlora.planning.measured_cut import held_by, measured_cut
 from mlora.planning.partition import Cost, Table
 
-OPTIONS = PartOptions(torch.device("cpu"), torch.float32)
+OPTIONS = StageOptions(torch.device("cpu"), torch.float32)
 
 
 def config(adapters: int = 4, **pipeline: Any) -> Any:

@@ -15,7 +15,7 @@ from mlora.cluster.device import limit_allocator
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import PartOptions
+from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError
 from mlora.memory.estimate import DryRun
 from mlora.memory.live_memory import work_memory
@@ -30,7 +30,7 @@ from mlora.scheduler import MemoryEstimate, PeakModel
 from tiny_run import lines, weights
 
 from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.routing import router_of
+from mlora_ext.nn.routing.router import router_of
 from tests.mlora.dry_models import CPU, OPTIM, llama, loras, of
 
 MIB = 2**20
@@ -56,7 +56,7 @@ def free(monkeypatch: pytest.MonkeyPatch, used: int = 0) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_a_sample_is_what_a_dry_run_says(checkpointing: bool) -> None:
     source = llama(num_hidden_layers=2)
-    options = PartOptions(CPU, torch.float32, checkpointing)
+    options = StageOptions(CPU, torch.float32, checkpointing)
     shapes = [spread("ab", shape) for shape in seed_shapes(90)]
     dry = DryStage(source, options).activations(loras("ab"), shapes)
     samples = MeasuredSamples(Engine(source, gradient_checkpointing=checkpointing), PLENTY)
@@ -73,7 +73,7 @@ def test_what_was_measured_of_small_ones_predicts_larger_ones(
     """There is room for sequences of 38 rows, and others have up to 300."""
     free(monkeypatch)
     source = llama()
-    knees = DryStage(source, PartOptions(CPU, torch.float32)).knees
+    knees = DryStage(source, StageOptions(CPU, torch.float32)).knees
     with Engine(source, **more) as engine:
         models = [PeakModel(knees) for _ in range(engine.stages)]
         samples = MeasuredSamples(engine, RESERVED + 40 * MIB)
@@ -89,9 +89,9 @@ def test_what_was_measured_of_small_ones_predicts_larger_ones(
         for _ in range(4):
             shape = {name: [draw.randint(8, 300) for _ in range(draw.randint(1, 3))] for name in "ab"}
             batch = {name: of(lengths) for name, lengths in shape.items()}
-            ticket = engine.start(batch, measure=True, whole=True)
-            engine.finish(ticket)
-            for model, phases in zip(models, ticket.measured[0].phases, strict=True):
+            future = engine.start(batch, measure=True, whole=True)
+            engine.finish(future)
+            for model, phases in zip(models, future.measured[0].phases, strict=True):
                 assert model.predict(together(shape)) == pytest.approx(max(phases), rel=0.02)
 
 
@@ -168,10 +168,10 @@ def test_the_model_itself_has_the_same_bits_after_it(engine: Engine) -> None:
 def test_nothing_is_measured_while_something_is_under_way(engine: Engine) -> None:
     engine.create_adapter("a", loras("a")["a"], OPTIM)
     samples = MeasuredSamples(engine, PLENTY)
-    ticket = engine.start({"a": of([9])})
+    future = engine.start({"a": of([9])})
     assert not engine.idle
     assert samples(loras("b"), STATES, 20) == []
-    engine.finish(ticket)
+    engine.finish(future)
     assert engine.idle
     assert samples(loras("b"), STATES, 20)
 

@@ -9,7 +9,7 @@ import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
-from mlora.engine.stage_group import PartOptions
+from mlora.engine.stage_group import StageOptions
 from mlora.model.base_info import BaseInfo
 from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
 from mlora.planning.run_memory import RESERVED, RunMemory
@@ -19,7 +19,7 @@ from tiny_run import run_data, write_run
 
 MIB = 2**20
 BASE = 300 * MIB
-OPTIONS = PartOptions(torch.device("cpu"), torch.float32)
+OPTIONS = StageOptions(torch.device("cpu"), torch.float32)
 
 
 def prepared(folder: Path, base: Path, limit: int, **first: Any) -> tuple[RunConfig, list[Task], TaskMemory]:

@@ -9,7 +9,7 @@ import pytest
 from mlora.config.config_file import resolve_config
 from mlora.memory.estimate import DryRun
 from mlora.planning.run_memory import MIB, RunMemory
-from mlora.queue.status_publisher import Board
+from mlora.queue.status_publisher import StatusPublisher
 from mlora.run.report import Silent
 from mlora.scheduler import Admission, MemoryEstimate
 from tiny_run import run_data
@@ -71,16 +71,18 @@ def test_what_is_published_samples_nothing(tiny_base: Path, tmp_path: Path) -> N
     shown: list[Any] = []
     queue: Any = SimpleNamespace(show=lambda *views: shown.append(views))
     engine: Any = SimpleNamespace(peak_memory=0)
-    board = Board(queue, engine, memory_of(tiny_base, tmp_path, estimate), 4 << 30, Silent().warn)
+    publisher = StatusPublisher(
+        queue, engine, memory_of(tiny_base, tmp_path, estimate), 4 << 30, Silent().warn
+    )
     tasks: Any = [
         SimpleNamespace(name=name, usual_lengths=[6], progress=SimpleNamespace(state="running"))
         for name in "ab"
     ]
-    board.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
+    publisher.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
     assert not runs
     assert {view["batch_bytes"] for view in shown[-1][0].values()} == {0}
     estimate.activations({"a": [6]}, ["a"])
-    board.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
+    publisher.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
     assert runs == [["a"]]
     views, run = shown[-1]
     assert (views["a"]["state"], views["b"]["state"]) == ("running", "waiting")

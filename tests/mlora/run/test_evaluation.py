@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
-from mlora.model.generation import Request
+from mlora.model.generation import GenerationRequest
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.evaluation import _rows_that_fit, evaluate_losses
 from peft import LoraConfig
@@ -59,6 +59,6 @@ def test_a_single_sample_that_does_not_fit_is_tried_all_the_same() -> None:
 
 @pytest.mark.parametrize(("most", "rows"), [(64 * 20, 64), (64 * 20 - 1, 32), (25, 1), (1, 1)])
 def test_prompts_are_completed_as_many_together_as_fit(most: int, rows: int) -> None:
-    requests = [Request(name, (1,) * length, 8) for name in "ab" for length in (3, 12)]
+    requests = [GenerationRequest(name, (1,) * length, 8) for name in "ab" for length in (3, 12)]
     found = _rows_that_fit(requests, lambda lengths: sum(map(sum, lengths.values())) <= most)
     assert found == rows

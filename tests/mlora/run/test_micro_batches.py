@@ -15,11 +15,11 @@ def test_what_processes_keep_is_read_when_nothing_is_under_way(idle: bool) -> No
     memory = SimpleNamespace(
         room=lambda: Room((100, 100), (2, 1)), took=lambda *arguments: told.append(arguments)
     )
-    roster: Any = SimpleNamespace(
+    task_table: Any = SimpleNamespace(
         memory=memory, admission=Admission({"a": 0, "b": 1}, 2, (20.0, 30.0)), admitted=lambda: ["a"]
     )
     engine: Any = SimpleNamespace(idle=idle, memory_after=[70, 60], peak_memory=90)
-    MicroBatches(roster, engine).passed([])
+    MicroBatches(task_table, engine).passed([])
     assert told == [(["a"], [40.0, 30.0], 90, [70, 60] if idle else ())]
 
 
@@ -36,9 +36,9 @@ def test_a_task_that_goes_on_beyond_the_limit_is_foreseen_to(budget: float, fore
         tasks=SimpleNamespace(largest=lambda task: [7, 7]),
         estimate=SimpleNamespace(as_adopted=adopted),
     )
-    roster: Any = SimpleNamespace(
+    task_table: Any = SimpleNamespace(
         memory=memory, admission=Admission({"a": 0}, 1, (budget,)), admitted=lambda: [task]
     )
-    MicroBatches(roster, SimpleNamespace(idle=False, peak_memory=900)).passed([])  # type: ignore[arg-type]
+    MicroBatches(task_table, SimpleNamespace(idle=False, peak_memory=900)).passed([])  # type: ignore[arg-type]
     assert asked == [({"a": [7, 7]}, ["a"])]
     assert told == [[foreseen]], "one slot is in use, whatever else a stage could hold"

@@ -71,7 +71,7 @@ def test_it_goes_on_bit_for_bit_from_every_point(
     """Before its first step, in the middle of accumulations, after steps; with dropout."""
     run = prepared(tiny_base, tmp_path, fp16=fp16, **kind)
     with run.engine as engine:
-        (task,) = run.roster.tasks
+        (task,) = run.task_table.tasks
         whole, states = [], []
         for _ in range(7):
             states.append(engine.state_dict(task.name))
@@ -123,7 +123,7 @@ def test_a_file_that_is_wrong_is_one_line(
 ) -> None:
     run = prepared(tiny_base, tmp_path)
     with run.engine as engine:
-        (task,) = run.roster.tasks
+        (task,) = run.task_table.tasks
         advance(engine, task, 3)
         set_aside(engine, task, tmp_path / "states")
         other = tmp_path / "states" / str(task.kept)
@@ -143,7 +143,7 @@ def test_random_bytes_are_one_line(tiny_base: Path, tmp_path: Path) -> None:
     run = prepared(tiny_base, tmp_path)
     generator = torch.Generator().manual_seed(3)
     with run.engine as engine:
-        (task,) = run.roster.tasks
+        (task,) = run.task_table.tasks
         advance(engine, task, 1)
         set_aside(engine, task, tmp_path / "states")
         path = tmp_path / "states" / str(task.kept)
@@ -195,7 +195,7 @@ def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
         for name in kept:
             (states / name).touch()
         (states / f"nobody-{number}").touch()
-        payload = {"roster": {"kept": {k: k for k in kept}}, "tasks": {}}
+        payload = {"decisions": {"kept": {k: k for k in kept}}, "tasks": {}}
         files.name(number, kept)
         files.prune()  # while the checkpoint is written
         assert set(kept) <= set(names(states))
@@ -214,7 +214,7 @@ def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
     StateFiles(states, checkpoints).prune()
     assert names(states) == ["b-1", "c-1"]  # who knows
     newest.unlink()
-    save_checkpoint(checkpoints, 5, {"roster": {"kept": {}}, "tasks": {}}, keep=1)
+    save_checkpoint(checkpoints, 5, {"decisions": {"kept": {}}, "tasks": {}}, keep=1)
     again.prune()
     assert not states.exists()
 
@@ -236,13 +236,13 @@ def test_a_run_keeps_what_its_checkpoints_name(
     named = {
         name
         for path in list_checkpoints(run / "checkpoints")
-        for name in torch.load(path, weights_only=True)["roster"]["kept"].values()
+        for name in torch.load(path, weights_only=True)["decisions"]["kept"].values()
     }
     assert named == {"first-00000001.pt"} == set(names(run / "states"))
     while resume(run, reporter=Watching({1: interrupt})).status == "interrupted":
         found = set(names(run / "states"))
         for path in list_checkpoints(run / "checkpoints"):
-            assert set(torch.load(path, weights_only=True)["roster"]["kept"].values()) <= found
+            assert set(torch.load(path, weights_only=True)["decisions"]["kept"].values()) <= found
     assert not (run / "states").exists()
     assert lines(run) == lines(tmp_path / "run")
     assert weights(run) == weights(tmp_path / "run")

@@ -18,7 +18,7 @@ LEFT = """
 import gc, json, pathlib
 import mlora.engine.stage_worker, mlora.pipeline.stage
 import torch
-stages, plain, calls = [], mlora.engine.stage_worker.StagePart.after_backward, 0
+stages, plain, calls = [], mlora.engine.stage_worker.StageWorker.after_backward, 0
 make = mlora.pipeline.stage.Stage.__init__
 def noted(self, *arguments):
     stages.append(self)
@@ -34,7 +34,7 @@ def after_backward(*arguments):
         with pathlib.Path({path!r}).open("a") as file:
             file.write(json.dumps([rank, calls, *found]) + "\\n")
     return plain(*arguments)
-mlora.engine.stage_worker.StagePart.after_backward = after_backward
+mlora.engine.stage_worker.StageWorker.after_backward = after_backward
 """
 
 
@@ -76,7 +76,7 @@ class Info(ctypes.Structure):  # malloc.h
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
-most, mapped, plain = 0, 0, mlora.engine.stage_worker.StagePart.after_backward
+most, mapped, plain = 0, 0, mlora.engine.stage_worker.StageWorker.after_backward
 def changed(size):
     global mapped
     mapped += size
@@ -98,7 +98,7 @@ threading.Thread(target=sample, daemon=True).start()
 def after_backward(*arguments):
     pathlib.Path({path!r} + str(rank)).write_text(str(most))
     return plain(*arguments)
-mlora.engine.stage_worker.StagePart.after_backward = after_backward
+mlora.engine.stage_worker.StageWorker.after_backward = after_backward
 """
 
 

@@ -17,7 +17,7 @@ from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.micro_batches import MicroBatches
 from mlora.run.report import Silent
-from mlora.run.task_table import Roster
+from mlora.run.task_table import TaskTable
 from mlora.scheduler import Room
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress
@@ -180,7 +180,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     builder = SimpleNamespace(warnings=[], build=lambda adapter, _: coming[adapter.name])
     first = list(coming)[: data.draw(st.integers(1, len(coming)))]
     folder = RunFolder("nowhere")
-    roster: Any = Roster(
+    task_table: Any = TaskTable(
         engine,
         builder,
         [coming[n] for n in first],
@@ -189,7 +189,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
         Silent(),
         FakeMemory(),  # type: ignore[arg-type]
     )
-    decisions = Decisions(config, engine, roster, Silent())  # type: ignore[arg-type]
+    decisions = Decisions(config, engine, task_table, Silent())  # type: ignore[arg-type]
     with patch.context() as patched:
         patched.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
         patched.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
@@ -200,7 +200,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
         decisions.begin(queue, 0)  # type: ignore[arg-type]
         later = [name for name in coming if name not in first]
         iteration, waited = 0, 0
-        while roster.running() or later:
+        while task_table.running() or later:
             for _ in range(data.draw(st.integers(0, 2))):
                 if later and data.draw(st.booleans()):
                     _ask(queue, "submit", later.pop(0))
@@ -211,14 +211,14 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
             while (due := decisions.due(iteration)) is not None:
                 decisions.decide(due, at_once=due > iteration)
                 iteration = due
-                _check(roster, engine, policy)
-            if not roster.members():
+                _check(task_table, engine, policy)
+            if not task_table.members():
                 waited += 1
-                assert not roster.running()
+                assert not task_table.running()
                 if waited > 20:
                     break
-            for slot, members in roster.members().items():
-                batch = MicroBatches(roster, engine).choose(Group(slot, members, iteration))
+            for slot, members in task_table.members().items():
+                batch = MicroBatches(task_table, engine).next_batch(Group(slot, members, iteration))
                 assert batch[0] is members[0]  # the first always goes on: nobody starves
                 for one in batch:
                     one.progress.step += 1
@@ -233,20 +233,20 @@ def _ask(queue: FakeQueue, kind: Any, name: str) -> None:
     queue.asked.append(Request(len(queue.asked) + 1, kind, name, {}, 0.0))
 
 
-def _check(roster: Any, engine: FakeEngine, policy: str) -> None:
+def _check(task_table: Any, engine: FakeEngine, policy: str) -> None:
     """Exactly the admitted are on the engine, and nobody waits who stands before one of them and fits."""
-    slots = roster.admission.slots
+    slots = task_table.admission.slots
     assert set(engine.adapters) == set(slots)
-    assert {one.name for one in roster.running()} >= set(slots)
-    assert bool(slots) == bool(roster.running())
-    order = {one.name: place for place, one in enumerate(roster.tasks)}
+    assert {one.name for one in task_table.running()} >= set(slots)
+    assert bool(slots) == bool(task_table.running())
+    order = {one.name: place for place, one in enumerate(task_table.tasks)}
 
     def key(one: Any) -> tuple[float, ...]:
         work = one.next_lengths()[0] * (one.total_steps - one.progress.step)
         return (-one.config.priority, *([work] if policy != "fcfs" else []), order[one.name])
 
-    here = sorted((one for one in roster.running() if one.name in slots), key=key)
-    for one in roster.waiting():
+    here = sorted((one for one in task_table.running() if one.name in slots), key=key)
+    for one in task_table.waiting():
         before = [other for other in here if key(other) < key(one)]
         beside = [*before, one]
         states = sum(other.takes for other in beside)

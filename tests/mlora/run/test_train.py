@@ -20,7 +20,7 @@ from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from mlora_ext import gemm
+from mlora_ext.frozen import plain as gemm
 
 TRAINING_KEYS = {
     "adapter",
@@ -243,7 +243,7 @@ def test_an_adapter_whose_loss_is_not_a_number_stops_alone(
 def test_memory_that_runs_out_is_one_line(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(self: Engine, ticket: object) -> None:
+    def no_memory(self: Engine, future: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
     monkeypatch.setattr(Engine, "finish", no_memory)
@@ -338,16 +338,16 @@ def test_bf16_and_gradient_checkpointing_train(tiny_base: Path, tmp_path: Path) 
 @pytest.mark.parametrize("library", ["aten", "onednn"])
 def test_base_gemm_is_measured_unless_it_is_named(tiny_base: Path, tmp_path: Path, library: str) -> None:
     """What a run was trained with stands in its config.yaml."""
-    before = gemm.chosen(torch.float32)
+    before = gemm.base_gemm_of(torch.float32)
     try:
-        gemm.choose({"float32": library})
+        gemm.set_base_gemm({"float32": library})
         train(resolve_config(run_data(tiny_base, tmp_path, base_gemm=None), folder=tmp_path))
         assert load_config(tmp_path / "run" / "config.yaml").base_gemm == library
-        gemm.choose({"float32": "aten" if library == "onednn" else "onednn"})
+        gemm.set_base_gemm({"float32": "aten" if library == "onednn" else "onednn"})
         train(load_config(tmp_path / "run" / "config.yaml"), overwrite=True)
-        assert gemm.chosen(torch.float32) == {"float32": library}
+        assert gemm.base_gemm_of(torch.float32) == {"float32": library}
     finally:
-        gemm.choose(before)
+        gemm.set_base_gemm(before)
 
 
 def test_pack_base_is_a_key_of_the_run(tiny_base: Path, tmp_path: Path) -> None:

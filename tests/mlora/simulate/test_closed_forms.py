@@ -5,19 +5,19 @@ from itertools import product
 
 import pytest
 from closed_forms import flushed_bubble, lorapp_adapters, lorapp_bubble, slowest_stage_bubble
-from mlora.pipeline.actions import Kind
+from mlora.pipeline.actions import ActionType
 from mlora.pipeline.schedules import gpipe
 from mlora.simulate.closed_form import is_reached, least_bubble
 from mlora.simulate.measures import measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.timeline import Timeline
-from mlora.simulate.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 from small_pipeline import First, first_come, run_slowly
 
 HALF_A_POINT = 0.005
 
 
-def bubble(workload: Workload, kind: Kind | None = None) -> float:
+def bubble(workload: Workload, kind: ActionType | None = None) -> float:
     """The steady bubble ratio under the workload's schedule, or under an order that prefers a kind."""
     ratio = measure(simulate(workload, (lambda _s, _d: First(kind)) if kind else None)).bubble_ratio
     assert ratio is not None
@@ -28,7 +28,7 @@ def equal(
     stages: int, adapters: int, *, backward: float = 1.0, latency: float = 0.0, **stream: int
 ) -> Workload:
     """Equal stages of forward 1 s; the latency is a part of T; `backward` is that of a forward."""
-    link = Link(latency * (1 + backward))
+    link = SimulatedLink(latency * (1 + backward))
     return Workload(
         [StageTime(1, backward)] * stages,
         [Stream(**{"steps": 30, **stream})] * adapters,
@@ -79,7 +79,7 @@ def test_where_the_lower_bound_is_reached() -> None:
 
 
 def test_the_lower_bound_is_not_always_reached() -> None:
-    stage, stream, late = StageTime(1, 1), Stream(9), Link(0.1)
+    stage, stream, late = StageTime(1, 1), Stream(9), SimulatedLink(0.1)
     fits = Workload([stage] * 4, [stream] * 4, in_flight=4)
     assert is_reached(fits)
     assert is_reached(replace(fits, streams=[stream] * 9, in_flight=None))
@@ -141,11 +141,11 @@ def test_other_orders_are_worse() -> None:
         late = equal(stages, stages, latency=0.01, steps=120)
         least = lorapp_bubble(stages, stages, latency=0.01)
         assert bubble(late) - least < HALF_A_POINT
-        assert bubble(late, Kind.BACKWARD) - least == pytest.approx(0.19, abs=0.01)
-        assert bubble(late, Kind.FORWARD) - least > 0.1
+        assert bubble(late, ActionType.BACKWARD) - least == pytest.approx(0.19, abs=0.01)
+        assert bubble(late, ActionType.FORWARD) - least > 0.1
     split = equal(8, 5, micro_batches=2)
     assert bubble(split) < HALF_A_POINT
-    assert bubble(split, Kind.FORWARD) == pytest.approx(0.2, abs=0.01)
+    assert bubble(split, ActionType.FORWARD) == pytest.approx(0.2, abs=0.01)
     split = equal(8, 3, micro_batches=4, backward=2)
     assert bubble(split) < HALF_A_POINT
     first = measure(Timeline.of(run_slowly(split, lambda _stage: first_come))).bubble_ratio

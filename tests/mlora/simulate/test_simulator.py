@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.pipeline.actions import Kind, check_schedule
+from mlora.pipeline.actions import ActionType, check_schedule
 from mlora.pipeline.order import order_of
 from mlora.simulate.measures import measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.timeline import Event, Timeline, action_lists, as_events
-from mlora.simulate.workload import Link, StageTime, Stream, Workload
+from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 from small_pipeline import by_order, run_slowly
 
 
@@ -50,7 +50,7 @@ def test_two_stages_by_hand() -> None:
 
 def test_a_run_is_played_again_with_the_times_that_it_took() -> None:
     """One stream of two micro-batches on two stages, of which the second one is slow once."""
-    slow = {(1, Kind.FORWARD, 0, 0, 1): 5.0, (0, Kind.BACKWARD, 0, 1, 0): 3.0}
+    slow = {(1, ActionType.FORWARD, 0, 0, 1): 5.0, (0, ActionType.BACKWARD, 0, 1, 0): 3.0}
     workload = Workload([StageTime(9, 9)] * 2, [Stream(2, 2)], "gpipe")
     timeline = simulate(workload, measured=lambda *key: slow.get(key, 1.0))
     begins = [
@@ -65,7 +65,7 @@ def test_a_run_is_played_again_with_the_times_that_it_took() -> None:
 
 def test_links_by_hand() -> None:
     """Messages of 4 bytes at 2 bytes per second queue behind each other, and arrive 3 s after they left."""
-    link = Link(latency=3, bandwidth=2, row_bytes=2, overhead=0.5)
+    link = SimulatedLink(latency=3, bandwidth=2, row_bytes=2, overhead=0.5)
     timeline = simulate(
         Workload([StageTime(1, 1)] * 2, [Stream(1, rows=(2,))] * 2, forward=link, backward=link)
     )
@@ -132,7 +132,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         start=st.integers(0, 9) if schedule == "lorapp" else st.just(0),
     )
     streams = draw(st.lists(stream, min_size=1, max_size=4 if schedule == "lorapp" else 1))
-    links = st.lists(st.builds(Link, st.integers(0, 3)), min_size=depth - 1, max_size=depth - 1)
+    links = st.lists(st.builds(SimulatedLink, st.integers(0, 3)), min_size=depth - 1, max_size=depth - 1)
     limit = draw(st.none() | st.integers(1, 4))
     return Workload(stages, streams, schedule, draw(links), draw(links), limit)
 
@@ -156,7 +156,7 @@ def test_what_always_holds(workload: Workload, random: object) -> None:
     rows = tuple(random.randint(1, 5) for _ in range(3))
     streams = [Stream(s.steps, s.micro_batches, rows, s.start) for s in workload.streams]
     stages = [StageTime(t.forward, t.backward, 0.1, 0.2, 0.3) for t in workload.stages]
-    link = Link(0.25, 4.0, 2.0, 0.125)
+    link = SimulatedLink(0.25, 4.0, 2.0, 0.125)
     timeline = simulate(Workload(stages, streams, workload.schedule, link, link, workload.in_flight))
     depth, events, messages = len(stages), as_events(timeline.events), as_events(timeline.messages)
     work = [e for e in events if e.kind != "S"]
@@ -194,7 +194,7 @@ def test_what_always_holds(workload: Workload, random: object) -> None:
 
 def test_a_simulated_run_is_a_static_schedule() -> None:
     """Its lists, run again as one round, give the same timeline."""
-    link = Link(0.25)
+    link = SimulatedLink(0.25)
     workload = Workload([StageTime(1, 2)] * 4, [Stream(5, micro_batches=2)] * 3, forward=link, backward=link)
     timeline = simulate(workload)
     lists = action_lists(timeline)
@@ -202,7 +202,9 @@ def test_a_simulated_run_is_a_static_schedule() -> None:
     again = simulate(Workload(workload.stages, [Stream(1, 30)], lists, link, link))
     for column in ("stage", "kind", "begin", "end"):
         assert np.array_equal(again.events[column], timeline.events[column])
-    slower = simulate(Workload([StageTime(1, 2)] * 4, [Stream(1, 30)], lists, Link(1), Link(1)))
+    slower = simulate(
+        Workload([StageTime(1, 2)] * 4, [Stream(1, 30)], lists, SimulatedLink(1), SimulatedLink(1))
+    )
     assert measure(slower).makespan > measure(timeline).makespan
 
 
@@ -223,14 +225,14 @@ def test_measured_events_are_a_timeline() -> None:
     ("make", "fault"),
     [
         (lambda: StageTime(-1, 1), "forward: expected a number of at least 0, got -1"),
-        (lambda: Link(bandwidth=0), "bandwidth: expected a number above 0, got 0"),
-        (lambda: Link(latency=float("inf")), "latency: expected a number of at least 0, got inf"),
+        (lambda: SimulatedLink(bandwidth=0), "bandwidth: expected a number above 0, got 0"),
+        (lambda: SimulatedLink(latency=float("inf")), "latency: expected a number of at least 0, got inf"),
         (lambda: Stream(0), "steps: expected at least 1, got 0"),
         (lambda: Stream(1, rows=()), "rows: expected numbers of at least 1"),
         (lambda: Workload([], [Stream(1)]), "stages: expected at least one, got none"),
         (lambda: Workload([StageTime(1, 1)], [Stream(1)], "pipedream"), "schedule: expected one of lorapp"),
         (
-            lambda: Workload([StageTime(1, 1)] * 3, [Stream(1)], forward=[Link()]),
+            lambda: Workload([StageTime(1, 1)] * 3, [Stream(1)], forward=[SimulatedLink()]),
             "forward: expected one link, or 2 for 3 stages, got 1",
         ),
     ],
@@ -242,7 +244,7 @@ def test_refusals(make: object, fault: str) -> None:
 
 def test_an_order_that_waits_for_ever_is_named() -> None:
     class Idle:
-        def choose(self, forward: object, backward: object) -> None:
+        def next_action(self, forward: object, backward: object) -> None:
             return None
 
     with pytest.raises(ValueError, match="stream 0 stands still in its step 0"):

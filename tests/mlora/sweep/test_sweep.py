@@ -125,7 +125,7 @@ def test_trials_are_ranked_by_the_weights_that_they_leave(data: dict[str, Any], 
     assert {row["trial"]: float(row["eval_loss"]) for row in rows} == lowest
     assert [row["trial"] for row in rows] == sorted(lowest, key=lambda name: lowest[name])
     newest = list_checkpoints(run / "checkpoints")[-1]
-    trials = torch.load(newest, weights_only=True)["roster"]["sweep"]["trials"]
+    trials = torch.load(newest, weights_only=True)["decisions"]["sweep"]["trials"]
     assert sorted(trial["value"] for trial in trials) == sorted(lowest.values())
     best = run / "adapters" / rows[0]["trial"] / "adapter_model.safetensors"
     assert (run / "best" / best.name).read_bytes() == best.read_bytes()

@@ -1,0 +1,170 @@
+"""Which implementation serves the operators: chosen by device, or explicitly with `use_backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from .measured import faster_backend
+
+if TYPE_CHECKING:
+    from .gpu.operator import GpuOperator
+
+Backend = Literal["reference", "cpu", "triton", "cuda"]
+_RANK, _ROWS = 32, 8192
+"""The batch for which the faster GPU backend is looked up, whatever the batch: else an adapter's bits would
+depend on its batch-mates."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class _Choice:
+    """What `use_backend` has chosen; a plain object, since torch.compile cannot trace a ContextVar."""
+
+    name: Backend | None = None
+
+
+_choice = _Choice()
+
+
+def use_backend(name: Backend) -> AbstractContextManager[None]:
+    """Serve the operators with one backend inside of `with`, whatever the device; for all threads.
+
+    Args:
+        name: `reference` (plain PyTorch, any device and dtype), `cpu` (the compiled kernels), `triton` (on a
+            GPU; on CPU tensors in Triton's interpreter, with TRITON_INTERPRET=1) or `cuda` (the compiled
+            CUDA kernels).
+
+    Raises:
+        ValueError: if there is no such backend, or this installation does not have it.
+
+    Example:
+        >>> with use_backend("reference"):
+        ...     y = multi_lora_linear(x, weight, None, lora_a, lora_b, scaling, layout)
+    """
+    if name not in get_args(Backend):
+        raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {name!r}")
+    if name in ("triton", "cuda"):
+        gpu_operator(name)
+    return _using(name)
+
+
+@contextmanager
+def _using(name: Backend) -> Iterator[None]:
+    before, _choice.name = _choice.name, name
+    try:
+        yield
+    finally:
+        _choice.name = before
+
+
+def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int] = (4096, 4096)) -> Backend:
+    """The backend that serves a layer: the one that `use_backend` says, else `cpu` on a CPU, and on a GPU the
+    faster one by the measured table of its architecture.
+
+    Args:
+        device: of its tensors.
+        dtype: of x.
+        shape: `(d_in, d_out)`.
+
+    Raises:
+        ValueError: if the backend cannot serve them; says why and what to do.
+    """
+    name = _choice.name
+    if name is None and device.type == "cuda":
+        # A graph calls the operator, whose kernel for CUDA tensors asks again when it runs.
+        name = "triton" if torch.compiler.is_compiling() else _faster(device, dtype, shape)
+    elif name is None and device.type == "cpu":
+        name = "cpu"
+    if name == "reference":
+        return name
+    reason = f"no backend serves device {device.type!r}" if name is None else _refusal(name, device)
+    if reason is None and dtype not in _DTYPES:
+        reason = (
+            f"backend {name!r} serves float32, bfloat16 and float16, x is "
+            f"{str(dtype).removeprefix('torch.')}; convert it"
+        )
+    if reason is not None:
+        raise ValueError(f"{reason}, or use mlora_ext.use_backend('reference')")
+    assert name is not None
+    return name
+
+
+@cache
+def _faster(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Backend:
+    """The GPU backend that the table prefers; the other one where this installation lacks it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    name = str(dtype).removeprefix("torch.")
+    if faster_backend(f"sm_{major}{minor}", name, *shape, rank=_RANK, rows=_ROWS) == "cuda" and _has_kernel(
+        "CUDA"
+    ):
+        return "cuda"
+    try:
+        gpu_operator("triton")
+    except ValueError:
+        return "cuda" if _has_kernel("CUDA") else "triton"
+    return "triton"
+
+
+def _refusal(name: Backend, device: torch.device) -> str | None:
+    """Why a backend does not serve a device, or None."""
+    if device.type == ("cpu" if name == "cpu" else "cuda"):
+        if name != "cpu" and not torch.compiler.is_compiling():
+            gpu_operator(name)  # type: ignore[arg-type]
+        return None
+    if name == "cpu" or device.type != "cpu":
+        return f"backend {name!r} does not serve device {device.type!r}; move the tensors"
+    if torch.compiler.is_compiling():
+        return f"torch.compile of CPU tensors uses backend 'cpu', not {name!r}"
+    if name == "triton":
+        from .triton import INTERPRETED
+
+        if not INTERPRETED:
+            return (
+                "backend 'triton' serves CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1 "
+                "before Python starts, move the tensors to a GPU"
+            )
+        return None
+    if not _has_kernel("CPU"):
+        return "backend 'cuda' does not serve device 'cpu'; move the tensors to a GPU"
+    return None
+
+
+def _has_kernel(key: str) -> bool:
+    """Whether the loaded libraries hold the CUDA kernels for tensors of a dispatch key."""
+    return hasattr(torch.ops.mlora_ext, "cuda_shrink") and torch._C._dispatch_has_kernel_for_dispatch_key(
+        "mlora_ext::cuda_shrink", key
+    )
+
+
+@cache
+def gpu_operator(name: Literal["triton", "cuda"]) -> GpuOperator:
+    """The operator of a GPU backend; its kernels are loaded now.
+
+    Raises:
+        ValueError: if this installation does not have the backend.
+    """
+    from .gpu.operator import GpuOperator
+
+    if name == "triton":
+        try:
+            from .triton import Kernels
+        except ImportError as error:
+            raise ValueError(
+                f"backend 'triton' needs the package triton ({error}); install it, or use 'cuda', 'cpu' or "
+                "'reference'"
+            ) from error
+        return GpuOperator(Kernels())
+    if not (_has_kernel("CUDA") or _has_kernel("CPU")):
+        raise ValueError(
+            "backend 'cuda': this build has no CUDA kernels; build it where nvcc is on PATH, or use "
+            "'triton', 'cpu' or 'reference'"
+        )
+    from .cuda import CudaKernels
+
+    return GpuOperator(CudaKernels())

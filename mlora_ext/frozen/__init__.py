@@ -1,0 +1,1 @@
+"""What multiplies by a frozen weight."""

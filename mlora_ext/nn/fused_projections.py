@@ -1,0 +1,134 @@
+"""Layers that are given the same x, such as q, k and v: on a GPU one call computes them all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..backends.selection import backend_for
+from ..ops.autograd import LayerOperands
+from ..ops.functional import lora_linear_fused
+from .routing.route import RouteTensors
+
+if TYPE_CHECKING:
+    from .linear import MultiLoRALinear
+
+_PATIENCE = 3
+
+
+@dataclass
+class _Waiting:
+    """Outputs that nobody has asked for yet, by layer, and what they are of."""
+
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    of: tuple[Any, ...] = ()
+
+
+class FusedProjections:
+    """Some layers that are expected to be called one after the other with the same x.
+
+    The first that is called computes all, the others hand out what waits for them. Where x turns out to be
+    another, as in cross-attention, a layer computes anew, and routes that begin after a few such calls have
+    the layers compute alone. A route keeps to one way, so that what is recomputed in backward is what was
+    computed forward; outputs of the one never wait for the other.
+
+    Args:
+        layers: two or more, of one parent.
+    """
+
+    def __init__(self, layers: Sequence[MultiLoRALinear]) -> None:
+        self.layers = list(layers)
+        self.disappointed = 0
+        self._waiting = {False: _Waiting(), True: _Waiting()}
+        self._indices: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_waiting": {False: _Waiting(), True: _Waiting()}, "_indices": None}
+
+    def forget(self) -> None:
+        """Let go of outputs that wait: a route has been left."""
+        for waiting in self._waiting.values():
+            waiting.outputs, waiting.of = {}, ()
+
+    def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
+        """`y` of one layer, or None where it has to compute alone.
+
+        Args:
+            layer: one of `layers`.
+            x: its input.
+            active: the route's tensors for its group.
+        """
+        recomputes = torch._C._current_graph_task_id() != -1
+        waiting = self._waiting[recomputes]
+        if not (active.shares.setdefault(self, self.disappointed < _PATIENCE) and self._alike(layer, x)):
+            waiting.outputs, waiting.of = {}, ()
+            return None
+        index = next(i for i, other in enumerate(self.layers) if other is layer)
+        if index not in waiting.outputs or not _is_of(waiting, x):
+            if not recomputes:
+                self.disappointed += bool(waiting.outputs)
+            waiting.outputs, waiting.of = {}, ()
+            waiting.outputs = dict(enumerate(self._compute(x, active)))
+            waiting.of = (weakref.ref(x), x._version, torch.is_grad_enabled())
+        y = waiting.outputs.pop(index)
+        if not waiting.outputs:
+            waiting.of = ()
+            self.disappointed = 0 if not recomputes else self.disappointed
+        return y
+
+    def _alike(self, layer: MultiLoRALinear, x: Tensor) -> bool:
+        """Whether one call can serve all: a GPU's backend, the same adapters, one dtype, no autocast."""
+        if x.is_inference() or torch.is_autocast_enabled(x.device.type):
+            return False
+        if backend_for(x.device, x.dtype) not in ("triton", "cuda"):
+            return False
+        return all(
+            other.group is layer.group
+            and other.training == layer.training
+            and other.weight.dtype == x.dtype
+            and other.lora_A.dtype in (x.dtype, torch.float32)
+            and other.lora_B.dtype in (x.dtype, torch.float32)
+            for other in self.layers
+        )
+
+    def _compute(self, x: Tensor, active: RouteTensors) -> list[Tensor]:
+        drops = self.layers[0].training and active.dropout_p is not None
+        operands = [
+            LayerOperands(
+                layer.plain_weight,
+                layer.bias,
+                [layer.lora_A.parameter_of(name) for name in active.names],
+                [layer.lora_B.parameter_of(name) for name in active.names],
+            )
+            for layer in self.layers
+        ]
+        return lora_linear_fused(
+            x,
+            operands,
+            active.segments,
+            active.scaling,
+            active.dropout_p if drops else None,
+            active.dropout_rng if drops else None,
+            self._layer_indices() if drops else None,
+            self.layers[0].router.accumulates,
+        )
+
+    @torch.inference_mode(False)
+    def _layer_indices(self) -> Tensor:
+        """`[L]` int64, as the layers' own `layer`; made once per device."""
+        device = self.layers[0].layer.device
+        if self._indices is None or self._indices.device != device:
+            self._indices = torch.stack([layer.layer for layer in self.layers])
+        return self._indices
+
+
+def _is_of(waiting: _Waiting, x: Tensor) -> bool:
+    if not waiting.of:
+        return False
+    seen, version, grad = waiting.of
+    return seen() is x and (version, grad) == (x._version, torch.is_grad_enabled())

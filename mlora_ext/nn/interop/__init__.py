@@ -1,0 +1,1 @@
+"""Adapters of and for PEFT and Transformers: folders, models, the adapter interface."""

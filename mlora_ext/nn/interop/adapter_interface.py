@@ -1,0 +1,273 @@
+"""Transformers' adapter interface (`PeftAdapterMixin`) on a converted model.
+
+The methods sit on the instance, bound to one object that is copied and pickled with its model. A plain
+`nn.Module` gets none of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..control import disable, disable_adapter, one_adapter, print_trainable_parameters
+from ..join import add_adapter, remove_adapter
+from ..routing.router import Router, router_of
+from ..weights import adapter_parameters
+from . import trainer_checkpoint, transformers_facts
+from .peft_folder import load_into
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_METHODS = (
+    "add_adapter",
+    "delete_adapter",
+    "disable_adapter",
+    "disable_adapters",
+    "enable_adapters",
+    "get_adapter_state_dict",
+    "load_adapter",
+    "print_trainable_parameters",
+    "save_pretrained",
+    "set_adapter",
+)
+_USUAL = {
+    "push_to_hub": False,
+    "distributed_checkpoint": False,
+    "safe_serialization": True,
+    "save_peft_format": True,
+    "save_original_format": True,
+}
+"""Options of Transformers' and PEFT's `save_pretrained` by the only value that can be served."""
+
+
+def install(model: nn.Module) -> None:
+    """Let a freshly converted model speak the interface, if it is one of Transformers'."""
+    if not callable(getattr(model, "get_adapter_state_dict", None)):
+        return
+    interface = AdapterInterface(model)
+    for name in _METHODS:
+        model.__dict__[name] = getattr(interface, name)
+    model.__dict__["active_adapters"] = ActiveAdapters(model)
+    trainer_checkpoint.install(model)
+    transformers_facts.refresh(model)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Take the interface off a copy that is to be a plain model."""
+    for name in (*_METHODS, *transformers_facts.FACTS, "active_adapters"):
+        model.__dict__.pop(name, None)
+    trainer_checkpoint.uninstall(model)
+
+
+class ActiveAdapters:
+    """`active_adapters`, which Transformers calls and PEFT's own helpers iterate, as that of a `PeftModel`.
+
+    Args:
+        model: converted, one of Transformers'.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> list[str]:
+        """Returns the adapter that `set_adapter` named; all of them where it was not called."""
+        router = router_of(self.model)
+        return list(router.adapters) if router.default is None else [router.default]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the model's only adapter.
+
+        Raises:
+            ValueError: if it has several: `create_lorafa_optimizer` would pair A of one with that of another.
+        """
+        names = list(router_of(self.model).adapters)
+        if len(names) > 1:
+            raise ValueError(
+                f"active_adapters: this model has {len(names)} adapters ({', '.join(names)}), and PEFT's "
+                "optimizer helpers are made for one; give mlora_ext.adapter_parameters(model, name) to an "
+                "optimizer of your own for each"
+            )
+        return iter(names)
+
+
+class AdapterInterface:
+    """Transformers' methods for adapters, and the few of `PeftModel` that people reach for.
+
+    Args:
+        model: converted, one of Transformers'.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property
+    def _router(self) -> Router:
+        return router_of(self.model)
+
+    def set_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Make an adapter that of every row of a forward call without `adapter_names`.
+
+        It freezes nothing: any adapter trains on the rows that it is given.
+
+        Args:
+            adapter_name: the adapter, or a list with only it.
+
+        Raises:
+            ValueError: if the model has no such adapter, or the list has several: rows have one each here.
+        """
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name or [])
+        if len(names) != 1:
+            raise ValueError(
+                f"adapter_name: expected one adapter, got {adapter_name!r}: each row has one adapter here; "
+                "pass adapter_names=[...] (one per sample) to the forward call to use several"
+            )
+        self._router.check_names("adapter_name", names)
+        self._router.default = names[0]
+
+    def disable_adapters(self) -> None:
+        """Leave all adapters out of every forward call from now on, also of those with `adapter_names`.
+
+        Raises:
+            ValueError: if a route is active: it was built with its adapters.
+        """
+        disable(self._router)
+
+    def enable_adapters(self) -> None:
+        """Undo `disable_adapters`."""
+        self._router.disabled = False
+
+    def disable_adapter(self) -> Any:
+        """Context in which the adapters are left out, as `PeftModel`'s: see `mlora_ext.disable_adapter`."""
+        return disable_adapter(self.model)
+
+    def add_adapter(self, adapter_config: LoraConfig, adapter_name: str | None = None) -> None:
+        """Put one more adapter on the model and call `set_adapter` with it, as Transformers does.
+
+        Args:
+            adapter_config: PEFT's config.
+            adapter_name: of the new adapter. Default: "default".
+
+        Raises:
+            ValueError: as `mlora_ext.add_adapter`.
+        """
+        if isinstance(adapter_config, str):
+            raise ValueError(f"adapter_config: expected a LoraConfig before the name, got {adapter_config!r}")
+        name = adapter_name or "default"
+        add_adapter(self.model, name, adapter_config)
+        self.set_adapter(name)
+
+    def delete_adapter(self, adapter_names: str | Sequence[str]) -> None:
+        """Take adapters off the model; none if one of them is unknown.
+
+        Raises:
+            ValueError: if the model has no adapter of one of these names.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        self._router.check_names("adapter_names", names)
+        for name in dict.fromkeys(names):
+            remove_adapter(self.model, name)
+
+    def load_adapter(
+        self,
+        peft_model_id: str | os.PathLike[str],
+        adapter_name: str | None = None,
+        *,
+        is_trainable: bool = False,
+        hotswap: bool | str = "auto",
+    ) -> None:
+        """Read an adapter from a PEFT folder and call `set_adapter` with it, as Transformers does.
+
+        Args:
+            peft_model_id: the folder.
+            adapter_name: to give it. Default: "default".
+            is_trainable: whether it is to be trained; if not, it is frozen and the model put into evaluation
+                mode.
+            hotswap: True writes the folder's weights into the adapter of this name, which the model has.
+
+        Raises:
+            ValueError: if the name is taken, or with `hotswap` is not, and as `mlora_ext.load_adapter`.
+        """
+        name = adapter_name or "default"
+        swaps = hotswap is True
+        if swaps:
+            self._router.check_names("adapter_name", [name])
+        elif name in self._router.adapters:
+            raise ValueError(
+                f"adapter_name: the model has an adapter {name!r}; pass hotswap=True to give it the folder's "
+                "weights, or another name"
+            )
+        load_into(self.model, name, peft_model_id)
+        if swaps:
+            return
+        for parameter in adapter_parameters(self.model, name).values():
+            parameter.requires_grad_(is_trainable)
+        self.model.train(self.model.training and is_trainable)
+        self.set_adapter(name)
+
+    def get_adapter_state_dict(
+        self, adapter_name: str | None = None, state_dict: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Returns an adapter's weights under Transformers' keys, without PEFT's `base_model.model.`
+
+        Args:
+            adapter_name: of the adapter. Default: the active one.
+            state_dict: of the model, to take them from. Default: the model's own.
+
+        Raises:
+            ValueError: if the model has no adapter of this name, or several are active and none is named.
+        """
+        return trainer_checkpoint.adapter_tensors(
+            self.model, one_adapter(self.model, adapter_name), state_dict
+        )
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *,
+        selected_adapters: Sequence[str] | None = None,
+        **others: Any,
+    ) -> None:
+        """Write the adapters as PEFT folders, and what a Trainer resumes from; not the base model.
+
+        One adapter lies in the folder itself. Of several, "default" does and the others lie in folders of
+        their names inside of it, as `PeftModel.save_pretrained` lays them out. `model.safetensors` beside
+        them is what Trainer reads back: all these adapters and the dropout step.
+
+        Args:
+            save_directory: the folder.
+            is_main_process: whether this process writes.
+            state_dict: of the model, to take the weights from. Default: the model's own.
+            push_to_hub: must be False: upload the folder with `huggingface_hub.upload_folder`.
+            selected_adapters: names of the adapters to write. Default: all.
+            others: of the model's own method, where it has no adapter and writes the base.
+
+        Raises:
+            ValueError: if a name is unknown, an option is not supported, or the folder holds another model.
+        """
+        if not self._router.adapters:
+            own: Any = type(self.model)
+            own.save_pretrained(
+                self.model, save_directory, is_main_process, state_dict, push_to_hub, **others
+            )
+            return
+        for option, value in {"push_to_hub": push_to_hub, **others}.items():
+            if value is not None and value != _USUAL.get(option):
+                raise ValueError(
+                    f"{option}={value!r}: not supported with adapters, which are written as PEFT folders of "
+                    "one safetensors file each"
+                )
+        names = list(self._router.adapters if selected_adapters is None else selected_adapters)
+        self._router.check_names("selected_adapters", names)
+        if is_main_process:
+            trainer_checkpoint.save(self.model, names, save_directory, state_dict)
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters train: see `mlora_ext.print_trainable_parameters`."""
+        print_trainable_parameters(self.model)

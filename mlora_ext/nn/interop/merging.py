@@ -1,0 +1,142 @@
+"""A plain model with one adapter merged into its weights: merge_and_unload."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import batch_statistics, checkpointing, forward
+from ..control import one_adapter
+from ..linear import MultiLoRALinear
+from ..weights import adapter_layers
+from . import adapter_interface
+from .peft_folder import adapter_config
+
+
+class MergeAndUnload:
+    """A converted model's `merge_and_unload`, with the arguments of PEFT's.
+
+    An object and not a method, so that it is copied and pickled with its model.
+
+    Args:
+        model: converted, one of Transformers'.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        adapter_name: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: Sequence[str] | None = None,
+    ) -> nn.Module:
+        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
+
+        Args:
+            adapter_name: of the adapter.
+            progressbar: as PEFT's; merging is too short for one.
+            safe_merge: see there.
+            adapter_names: as PEFT's, of one adapter.
+
+        Raises:
+            ValueError: see there; or `adapter_names` holds several.
+        """
+        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
+            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
+        name = adapter_names[0] if adapter_names else adapter_name
+        return merge_and_unload(self.model, name, safe_merge=safe_merge)
+
+
+def install(model: nn.Module) -> None:
+    """Gives a freshly converted model the method, if it is one of Transformers'."""
+    if callable(getattr(model, "get_adapter_state_dict", None)):
+        model.__dict__["merge_and_unload"] = MergeAndUnload(model)
+
+
+def merge_and_unload(
+    model: nn.Module, adapter_name: str | None = None, *, safe_merge: bool = False
+) -> nn.Module:
+    """Returns a copy of the base model with one adapter merged into its weights.
+
+    `W' = W + scaling B A`, computed and rounded by PEFT's own `merge_and_unload`. The converted model keeps
+    its adapters and its weights. The copy has plain layers and the forward of its class: what a Trainer has
+    put on the instance stays behind. The base's own dropouts are 0, as in the converted model.
+
+    Args:
+        model: converted by `convert_model`.
+        adapter_name: of the adapter. Default: the one that `set_adapter` named, or the only one.
+        safe_merge: raise if a merged weight is NaN or infinite, as PEFT's.
+
+    Raises:
+        ValueError: if there is no such adapter, several and none is named, one of its weights is tied to
+            another layer's, which would change, too, or with `safe_merge` a merged weight is not finite.
+
+    Example:
+        >>> merge_and_unload(model, "a").save_pretrained("merged")
+    """
+    from peft import LoraModel
+
+    name = one_adapter(model, adapter_name)
+    layers = adapter_layers(model, name)
+    _refuse_tied(model, layers)
+    config = adapter_config(model, name)
+    config.init_lora_weights = True
+    config.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers.values())
+    tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
+    for key, layer in layers.items():
+        theirs = tuner.model.get_submodule(key)
+        theirs.scaling[name] = layer.specs[name].scaling
+        for bank in ("lora_A", "lora_B"):
+            values = getattr(layer, bank).parameter_of(name).detach().clone()
+            getattr(theirs, bank)[name].weight = nn.Parameter(values, requires_grad=False)
+    merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
+    return merged
+
+
+def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
+    owners: dict[int, list[str]] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(key)
+    for key, layer in layers.items():
+        others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
+        if others:
+            raise ValueError(
+                f"layer {key}: its weight is tied to {', '.join(others)}, which merging would change, too; "
+                "untie them in the base model before it is converted"
+            )
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
+    """The base model as it was before it was converted, with weights of its own."""
+    copied = copy.deepcopy(model)
+    for attribute in ("forward", "_original_forward"):
+        copied.__dict__.pop(attribute, None)
+    for key, module in list(copied.named_modules()):
+        if isinstance(module, MultiLoRALinear):
+            parent, _, child = key.rpartition(".")
+            setattr(copied.get_submodule(parent), child, _plain_layer(module))
+    for part in (adapter_interface, batch_statistics, checkpointing, forward):
+        part.uninstall(copied)
+    for attribute in ("mlora_router", "merge_and_unload"):
+        copied.__dict__.pop(attribute, None)
+    return copied
+
+
+def _plain_layer(layer: MultiLoRALinear) -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    d_in, d_out = layer.in_features, layer.out_features
+    with torch.device("meta"):
+        plain: Any = Conv1D(d_out, d_in) if layer.fan_in_fan_out else nn.Linear(d_in, d_out)
+    plain.weight, plain.bias = layer.weight, layer.bias
+    for attribute in [key for key in plain.__dict__ if key.endswith("_hooks")]:
+        plain.__dict__[attribute] = layer.__dict__[attribute]
+    plain.train(layer.training)
+    return plain

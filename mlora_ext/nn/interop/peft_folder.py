@@ -1,0 +1,343 @@
+"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..join import add_adapter, plan_adapter
+from ..routing.route import LayerSpec
+from ..routing.router import router_of
+from ..targets import portable_targets
+from ..weights import adapter_layers, check_weights, write_weights
+from .embeddings import resized_embeddings
+from .existing_config import without_start
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS, _OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+
+def save_adapter(
+    model: nn.Module,
+    name: str,
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write an adapter as a folder that `PeftModel.from_pretrained` loads.
+
+    Embeddings with another number of rows than the base's folder says are saved with it, with a warning.
+    Everything is written under a temporary name beside and then renamed: a new folder appears whole or not at
+    all; in a folder that exists, the adapter's files are replaced and others stay.
+
+    Args:
+        model: converted by `convert_model`.
+        name: of the adapter.
+        folder: to write.
+        weights: of all of the adapter's layers under PEFT's keys, for a model some of whose layers are on the
+            meta device: the `adapter_state` of every process in one dict. Default: the model's own.
+
+    Raises:
+        ValueError: if the model has no adapter of this name, `folder` is a file, or weights are missing, of
+            another shape or of no layer of the adapter.
+        OSError: if the disk is full or the place is not writable; what was there before stays.
+
+    Example:
+        >>> save_adapter(model, "a", "out/a")
+        >>> PeftModel.from_pretrained(base, "out/a")
+    """
+    write_folder(model, name, folder, weights, resized_embeddings(model))
+
+
+def write_folder(
+    model: nn.Module,
+    name: str,
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, Tensor] | None,
+    embeddings: Mapping[str, Tensor],
+) -> None:
+    """`save_adapter` with these embeddings beside it, `{"model.embed_tokens.weight": [vocabulary, d]}`."""
+    router_of(model).check_names("name", [name])
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"folder: expected a folder to write, got the file {target}")
+    state = _whole_state(model, name, weights) | _changed_base(model, name, embeddings)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(model, name, scratch, state)
+        os.chmod(scratch, 0o777 & ~_umask())
+        _move_into(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """An adapter's weights under PEFT's keys, as contiguous copies on the CPU.
+
+    Those on the meta device, which another process holds, are left out.
+
+    Returns:
+        `{"base_model.model.<layer>.lora_A.weight": [r, d_in], "... .lora_B.weight": [d_out, r]}`
+    """
+    state = {}
+    for key, layer in adapter_layers(model, name).items():
+        for bank in ("lora_A", "lora_B"):
+            parameter = getattr(layer, bank).parameter_of(name).detach()
+            if not parameter.is_meta:
+                state[f"{_PREFIX}{key}.{bank}.weight"] = parameter.to("cpu", copy=True).contiguous()
+    return state
+
+
+def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """All weights of an adapter, in the model's order."""
+    given = adapter_state(model, name) if weights is None else weights
+    shapes = {
+        f"{_PREFIX}{key}.{bank}.weight": getattr(layer, bank).parameter_of(name).shape
+        for key, layer in adapter_layers(model, name).items()
+        for bank in ("lora_A", "lora_B")
+    }
+    for key in [*shapes, *given]:
+        if key not in given:
+            raise ValueError(f"adapter {name!r}: {key} is not in this process; give it in weights")
+        if key not in shapes:
+            raise ValueError(f"weights: {key} is no tensor of adapter {name!r}")
+        if given[key].shape != shapes[key]:
+            raise ValueError(
+                f"weights: {key}: expected shape {list(shapes[key])}, got {list(given[key].shape)}"
+            )
+    return {key: given[key].detach().contiguous() for key in shapes}
+
+
+def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Resized embeddings under PEFT's keys, which tell the base of an adapter's layer from other layers."""
+    layers = adapter_layers(model, name)
+    state = {}
+    for key, tensor in embeddings.items():
+        layer, _, parameter = key.rpartition(".")
+        base = ".base_layer" if layer in layers else ""
+        state[f"{_PREFIX}{layer}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()
+    return state
+
+
+def adapter_config(model: nn.Module, name: str) -> LoraConfig:
+    """An adapter's LoraConfig with targets that PEFT resolves to the same layers of the base model."""
+    config = copy.deepcopy(router_of(model).adapters[name].config)
+    for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():
+        setattr(config, field, value)
+    config.inference_mode = True
+    base = getattr(getattr(model, "config", None), "_name_or_path", None) or getattr(
+        model, "name_or_path", None
+    )
+    config.base_model_name_or_path = base or config.base_model_name_or_path
+    if config.task_type is None:
+        config.auto_mapping = {
+            "base_model_class": type(model).__name__,
+            "parent_library": type(model).__module__,
+        }
+    return config
+
+
+def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
+    """Reads an adapter from a PEFT folder into a converted model; see `mlora_ext.load_adapter`."""
+    path = Path(folder)
+    if name not in router_of(model).adapters:
+        config, weights = read_adapter(model, name, path)
+        add_adapter(model, name, config, seed=seed)
+    else:
+        plan = plan_adapter(model, name, read_config(path))
+        weights, others = _read_weights(path)
+        _check_others(model, path, others)
+        _check_scaling(model, name, plan)
+    write_weights(model, name, weights)
+
+
+def read_adapter(
+    model: nn.Module, name: str, path: Path
+) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tensor]]]:
+    """Reads a PEFT folder for a model that has no adapter of this name yet, and checks that it fits.
+
+    Args:
+        model: converted or not; it is not changed.
+        name: of the adapter, for messages.
+        path: the folder.
+
+    Returns:
+        Its config, and `(A [r, d_in], B [d_out, r])` by layer name.
+
+    Raises:
+        ValueError: as `mlora_ext.load_adapter`.
+    """
+    config = read_config(path)
+    plan = plan_adapter(model, name, config)
+    weights, others = _read_weights(path)
+    _check_others(model, path, others)
+    check_weights(model, name, {key: spec.rank for key, spec in plan.items()}, weights)
+    return config, weights
+
+
+def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`(A [r, d_in], B [d_out, r])` by layer name, of a PEFT folder.
+
+    Raises:
+        ValueError: if a file is missing or cannot be read, or a weight is NaN or infinite.
+    """
+    return _read_weights(Path(folder))[0]
+
+
+def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
+    """The same weights under another scaling are another adapter."""
+    for key, layer in adapter_layers(model, name).items():
+        if key in plan and plan[key].scaling != layer.specs[name].scaling:
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: expected scaling {layer.specs[name].scaling:g} "
+                f"(lora_alpha, r, use_rslora), the folder has {plan[key].scaling:g}"
+            )
+
+
+def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    adapter_config(model, name).save_pretrained(str(folder))
+    # Serialised first and written here, so that a full disk is an OSError and not safetensors' own exception.
+    (folder / _WEIGHTS).write_bytes(save(dict(state), metadata={"format": "pt"}))
+    for file in (folder / _CONFIG, folder / _WEIGHTS):
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _move_into(scratch: Path, target: Path) -> None:
+    """Rename the finished folder into place; into a folder that exists, its files, the weights first."""
+    if target.exists():
+        for name in (_WEIGHTS, _CONFIG):
+            os.replace(scratch / name, target / name)
+        (target / _OLD_WEIGHTS).unlink(missing_ok=True)
+    else:
+        os.rename(scratch, target)
+    _sync(target)
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def read_config(path: Path) -> LoraConfig:
+    """Read the config of a PEFT folder, without how A and B were drawn, where that is past.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ValueError: it is not one of a LoRA adapter, or says what the PEFT installed here does not know.
+    """
+    from peft import LoraConfig
+
+    if not (path / _CONFIG).is_file():
+        inside = sorted(config.parent.name for config in path.glob(f"*/{_CONFIG}"))
+        hint = f"its adapters lie in {', '.join(inside)}" if inside else "is it a PEFT folder?"
+        raise ValueError(f"folder: expected {path} to have {_CONFIG}; {hint}")
+    try:
+        stored = json.loads((path / _CONFIG).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"folder: {path / _CONFIG} is not valid JSON: {error}") from error
+    kind = stored.get("peft_type") if isinstance(stored, dict) else stored
+    if kind != "LORA":
+        raise ValueError(f"folder: {path} has an adapter of type {kind!r}, expected 'LORA'")
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    for field, value in stored.items():
+        # PEFT drops, with a warning, what a newer version wrote; it may change what the adapter computes.
+        if field not in known and value:
+            raise ValueError(
+                f"folder: {path / _CONFIG}: {field}={value!r} is unknown to the PEFT installed here"
+            )
+    try:
+        config = LoraConfig.from_pretrained(str(path))
+    except TypeError as error:
+        raise ValueError(f"folder: {path / _CONFIG}: PEFT refuses it: {error}") from error
+    assert isinstance(config, LoraConfig)
+    config.inference_mode = False  # PEFT writes True into every folder
+    return without_start(config)
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"folder: {path} cannot be read: it is damaged or holds no weights") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"folder: {path}: expected a dict of tensors by name, got {type(state).__name__}")
+    for key, tensor in state.items():
+        if not (isinstance(key, str) and isinstance(tensor, Tensor)):
+            raise ValueError(f"folder: {path}: expected a dict of tensors by name, got an entry {key!r}")
+    return dict(state)
+
+
+def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """A and B by layer name, and the folder's other tensors by their keys."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if (path / _WEIGHTS).is_file():
+        try:
+            state: dict[str, Any] = load_file(str(path / _WEIGHTS))
+        except SafetensorError as error:
+            raise ValueError(f"folder: {path / _WEIGHTS} cannot be read: {error}") from error
+    elif (path / _OLD_WEIGHTS).is_file():
+        state = _unpickled(path / _OLD_WEIGHTS)
+    else:
+        raise ValueError(f"folder: expected {path} to have {_WEIGHTS} or {_OLD_WEIGHTS}")
+    halves: dict[str, dict[str, Tensor]] = {}
+    others = {}
+    for key, tensor in state.items():
+        layer, _, bank = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if bank in ("lora_A", "lora_B") and key.endswith(".weight"):
+            if not tensor.float().isfinite().all():
+                raise ValueError(f"folder: {path}: the tensor {key} holds NaN or infinity")
+            halves.setdefault(layer, {})[bank] = tensor
+        else:
+            others[key] = tensor
+    for layer, pair in halves.items():
+        if len(pair) != 2:
+            raise ValueError(f"folder: {path} has only {', '.join(pair)} of layer {layer}")
+    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in halves.items()}, others
+
+
+def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """PEFT also stores head and embeddings where they are targeted or resized: the model must have them."""
+    base = dict(model.named_parameters(remove_duplicate=False)) if tensors else {}
+    for key, tensor in tensors.items():
+        own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        if own is None:
+            raise ValueError(f"folder: {path} has the tensor {key}, which plain LoRA adapters do not have")
+        # A tensor on the meta device is compared in the process that holds it.
+        differs = not own.is_meta and not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
+        if own.shape != tensor.shape or differs:
+            raise ValueError(
+                f"folder: {path} has the tensor {key}, which PEFT stores with targeted or resized "
+                f"embeddings: expected that of this model ({list(own.shape)}), got other values "
+                f"({list(tensor.shape)}); load the base that the adapter was trained on"
+            )

@@ -1,0 +1,185 @@
+"""PEFT's LoRA layers of one model: what they hold beside their config, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..unconverted_state import check_layer, check_untouched
+
+
+@dataclass(frozen=True)
+class PeftLayers:
+    """PEFT's LoRA layers in a base model, by the names of the layers that they wrap.
+
+    Attributes:
+        layers: of type `peft.tuners.lora.Linear`.
+        configs: of the adapters, by name.
+    """
+
+    layers: Mapping[str, Any]
+    configs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, base: nn.Module, configs: Mapping[str, Any]) -> PeftLayers:
+        """Find and check them.
+
+        Raises:
+            ValueError: naming a layer that does not compute its adapters' plain LoRA, or has hooks or patches
+                that would be lost.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        found: dict[str, Any] = {key: m for key, m in base.named_modules() if isinstance(m, kinds)}
+        if not found:
+            raise ValueError("peft_model: has no LoRA layers; were they unloaded or merged already?")
+        for key, layer in found.items():
+            _check_kind(key, layer)
+            _check_use(key, layer, configs)
+            _check_parts(key, layer)
+        return cls(found, configs)
+
+    def bases(self) -> dict[str, nn.Module]:
+        """What the layers wrap."""
+        return {key: layer.base_layer for key, layer in self.layers.items()}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """A and B of all adapters."""
+        for layer in self.layers.values():
+            for bank in (layer.lora_A, layer.lora_B):
+                yield from bank.parameters()
+
+    def weights(self, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+        """An adapter's `(A [r, d_in], B [d_out, r])` by layer name."""
+        return {
+            key: (layer.lora_A[name].weight.data, layer.lora_B[name].weight.data)
+            for key, layer in self.layers.items()
+            if name in layer.lora_A
+        }
+
+    def scaling(self, name: str) -> dict[str, float]:
+        """An adapter's scaling by layer name, as `set_scale` and the like have left it."""
+        return {key: layer.scaling[name] for key, layer in self.layers.items() if name in layer.lora_A}
+
+    def dropout(self, name: str, default: float) -> float:
+        """An adapter's dropout probability.
+
+        Raises:
+            ValueError: if its layers have several.
+        """
+        found = {
+            getattr(layer.lora_dropout[name], "p", 0.0)
+            for layer in self.layers.values()
+            if name in layer.lora_dropout
+        }
+        if len(found) > 1:
+            raise ValueError(
+                f"adapter {name!r}: its layers have lora_dropout of {', '.join(map(str, sorted(found)))}; "
+                "expected one for all"
+            )
+        return found.pop() if found else default
+
+    def drops(self, key: str) -> bool:
+        """Whether adapters of a layer drop anything now."""
+        return True in _dropping(self.layers[key])
+
+    def mode(self, key: str) -> bool:
+        """Whether a layer is in training mode: that of its dropouts, where any can drop."""
+        dropping = _dropping(self.layers[key])
+        return True in dropping if dropping else bool(self.layers[key].training)
+
+    def trains(self, name: str, weight: nn.Parameter) -> bool:
+        """Whether A or B of an adapter is trained.
+
+        PEFT freezes adapters that are not active, and trains them when they become so: here, all are active.
+        """
+        if weight.requires_grad:
+            return True
+        ours = [layer for layer in self.layers.values() if name in layer.lora_A]
+        waits = not any(name in layer.active_adapters for layer in ours)
+        frozen = not any(
+            bank[name].weight.requires_grad for layer in ours for bank in (layer.lora_A, layer.lora_B)
+        )
+        return waits and frozen and not self.configs[name].inference_mode
+
+    def keep_dtype(self) -> bool:
+        """Whether adapters have the dtype of a base in half precision; else they are kept in fp32."""
+        return all(
+            bank[name].weight.dtype == layer.base_layer.weight.dtype
+            for layer in self.layers.values()
+            for bank in (layer.lora_A, layer.lora_B)
+            for name in bank
+        )
+
+
+def _dropping(layer: Any) -> set[bool]:
+    """Whether dropouts of a layer that can drop anything are in training mode."""
+    return {dropout.training for dropout in layer.lora_dropout.values() if getattr(dropout, "p", 0.0)}
+
+
+def _check_kind(key: str, layer: Any) -> None:
+    from peft.tuners.lora.layer import Linear
+
+    if type(layer) is not Linear or layer.lora_variant:
+        kinds = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
+        raise ValueError(
+            f"layer {key}: expected plain LoRA on a linear layer (peft.tuners.lora.Linear), got "
+            f"{', '.join(kinds) or type(layer).__qualname__}, which is not supported"
+        )
+
+
+def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
+    """Refuse a layer in which PEFT leaves adapters out, or computes something without a counterpart here."""
+    if layer.merged:
+        raise ValueError(f"peft_model: adapters of {key} are merged into the base; unmerge_adapter first")
+    if layer.disable_adapters:
+        raise ValueError(
+            f"peft_model: adapters of {key} are disabled; enable them first (enable_adapter_layers of a PEFT "
+            "model, enable_adapters of a Transformers model)"
+        )
+    for name in layer.lora_A:
+        if name not in configs:
+            raise ValueError(f"peft_model: layer {key} has an adapter {name!r} without a config")
+        if len(configs) == 1 and name not in layer.active_adapters:
+            raise ValueError(
+                f"peft_model: adapter {name!r} is not active in {key}, and a converted model's only adapter "
+                f"always is; set_adapter({name!r}) first"
+            )
+    if len(_dropping(layer)) > 1:
+        raise ValueError(
+            f"peft_model: some dropouts of {key} are in training mode and some are not; call train() or "
+            "eval() of the model first"
+        )
+
+
+def _check_parts(key: str, layer: Any) -> None:
+    """Refuse hooks and patches within a layer; those on the layer itself move with it."""
+    check_untouched(f"layer {key}", layer, moves=True)
+    for part, module in layer.named_modules():
+        if part and not part.startswith("base_layer"):
+            check_untouched(f"layer {key}.{part}", module)
+    for name, dropout in layer.lora_dropout.items():
+        if type(dropout) not in (nn.Dropout, nn.Identity):
+            raise ValueError(
+                f"layer {key}: expected a Dropout for adapter {name!r}, got a {type(dropout).__name__}"
+            )
+    for bank in ("lora_A", "lora_B"):
+        for name, module in getattr(layer, bank).items():
+            check_layer(f"{key}.{bank}.{name}", module)
+            _check_weight(f"layer {key}.{bank}.{name}", module.weight, layer.base_layer.weight)
+
+
+def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"{what}: its weight has hooks on its gradient, which conversion would drop: remove them before "
+            "it, and register them on mlora_ext.adapter_parameters after it"
+        )
+    if weight.dtype == torch.float64 != base.dtype:
+        raise ValueError(f"{what}: is fp64 on a base of {base.dtype}, and would be rounded: cast it first")

@@ -1,0 +1,138 @@
+"""Taking the adapters of a PEFT model over: from_peft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...adapters.lora_config import check_config, check_kind, check_name
+from ..convert import convert_model
+from ..join import plan_adapter
+from ..linear import MultiLoRALinear
+from ..unconverted_state import check_untouched, move_hooks
+from ..weights import check_weights, write_weights
+from .existing_config import with_scaling, without_start
+from .peft_layers import PeftLayers
+
+if TYPE_CHECKING:
+    from peft import LoraModel, PeftModel
+
+_PEFT_FIELDS = ("peft_config", "_hf_peft_config_loaded")
+
+
+def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -> nn.Module:
+    """ThreadGuard a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
+
+    Scalings (`set_scale`), dropout probabilities, training mode and which of A and B are frozen are PEFT's.
+    An adapter that is not PEFT's active one, and frozen for that reason only, may be trained. Hooks on PEFT's
+    LoRA layers run with the converted layers. What else would be lost is refused. An optimizer of the PEFT
+    model holds parameters that are no longer used: make it anew.
+
+    Args:
+        peft_model: of `get_peft_model`, a `LoraModel`, or a model with adapters from
+            `inject_adapter_in_model` or Transformers' `add_adapter`. Its base model is taken out and
+            converted in place; do not use the PEFT model afterwards.
+        seed: of dropout.
+
+    Returns:
+        The base model, converted.
+
+    Raises:
+        ValueError: if it has no LoRA adapters, an adapter is not plain LoRA, is merged or disabled, its
+            config is not supported, a base weight requires a gradient, or hooks or patches would be lost;
+            the PEFT model is as it was then.
+    """
+    base, configs = _taken_apart(peft_model)
+    layers = PeftLayers.of(base, configs)
+    _refuse_trained_base(base, layers)
+    with _unwrapped(base, layers):
+        for name, config in configs.items():
+            configs[name] = with_scaling(base, name, config, layers.scaling(name))
+            configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
+            plan = plan_adapter(base, name, configs[name])
+            check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, layers.weights(name))
+        model = convert_model(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
+    for name in configs:
+        write_weights(model, name, layers.weights(name))
+    _carry_over(model, layers)
+    return model
+
+
+def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """The base model, with PEFT's layers in it, and the adapters' configs."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraModel
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"peft_model: expected a model with PEFT's adapters, got {type(model).__name__}")
+    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
+        raise ValueError("peft_model: is converted already; use mlora_ext.add_adapter to add an adapter")
+    configs = getattr(model, "peft_config", None) if isinstance(model, PeftModel) else None
+    configs = configs or vars(model).get("peft_config")
+    if not configs or not isinstance(configs, Mapping):
+        raise ValueError(
+            "peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
+            f"inject_adapter_in_model or add_adapter, got {type(model).__name__}, which is none; "
+            "mlora_ext.convert_model takes a plain model"
+        )
+    for name, config in configs.items():
+        check_name(name)
+        check_kind(name, config)
+        check_config(name, without_start(config))
+    base: Any = model
+    if isinstance(base, PeftModel):
+        check_untouched("peft_model", base)
+        base = base.base_model
+    if isinstance(base, LoraModel):
+        check_untouched("peft_model: its LoraModel", base)
+        base = base.model
+    return base, {name: without_start(config) for name, config in configs.items()}
+
+
+def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
+    """PEFT freezes the base: whoever unfroze a part of it since wants to train it."""
+    adapters = {id(parameter) for parameter in layers.parameters()}
+    for key, parameter in base.named_parameters():
+        if parameter.requires_grad and id(parameter) not in adapters:
+            raise ValueError(
+                f"peft_model: {key.replace('.base_layer.', '.')} of the base requires a gradient, and "
+                "conversion freezes the base, which adapters share: call requires_grad_(False) on it first"
+            )
+
+
+@contextmanager
+def _unwrapped(base: nn.Module, layers: PeftLayers) -> Iterator[None]:
+    """Take PEFT's layers out of the base; what fails inside puts them back."""
+    fields = {field: vars(base).pop(field) for field in _PEFT_FIELDS if field in vars(base)}
+    _put(base, layers.bases())
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            _put(base, layers.layers)
+            vars(base).update(fields)
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for key, module in modules.items():
+        parent, _, child = key.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+
+
+def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
+    """Frozen parameters, training mode and hooks."""
+    for key, theirs in layers.layers.items():
+        layer: Any = model.get_submodule(key)
+        for name in theirs.lora_A:
+            for bank in ("lora_A", "lora_B"):
+                trains = layers.trains(name, getattr(theirs, bank)[name].weight)
+                getattr(layer, bank).parameter_of(name).requires_grad_(trains)
+        layer.train(layers.mode(key))
+        move_hooks(theirs, layer)
+    if any(layers.drops(key) for key in layers.layers):
+        model.training = True  # of this module alone: its forward passes count the steps of dropout

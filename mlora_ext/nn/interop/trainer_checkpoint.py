@@ -1,0 +1,165 @@
+"""The folder that a converted model saves itself to: PEFT folders, and what a Trainer resumes from.
+
+Trainer reads a checkpoint of anything but a `PeftModel` from `model.safetensors`, by `load_state_dict` with
+`strict=False`. That file holds the adapters under the model's own keys, and the dropout step.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..routing.router import router_of
+from ..weights import adapter_parameters
+from .embeddings import resized_embeddings
+from .peft_folder import write_folder
+
+_FILE = "model.safetensors"
+_STEP = "mlora_router.step"
+_BANKS = (".lora_A.", ".lora_B.")
+
+
+def install(model: nn.Module) -> None:
+    """Let a freshly converted model read such a file."""
+    model.register_load_state_dict_pre_hook(_read_step)
+    model.register_load_state_dict_post_hook(_excuse_base)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Take the hooks off a copy that is to be a plain model."""
+    before: Any = model._load_state_dict_pre_hooks
+    after: Any = model._load_state_dict_post_hooks
+    for key in [key for key, hook in before.items() if hook.hook is _read_step]:
+        del before[key]
+    for key in [key for key, hook in after.items() if hook is _excuse_base]:
+        del after[key]
+
+
+def adapter_tensors(
+    model: nn.Module, name: str, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """An adapter's weights as contiguous copies, `{"<layer>.lora_A.weight": [r, d_in], ...}`.
+
+    Args:
+        model: converted.
+        name: of the adapter.
+        state_dict: of the model, to take them from; what it lacks is left out. Default: the model's own.
+    """
+    own = adapter_parameters(model, name)
+    source = own if state_dict is None else state_dict
+    return {
+        f"{key.removesuffix(f'.{name}.weight')}.weight": source[key]
+        .detach()
+        .clone(memory_format=torch.contiguous_format)
+        for key in own
+        if key in source
+    }
+
+
+def save(
+    model: nn.Module,
+    names: Sequence[str],
+    directory: str | os.PathLike[str],
+    state_dict: Mapping[str, Tensor] | None,
+) -> None:
+    """Write the adapters as PEFT folders, and the file that Trainer reads.
+
+    Raises:
+        ValueError: if weights are missing in `state_dict`, or the folder holds the weights of another model.
+        OSError: if the disk is full or the place is not writable.
+    """
+    folder = Path(directory)
+    _refuse_other_model(folder)
+    if len(names) > 1 and "default" not in names:
+        _clear_root(folder)
+    resumed = {_STEP: torch.tensor(router_of(model).step), **_trained_base(model, state_dict)}
+    embeddings = resized_embeddings(model, state_dict)
+    resumed |= {key: tensor.clone() for key, tensor in embeddings.items()}
+    for name in names:
+        tensors = adapter_tensors(model, name, state_dict)
+        inside = len(names) > 1 and name != "default"
+        weights = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
+        write_folder(model, name, folder / name if inside else folder, weights, embeddings)
+        for key, tensor in tensors.items():
+            resumed[f"{key.removesuffix('.weight')}.{name}.weight"] = tensor
+    _write(folder / _FILE, resumed)
+
+
+def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Parameters of the base that the user lets train, which PEFT's folders do not hold."""
+    source = model.state_dict() if state_dict is None else state_dict
+    trained = [key for key, p in model.named_parameters() if p.requires_grad and not _is_adapters(key)]
+    found = {key: source[key].detach().clone() for key in trained if key in source}
+    if found:
+        some = [*list(found)[:3], *(["..."] if len(found) > 3 else [])]
+        warnings.warn(
+            f"{', '.join(some)}: trained parts of the base model are saved in {_FILE}, from which Trainer "
+            "resumes; PEFT reads the adapters only",
+            stacklevel=4,
+        )
+    return found
+
+
+def _is_adapters(key: str) -> bool:
+    return any(bank in key for bank in _BANKS)
+
+
+def _clear_root(folder: Path) -> None:
+    """Take away an adapter that an earlier save left in the root, which PEFT would load in place of these.
+
+    Raises:
+        ValueError: if it was saved by something else.
+    """
+    if not (folder / "adapter_config.json").exists():
+        return
+    if not (folder / _FILE).exists():
+        raise ValueError(
+            f"save_directory: {folder} is a PEFT folder of one adapter, which PEFT would load in place of "
+            "these; give another folder"
+        )
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _refuse_other_model(folder: Path) -> None:
+    from safetensors import safe_open
+
+    if (folder / _FILE).is_file():
+        with safe_open(folder / _FILE, framework="pt") as file:
+            if _STEP not in file.keys():  # noqa: SIM118  (a file, not a dict)
+                raise ValueError(
+                    f"save_directory: {folder / _FILE} holds the weights of a model, which would be lost; "
+                    "give another folder, or write one adapter with mlora_ext.save_adapter"
+                )
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save as serialised
+
+    scratch = path.with_name(f".{path.name}.partial")
+    try:
+        scratch.write_bytes(serialised(dict(tensors), metadata={"format": "pt"}))
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _read_step(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Before a state dict is loaded: the dropout step, which is no tensor of the model."""
+    step = state_dict.get(prefix + _STEP)
+    if step is not None:
+        router_of(model).step = int(step)
+
+
+def _excuse_base(model: nn.Module, incompatible: Any) -> None:
+    """After such a file was loaded: it has no base weights, and a step, by design."""
+    if _STEP in incompatible.unexpected_keys:
+        incompatible.unexpected_keys.remove(_STEP)
+        adapters = [key for key in incompatible.missing_keys if _is_adapters(key)]
+        incompatible.missing_keys[:] = adapters

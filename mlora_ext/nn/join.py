@@ -1,0 +1,255 @@
+"""Adapters that join a converted model, and leave it: add_adapter, remove_adapter."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..adapters.lora_config import check_config, check_name, init_kind
+from ..frozen.plain import PackedWeight
+from ..ops.functional import scaling_dtype
+from .fused_projections import FusedProjections
+from .interop import transformers_facts
+from .linear import MultiLoRALinear
+from .routing.route import LayerGroup, LayerSpec
+from .routing.router import AdapterInfo, Router, router_of
+from .targets import (
+    adapter_dtype,
+    is_transposed,
+    linear_layers,
+    target_layers,
+)
+from .unconverted_state import check_layer
+from .weights import adapter_layers
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Children of one module that are given the same x in Transformers' models. Only a guess: whether x is the
+same is seen at each call."""
+
+
+def add_adapter(
+    model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
+) -> None:
+    """Put one more adapter on a converted model; the others do not move.
+
+    Args:
+        model: converted by `convert_model`.
+        name: of the new adapter.
+        config: PEFT's config.
+        seed: of initial values and dropout.
+        autocast_adapter_dtype: as in `convert_model`, for layers that get their first adapter.
+
+    Raises:
+        ValueError: if the name is taken, the name or config is not supported, targets match nothing, or a
+            layer has hooks, another `forward`, or weights that are quantized or require a gradient.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"name: expected the new adapter's name before its config, got {name!r}")
+    router = router_of(model)
+    if name in router.adapters:
+        raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
+    plan = plan_adapter(model, name, config)
+    refuse_state(model, {name: plan})
+    _refuse_trained(model, plan)
+    convert_layers(model, {name: plan}, autocast_adapter_dtype)
+    join(model, name, config, plan, seed)
+    regroup(model)
+
+
+def remove_adapter(model: nn.Module, name: str) -> None:
+    """Take an adapter off a converted model; the others do not move.
+
+    Raises:
+        ValueError: if the model has no adapter of this name.
+    """
+    router = router_of(model)
+    router.check_names("name", [name])
+    for layer in adapter_layers(model, name).values():
+        layer.lora_A.remove(name)
+        layer.lora_B.remove(name)
+        del layer.specs[name]
+    del router.adapters[name]
+    router.default = None if router.default == name else router.default
+    regroup(model)
+
+
+def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
+    """The base of a converted model is frozen: whoever unfroze a part of it since wants to train it."""
+    for key in plan:
+        for name, parameter in model.get_submodule(key).named_parameters(recurse=False):
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"layer {key}: its {name} requires a gradient, and layers with adapters are frozen: call "
+                    "requires_grad_(False) on it first, or target other layers"
+                )
+
+
+def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
+    """The layers of an adapter-to-be, after all that can be refused has been."""
+    check_name(name)
+    check_config(name, config)
+    return target_layers(model, name, config)
+
+
+def convert_layers(
+    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool, every: bool = False
+) -> None:
+    """Replaces layers that get their first adapter, and reserves one page for all of a layer's adapters.
+
+    Args:
+        model: with a router.
+        plans: of the adapters that join, as `plan_adapter` made them.
+        autocast: keep adapters of a 16-bit base in fp32.
+        every: replace all other linear layers too, but not the output head.
+    """
+    router = router_of(model)
+    rows: dict[str, int] = {}
+    for plan in plans.values():
+        for key, spec in plan.items():
+            rows[key] = rows.get(key, 0) + spec.rank
+    for index, key, module in _wanted(model, plans, every):
+        if not isinstance(module, MultiLoRALinear):
+            module = _replace(model, key, module, router, index, autocast)
+        if len(plans) > 1 and key in rows:
+            module.lora_A.reserve(rows[key])
+            module.lora_B.reserve(rows[key])
+
+
+def _wanted(
+    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool
+) -> list[tuple[int, str, nn.Module]]:
+    """Index, name and module of the linear layers that get adapters, or all but the output head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    targets = {key for plan in plans.values() for key in plan}
+    return [
+        (index, key, module)
+        for index, (key, module) in enumerate(linear_layers(model).items())
+        if key in targets or (every and module is not head)
+    ]
+
+
+def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
+    """Refuses layers with state that a conversion would lose, before anything is changed.
+
+    Raises:
+        ValueError: naming the layer, what it has, and what to do.
+    """
+    for _, key, module in _wanted(model, plans, every):
+        if not isinstance(module, MultiLoRALinear):
+            check_layer(key, module)
+
+
+def _replace(
+    model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
+) -> MultiLoRALinear:
+    weight: Any = module.weight
+    bias: Any = module.bias
+    layer = MultiLoRALinear(
+        weight,
+        bias,
+        router=router,
+        name=key,
+        index=index,
+        fan_in_fan_out=is_transposed(module),
+        adapter_dtype=adapter_dtype(weight, autocast),
+    )
+    layer.train(module.training)
+    if router.packs_base:
+        layer.packed = PackedWeight()
+    parent, _, child = key.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+    return layer
+
+
+def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
+    """Gives an adapter its Parameters in converted layers; call `regroup` after the last one."""
+    for key, spec in plan.items():
+        layer = model.get_submodule(key)
+        assert isinstance(layer, MultiLoRALinear)
+        layer.specs[name] = spec
+        a = layer.lora_A.add(name, spec.rank)
+        b = layer.lora_B.add(name, spec.rank)
+        for parameter in (a, b):
+            parameter.requires_grad_(not config.inference_mode)
+        _initialise(a, b, init_kind(config), spec.rank, named_seed(seed, name, key))
+    router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
+
+
+def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
+    """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype.
+
+    On the meta device there is nothing to draw: the layer is another process's.
+    """
+    if a.is_meta:
+        return
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
+    if how == "gaussian":
+        nn.init.normal_(values, std=1 / rank, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    with torch.no_grad():
+        a.copy_(values)
+        if how is False:
+            bound = 1 / math.sqrt(rank)
+            values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
+            b.copy_(values.uniform_(-bound, bound, generator=generator))
+
+
+def named_seed(seed: int, *parts: str) -> int:
+    """A 63-bit seed from a seed and names: the same on every machine, independent of order."""
+    digest = hashlib.sha256("\0".join([str(seed), *parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def regroup(model: nn.Module) -> None:
+    """Lets layers with the same adapters, scalings and dropouts share one group."""
+    router = router_of(model)
+    groups: dict[Any, LayerGroup] = {}
+    layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
+    for module in layers.values():
+        names = tuple(name for name in router.adapters if name in module.lora_A)
+        scaling = tuple(module.specs[name].scaling for name in names)
+        dropout = tuple(module.specs[name].dropout for name in names)
+        key = (names, scaling, dropout, module.weight.device, scaling_dtype(module.weight.dtype))
+        module.group = groups.setdefault(key, LayerGroup(*key))
+    router.regroup(list(groups.values()))
+    router.fused_projections = _find_fused_projections(layers)
+    transformers_facts.refresh(model)
+
+
+def _find_fused_projections(layers: Mapping[str, MultiLoRALinear]) -> list[FusedProjections]:
+    """Group converted layers that share their input, and return the groups.
+
+    Runs again whenever adapters join or leave: layers of a group have the same adapters, scalings and
+    dropouts.
+    """
+    parents: dict[str, dict[str, MultiLoRALinear]] = {}
+    for key, layer in layers.items():
+        parent, _, child = key.rpartition(".")
+        parents.setdefault(parent, {})[child] = layer
+    found = []
+    for children in parents.values():
+        for names in _FUSED:
+            ours = [children[name] for name in names if name in children]
+            for group in {layer.group for layer in ours}:
+                alike = [layer for layer in ours if layer.group is group]
+                fused_projections = FusedProjections(alike) if len(alike) > 1 and group.adapters else None
+                for layer in alike:
+                    layer.fused_projections = fused_projections
+                found += [fused_projections] if fused_projections else []
+    return found

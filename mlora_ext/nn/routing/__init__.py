@@ -1,0 +1,1 @@
+"""Routes: which rows of a forward pass belong to which adapter."""

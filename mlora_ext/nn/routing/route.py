@@ -1,0 +1,264 @@
+"""A route: which rows of a forward pass belong to which adapter, as tensors for each group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from ...ops.dropout import rng_table
+from ...ops.segments import SegmentLayout
+from .samples import EVERY, Places, SampleDim
+
+BASE = "__base__"
+ROWS_OF_A_SAMPLE = 1 << 20
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one adapter is in one layer."""
+
+    rank: int
+    scaling: float
+    dropout: float
+
+
+class RoutedLayer(Protocol):
+    """What a route asks of a layer: its name for messages, its group, and its mode."""
+
+    name: str
+    group: LayerGroup
+    training: bool
+
+
+class SharedInput(Protocol):
+    """Layers that share their input and may be computed in one call; see `mlora_ext.nn.fused_projections`."""
+
+    def output(self, layer: Any, x: Tensor, active: RouteTensors) -> Tensor | None:
+        """Returns `y` of one layer, or None where the layer computes alone."""
+
+    def forget(self) -> None:
+        """Drops outputs that nobody has asked for: a route has been left."""
+
+
+@dataclass(eq=False)
+class RouteTensors:
+    """What the operator is called with by the layers of one group. Everything that varies is a tensor.
+
+    `rows_tensor` is an empty tensor `[rows, 0]`: a compiled graph compares its size with x's, and is not
+    compiled again for each number of rows. `mixed`: whether the route's rows belong to several adapters.
+    `shares` says which `FusedProjections` compute together along this route.
+    """
+
+    names: tuple[str, ...]
+    rows: int
+    rows_tensor: Tensor
+    mixed: bool
+    segments: Tensor
+    scaling: Tensor
+    dropout_p: Tensor | None
+    dropout_rng: Tensor | None
+    shares: dict[Any, bool] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class LayerGroup:
+    """Layers that have the same adapters, scalings and dropouts: they share the tensors of a route.
+
+    Attributes:
+        adapters: names, in the order of the router.
+        scaling: of each.
+        dropout: of each.
+        device: of the layers.
+        dtype: of the scalings, see `scaling_dtype`.
+        active: tensors of the route that is entered.
+    """
+
+    adapters: tuple[str, ...]
+    scaling: tuple[float, ...]
+    dropout: tuple[float, ...]
+    device: torch.device
+    dtype: torch.dtype
+    active: RouteTensors | None = None
+    _constants: dict[tuple[str, ...], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+        """`scaling` and `dropout_p` of these adapters; `dropout_p` is None where nobody drops anything."""
+        if names not in self._constants:
+            index = [self.adapters.index(name) for name in names]
+            p = [self.dropout[i] for i in index]
+            self._constants[names] = (
+                torch.tensor([self.scaling[i] for i in index], dtype=self.dtype, device=self.device),
+                torch.tensor(p, dtype=torch.float32, device=self.device) if any(p) else None,
+            )
+        return self._constants[names]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "active": None, "_constants": {}}
+
+
+@dataclass(eq=False)
+class Route:
+    """One forward pass: adapter names, the rows they own, their dropout seeds and steps.
+
+    Attributes:
+        names: adapters, in the order in which `layout` or `samples` count them.
+        seeds: dropout seed of each.
+        steps: dropout step of each.
+        layout: rows of each, or None if they follow from `samples`.
+        samples: adapter of each sample of the batch, -1 = base only; an empty tuple: all rows are names[0]'s.
+        automatic: whether the steps are the router's own counter.
+        recorded: whether a training forward pass has gone along it to the end.
+        called: whether the model itself was called along it, which records what trains.
+        trained: whether a layer was called along it with gradients on.
+        rows: rows that layers will see, where that is known when the route is entered.
+        batch: samples of the forward pass, or of the encoder's, that goes along it.
+        each: rows of each of these samples, as far as the batch says it.
+        sizes: of each of these samples, see `sizes_of`.
+        copies: of each sample that `generate` makes, side by side: beams, or several return sequences.
+        places: where these samples lie in the layers' inputs, as far as that had to be found.
+    """
+
+    names: tuple[str, ...]
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    layout: SegmentLayout | None = None
+    samples: tuple[int, ...] = ()
+    automatic: bool = False
+    recorded: bool = False
+    called: bool = False
+    trained: bool = False
+    rows: int | None = None
+    batch: int = 1
+    each: int = 1
+    sizes: tuple[float, ...] = ()
+    copies: int = 1
+    places: Places | None = None
+    _built: dict[Any, Any] = field(default_factory=dict)
+
+    def advanced(self, step: int) -> Route:
+        """The same rows at the router's next step."""
+        steps = (step,) * len(self.names)
+        return replace(self, steps=steps, recorded=True, called=False, trained=False, _built={})
+
+    @torch.inference_mode(False)  # cached: tensors of inference mode could not train later
+    def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
+        """The operator's tensors for one group of layers and a number of rows; built once."""
+        key = (group, rows)
+        if key not in self._built:
+            names = tuple(name for name in self.names if name in group.adapters)
+            place = {name: index for index, name in enumerate(names)}
+            mapping = tuple(place.get(name, -1) for name in self.names)
+            self._built[key] = RouteTensors(
+                names,
+                rows,
+                torch.empty(rows, 0, device=group.device),
+                self.mixed,
+                self._table(mapping, rows, group.device),
+                *group.constants(names),
+                self._rng(names, group.device),
+            )
+        return self._built[key]
+
+    def _table(self, mapping: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+        key = ("table", mapping, rows, device)
+        if key not in self._built:
+            self._built[key] = self._layout(rows).remap(mapping).table(device)
+        return self._built[key]
+
+    def _rng(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        key = ("rng", names, device)
+        if key not in self._built:
+            index = [self.names.index(name) for name in names]
+            table = rng_table([self.seeds[i] for i in index], [self.steps[i] for i in index])
+            self._built[key] = table.to(device)
+        return self._built[key]
+
+    def _layout(self, rows: int) -> SegmentLayout:
+        if self.layout is not None:
+            return self.layout
+        if not self.samples or self._selects(rows):
+            return SegmentLayout.from_lengths([rows], [0 if self.names else -1])
+        each = rows // len(self.samples)
+        # One segment per sample: merged neighbours would let batch-mates decide where sums are cut.
+        row0 = _first_rows(self.samples, max(each, ROWS_OF_A_SAMPLE))
+        return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
+
+    def _selects(self, rows: int) -> bool:
+        """Whether these are a selection of rows that one adapter owns, as inside a mixture of experts."""
+        return len(set(self.samples)) == 1 and rows % len(self.samples) != 0
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether the rows belong to several adapters, or to one adapter and to none."""
+        if self.layout is None:
+            return len(set(self.samples)) > 1
+        owners = zip(self.layout.adapters, self.layout.lengths, strict=True)
+        return len({adapter for adapter, rows in owners if rows}) > 1
+
+    def place_in(self, layer: str, x: Tensor) -> SampleDim | None:
+        """Where samples lie in a layer's input; None: its rows, flattened, are in the route's order.
+
+        Raises:
+            ValueError: if that is unknown, the rows are not ordered by sample, or their number is another.
+        """
+        rows = x.numel() // x.shape[-1]
+        if self.layout is not None and rows != self.layout.total_rows:
+            raise ValueError(
+                f"layer {layer}: expected rows of the active route ({self.layout.total_rows}), "
+                f"got x of shape {list(x.shape)}"
+            )
+        if not self.mixed or (self.layout is not None and self.places is None):
+            return None
+        if self.places is None and _holds_no_numbers(x):
+            return None
+        places = self.places or {}
+        place = places.get((layer, x.dim())) or places.get(EVERY, _NOT_CALLED)
+        if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.sizes):
+            place = "the trial passes showed it an x of another form; the next call makes them anew"
+        if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
+            place = "its rows are in another order than those of the route; use adapter_names="
+        if isinstance(place, str):
+            raise ValueError(
+                f"layer {layer}: cannot tell which rows of x, of shape {list(x.shape)}, belong to which "
+                f"sample: {place}; give the whole batch one adapter, or do not target this layer"
+            )
+        return None if place.is_plain else place
+
+
+_NOT_CALLED = "it is called outside of the model's own forward, or was not called in the trial passes"
+
+
+def _holds_no_numbers(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def _first_rows(samples: Sequence[int], stride: int) -> list[int]:
+    """`row0` of each sample: a multiple of `stride`, so that padding moves no later sample's masks.
+
+    Counts the samples of the same adapter, modulo the 32 bits that masks are a function of.
+    """
+    seen: dict[int, int] = {}
+    row0 = []
+    for adapter in samples:
+        ordinal = seen.get(adapter, 0) if adapter >= 0 else 0
+        seen[adapter] = ordinal + 1
+        row0.append(ordinal * stride % (1 << 32))
+    return row0
+
+
+def only_used(
+    names: tuple[str, ...], steps: Sequence[int] | None, layout: SegmentLayout
+) -> tuple[tuple[str, ...], Sequence[int] | None, SegmentLayout]:
+    """Leave out the adapters without rows, so that they get no gradient and meet nobody's backward."""
+    used = sorted({i for i, rows in zip(layout.adapters, layout.lengths, strict=True) if rows and i >= 0})
+    if len(used) == len(names):
+        return names, steps, layout
+    place = {index: position for position, index in enumerate(used)}
+    layout = layout.remap([place.get(index, -1) for index in range(len(names))])
+    return tuple(names[i] for i in used), None if steps is None else [steps[i] for i in used], layout

@@ -1,0 +1,98 @@
+"""One thread at a time: an active route belongs to the thread that entered it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from torch import nn
+
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+
+
+class ThreadGuard:
+    """Which thread is inside of a route, or of a forward pass, of one model.
+
+    Threads that autograd starts, as it does on a GPU, are let through: they recompute for the thread that
+    waits for them.
+
+    Attributes:
+        thread: the identity of that thread; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+        self._depth = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[ThreadGuard], tuple[()]]:
+        return ThreadGuard, ()  # a copy of a model is free
+
+    def take(self) -> None:
+        """Begin, or begin once more.
+
+        Raises:
+            RuntimeError: if another thread is inside.
+        """
+        if _started_by_autograd():
+            return
+        thread = threading.get_ident()
+        if self.thread != thread:
+            if not self._lock.acquire(blocking=False):
+                raise _refusal()
+            self.thread = thread
+        self._depth += 1
+
+    def give(self) -> None:
+        """End what `take` began."""
+        if _started_by_autograd():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self.thread = None
+            self._lock.release()
+
+    def check(self, foreign: bool = False) -> None:
+        """Refuse a thread that calls a layer while another is inside.
+
+        Args:
+            foreign: whether the caller can tell that the active route is not its own.
+
+        Raises:
+            RuntimeError: if another thread is inside.
+        """
+        free = self.thread is None or self.thread == threading.get_ident()
+        if foreign or not (free or _started_by_autograd()):
+            raise _refusal()
+
+
+def calling_frame() -> FrameType | None:
+    """The frame of the innermost `nn.Module.__call__`, which lasts as long as the call and its hooks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
+        frame = frame.f_back
+    while frame is not None and frame.f_back and frame.f_back.f_code.co_filename == _MODULE_FILE:
+        frame = frame.f_back
+    return frame
+
+
+def is_running(frame: FrameType) -> bool:
+    """Whether a frame of this thread has not ended."""
+    outer: FrameType | None = sys._getframe(1)
+    while outer is not None and outer is not frame:
+        outer = outer.f_back
+    return outer is frame
+
+
+def _refusal() -> RuntimeError:
+    return RuntimeError(
+        "another thread is inside a forward pass, `generate` or route of this model; a model has one active "
+        "route at a time: hold a lock of your own around each, or put the samples of all threads into one "
+        "batch with adapter_names"
+    )
+
+
+def _started_by_autograd() -> bool:
+    """Python knows threads that it has not started as dummies."""
+    return isinstance(threading.current_thread(), threading._DummyThread)

@@ -1,0 +1,1 @@
+"""The operator: its schema in PyTorch, autograd, and an oracle in plain PyTorch."""

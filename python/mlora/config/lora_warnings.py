@@ -1,0 +1,50 @@
+"""What in an adapter's ``lora`` block is allowed, as PEFT allows it, and probably not meant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlora.config.aliases import nearest
+from mlora_ext.nn.targets import features, is_linear, target_layers
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch import nn
+
+
+def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
+    """Find entries that match nothing, and ranks that are more than a layer can use.
+
+    Args:
+        model: the base model, converted or not.
+        name: the adapter's.
+        lora: its config, which :func:`mlora_ext.add_adapter` accepts.
+
+    Returns:
+        One line for each doubt.
+    """
+    from peft.utils.other import get_pattern_key
+
+    modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
+    layers = target_layers(model, name, lora)
+    lines = []
+    if lora.target_modules is not None and not isinstance(lora.target_modules, str):
+        known = list(dict.fromkeys(key.rpartition(".")[2] for key, m in modules.items() if is_linear(m)))
+        for entry in sorted(lora.target_modules):
+            if not any(f".{key}".endswith(f".{entry}") for key in modules):
+                near = nearest(entry, known, "linear layers")
+                lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = list(getattr(lora, field) or ())
+        used = {get_pattern_key(patterns, key) for key in layers}
+        lines += [
+            f"{name}: lora.{field}: {pattern!r} decides for none of the adapter's layers"
+            for pattern in patterns
+            if pattern not in used
+        ]
+    for key, spec in layers.items():
+        width = min(features(modules[key]))
+        if spec.rank > width:
+            lines.append(f"{name}: lora.r: {spec.rank} is more than {width}, the most that {key} can use")
+            break
+    return lines
