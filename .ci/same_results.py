@@ -4,8 +4,8 @@ Usage: python .ci/same_results.py BEFORE AFTER [--out FOLDER] [--only RUN ...]
 
 BEFORE and AFTER are checkouts with their compiled libraries. Each run is trained once from each checkout, by
 the interpreter that runs this script: the quickstart, the quickstart over two stages, a sweep, a run under a
-memory limit in which a submitted task preempts others, and a run that is interrupted and resumed. Left out of the comparison is what
-a clock or a memory meter says, and how a checkpoint names its parts. Exits with 1 where anything differs.
+memory limit in which a submitted task preempts others, and a run that is interrupted and resumed. What a clock
+or a memory meter says is not compared. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
