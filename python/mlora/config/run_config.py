@@ -22,6 +22,7 @@ from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.scheduler_config import SchedulerConfig
 from mlora.config.strict import MOST, KeyPathError, KeyPathErrors, Strict
 from mlora.config.sweep_config import SweepConfig
+from mlora.optim.registry import optimizer_names
 
 
 class TrainingFields(Strict):
@@ -58,7 +59,7 @@ class TrainingFields(Strict):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
+    optim: str = "adamw_torch_fused"
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     eval_dataset: str | None = None
     eval_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -79,6 +80,13 @@ class TrainingFields(Strict):
     def _whole_or_ratio(cls, value: float | None) -> float | None:
         if value is not None and value >= 1 and value != int(value):
             raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
+        return value
+
+    @field_validator("optim")
+    @classmethod
+    def _optim(cls, value: str) -> str:
+        if value not in optimizer_names():
+            raise ValueError(f"must be one of {', '.join(optimizer_names())}, got {value!r}")
         return value
 
     @field_validator("metric_for_best_model")

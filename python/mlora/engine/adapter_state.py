@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlora.optim.optimizer import StepRule, Update
 from mlora.optim.scaler import LossScaler
+from mlora.optim.step_rule import StepRule, Update
 
 
 @dataclass(frozen=True)

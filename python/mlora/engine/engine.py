@@ -17,8 +17,8 @@ from mlora.engine.batcher import Batcher, BatchFuture
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.optimizer import StepRule, Update
 from mlora.optim.scaler import LossScaler
+from mlora.optim.step_rule import StepRule, Update
 from mlora.pipeline.trace import Entry
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.interop.peft_folder import adapter_weights
@@ -427,14 +427,16 @@ class Engine:
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
-        moments = {key: list(pair[0].shape) for key, pair in state["moments"].items()}
-        if moments and moments != shapes:
+        if state["moments"] and state["moments"].keys() != shapes.keys():
             raise ValueError(
                 f"adapter {name!r}: state: the optimizer's moments are those of other Parameters"
             )
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
-        self._control("load", name, arguments)
+        try:
+            self._control("load", name, arguments)
+        except ValueError as error:
+            raise ValueError(f"adapter {name!r}: {error}") from error
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
 

@@ -16,8 +16,9 @@ from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.objectives.cross_entropy import chunked_losses, plain_losses
+from mlora.optim.adapter_optimizer import AdapterOptimizer
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.optimizer import AdapterOptimizer, Update
+from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.interop.peft_folder import adapter_state

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
-OptimName = Literal["adamw_torch", "adamw_torch_fused", "sgd"]
+from mlora.optim.registry import optimizer_names
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class OptimConfig:
 
     Attributes:
         learning_rate: peak learning rate.
-        optim: `adamw_torch`, `adamw_torch_fused` or `sgd`.
+        optim: `adamw_torch`, `adamw_torch_fused`, `sgd`, or a name of `mlora.optim.registry`.
         weight_decay: decoupled for AdamW; applies to every adapter weight.
         adam_beta1: decay of the first moment.
         adam_beta2: decay of the second moment.
@@ -32,7 +32,7 @@ class OptimConfig:
     """
 
     learning_rate: float = 5e-5
-    optim: OptimName = "adamw_torch"
+    optim: str = "adamw_torch"
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -44,8 +44,8 @@ class OptimConfig:
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.optim not in get_args(OptimName):
-            raise ValueError(f"optim: expected one of {', '.join(get_args(OptimName))}, got {self.optim!r}")
+        if self.optim not in optimizer_names():
+            raise ValueError(f"optim: expected one of {', '.join(optimizer_names())}, got {self.optim!r}")
         for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

@@ -24,6 +24,7 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.objectives.cross_entropy import chunk_rows
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
@@ -108,9 +109,11 @@ class DryStage:
         widths = {name: sum(weight.shape) for name, weight in layers.items()}  # type: ignore[arg-type, union-attr]
         size = sum(4 * spec.rank * widths[name] for name, spec in specs.items())
         pages = sum(4 * max(spec.rank, PAGE_ROWS) * widths[name] for name, spec in specs.items())
-        moments = 0 if optim.optim == "sgd" else 2 * size
-        # PyTorch's AdamW makes the roots of all second moments at once; its fused kernel makes nothing.
-        return States(pages, size, moments, size if optim.optim == "adamw_torch" else 0)
+        kind, shapes = (
+            optimizer_kind(optim.optim),
+            [[spec.rank, widths[name]] for name, spec in specs.items()],
+        )
+        return States(pages, size, kind.state_bytes(shapes), kind.step_bytes(shapes))
 
     def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
         """Equal for sets of adapters under which equal rows take equal memory.

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from mlora.optim.adapter_optimizer import AdapterOptimizer
 from mlora.optim.learning_rate import schedule_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.optimizer import AdapterOptimizer, OptimStep, StepRule
+from mlora.optim.step_rule import OptimStep, StepRule
 from torch import nn
 from transformers import get_scheduler
 

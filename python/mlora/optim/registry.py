@@ -1,0 +1,53 @@
+"""Optimizers by the names that stand in a config. Imports no torch: a config is read without it.
+
+To add an optimizer, write a class as `mlora.optim.optimizer.Optimizer` says, and register it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlora.optim.optimizer import Optimizer
+
+_OPTIMIZERS: dict[str, str | type[Optimizer]] = {
+    "adamw_torch": "mlora.optim.adamw:AdamW",
+    "adamw_torch_fused": "mlora.optim.adamw:FusedAdamW",
+    "sgd": "mlora.optim.sgd:Sgd",
+}
+
+
+def register_optimizer(name: str, kind: type[Optimizer]) -> None:
+    """Gives an optimizer a name, which `optim` may then be.
+
+    Args:
+        name: not taken.
+        kind: the class.
+
+    Raises:
+        ValueError: the name is taken by another optimizer.
+    """
+    if _OPTIMIZERS.get(name, kind) is not kind:
+        raise ValueError(f"optim: there is an optimizer {name!r} already; choose another name")
+    _OPTIMIZERS[name] = kind
+
+
+def optimizer_names() -> list[str]:
+    """Returns the names of all optimizers."""
+    return list(_OPTIMIZERS)
+
+
+def optimizer_kind(name: str) -> type[Optimizer]:
+    """Returns the class of an optimizer.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in _OPTIMIZERS:
+        raise ValueError(f"optim: expected one of {', '.join(_OPTIMIZERS)}, got {name!r}")
+    found = _OPTIMIZERS[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _OPTIMIZERS[name] = getattr(import_module(module), attribute)
+    return found
