@@ -48,6 +48,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """d_in and d_out of a linear layer, converted or not."""
+    if isinstance(module, MultiLoRALinear):
+        return module.in_features, module.out_features
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)

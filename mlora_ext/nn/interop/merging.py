@@ -105,6 +105,8 @@ def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
     for key, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
+        if layer._parameters.get("weight") is None:
+            continue  # one of another kind, which is nobody else's
         others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
         if others:
             raise ValueError(
@@ -129,13 +131,21 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
+def _stored(layer: MultiLoRALinear) -> torch.Tensor:
+    """A frozen weight of another kind than plain, as a plain layer stores it."""
+    dense = layer.frozen.dense()
+    return dense.t().contiguous() if layer.fan_in_fan_out else dense
+
+
 def _plain_layer(layer: MultiLoRALinear) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     d_in, d_out = layer.in_features, layer.out_features
     with torch.device("meta"):
         plain: Any = Conv1D(d_out, d_in) if layer.fan_in_fan_out else nn.Linear(d_in, d_out)
-    plain.weight, plain.bias = layer.weight, layer.bias
+    own = layer._parameters.get("weight")
+    plain.weight = nn.Parameter(_stored(layer), requires_grad=False) if own is None else own
+    plain.bias = layer.bias
     for attribute in [key for key in plain.__dict__ if key.endswith("_hooks")]:
         plain.__dict__[attribute] = layer.__dict__[attribute]
     plain.train(layer.training)

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.objectives.cross_entropy import chunk_rows
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import elements
 from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
@@ -105,15 +106,13 @@ class DryStage:
             ValueError: if the config is not supported or matches nothing.
         """
         specs = self._specs(lora)
-        layers = {name: self._model.get_submodule(name).weight for name in specs}
-        widths = {name: sum(weight.shape) for name, weight in layers.items()}  # type: ignore[arg-type, union-attr]
-        size = sum(4 * spec.rank * widths[name] for name, spec in specs.items())
-        pages = sum(4 * max(spec.rank, PAGE_ROWS) * widths[name] for name, spec in specs.items())
-        kind, shapes = (
-            optimizer_kind(optim.optim),
-            [[spec.rank, widths[name]] for name, spec in specs.items()],
+        layers: dict[str, Any] = {name: self._model.get_submodule(name) for name in specs}
+        shapes = [(spec.rank, sum(layers[name].frozen.shape)) for name, spec in specs.items()]
+        pages = [(max(rank, PAGE_ROWS), width) for rank, width in shapes]
+        kind = optimizer_kind(optim.optim)
+        return States(
+            4 * elements(pages), 4 * elements(shapes), kind.state_bytes(shapes), kind.step_bytes(shapes)
         )
-        return States(pages, size, kind.state_bytes(shapes), kind.step_bytes(shapes))
 
     def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
         """Equal for sets of adapters under which equal rows take equal memory.
