@@ -22,6 +22,7 @@ from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.scheduler_config import SchedulerConfig
 from mlora.config.strict import MOST, KeyPathError, KeyPathErrors, Strict
 from mlora.config.sweep_config import SweepConfig
+from mlora.objectives.registry import CROSS_ENTROPY, objective_names
 from mlora.optim.registry import optimizer_names
 
 
@@ -60,6 +61,7 @@ class TrainingFields(Strict):
     adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     optim: str = "adamw_torch_fused"
+    objective: str = CROSS_ENTROPY
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     eval_dataset: str | None = None
     eval_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -87,6 +89,13 @@ class TrainingFields(Strict):
     def _optim(cls, value: str) -> str:
         if value not in optimizer_names():
             raise ValueError(f"must be one of {', '.join(optimizer_names())}, got {value!r}")
+        return value
+
+    @field_validator("objective")
+    @classmethod
+    def _objective(cls, value: str) -> str:
+        if value not in objective_names():
+            raise ValueError(f"must be one of {', '.join(objective_names())}, got {value!r}")
         return value
 
     @field_validator("metric_for_best_model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +81,7 @@ class PackedBatch:
         rows: `[M]` int32 on the CPU, the rows with a label, in order.
         targets: `[M]` int32 on the CPU, their labels: the token to predict from each. None: it is asked for.
         tokens: number of trained tokens by owner; sums to M.
+        units: what divides each owner's loss, where it was asked for.
     """
 
     names: tuple[str, ...]
@@ -91,6 +92,22 @@ class PackedBatch:
     rows: Tensor
     targets: Tensor | None
     tokens: dict[str, int]
+    units: dict[str, int] = field(default_factory=dict)
+
+    def trained_lengths(self) -> list[list[int]]:
+        """Returns, for each owner, the trained tokens of each of its sequences."""
+        ends = torch.tensor(self.sequences).cumsum(0)
+        counts = torch.searchsorted(self.rows, ends.to(self.rows.dtype)).diff(prepend=torch.zeros(1).long())
+        found, begin = [], 0
+        rest = list(zip(self.sequences, counts.tolist(), strict=True))
+        for rows in self.lengths:
+            own: list[int] = []
+            while rows:
+                length, trained = rest[begin]
+                own.append(trained)
+                rows, begin = rows - length, begin + 1
+            found.append(own)
+        return found
 
     def description(self) -> dict[str, Sequence[Any]]:
         """Plain arguments of `PackedRows.of`."""
@@ -133,11 +150,12 @@ def pack(
     for name, samples in zip(names, batches.values(), strict=True):
         begin = len(ids)
         for index, sample in enumerate(samples):
-            _check(name, index, sample, vocab_size)
-            ids += sample.input_ids
-            labels += sample.labels[1:]
-            labels.append(NOT_TRAINED)
-            sequences.append(len(sample.input_ids))
+            for sequence in sample.sequences:
+                _check(name, index, sequence, vocab_size)
+                ids += sequence.input_ids
+                labels += sequence.labels[1:]
+                labels.append(NOT_TRAINED)
+                sequences.append(len(sequence.input_ids))
         lengths.append(len(ids) - begin)
         tokens[name] = lengths[-1] - labels[begin:].count(NOT_TRAINED)
     seen = tuple(0 if row0 is None else row0.get(name, 0) for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,24 @@ class Sample:
     labels: tuple[int, ...]
 
     @property
+    def sequences(self) -> tuple[Sample, ...]:
+        """The sequences that it is packed as: itself. A sample of another class may have several."""
+        return (self,)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all its sequences."""
+        return len(self.input_ids)
+
+    @property
     def trained_tokens(self) -> int:
         """The number of tokens that enter the loss."""
         return sum(label != NOT_TRAINED for label in self.labels[1:])
+
+
+def sequence_lengths(samples: Iterable[Sample]) -> list[int]:
+    """Returns the rows of each sequence of some samples, in order."""
+    return [len(sequence.input_ids) for sample in samples for sequence in sample.sequences]
 
 
 @dataclass(frozen=True, slots=True)

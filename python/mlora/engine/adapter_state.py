@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
+from mlora.objectives.objective import Objective
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.optim.scaler import LossScaler
 from mlora.optim.step_rule import StepRule, Update
 
@@ -15,14 +19,30 @@ class BatchResult:
     """An adapter's share of a batch.
 
     Attributes:
-        loss_sum: sum of its token losses.
+        loss_sum: sum of its losses, over units.
         tokens: number of its trained tokens.
         finite: whether `loss_sum` is a number.
+        units: what divides the loss: the trained tokens, unless its objective says otherwise.
+        metrics: sums of the objective's metrics, over units.
     """
 
     loss_sum: float
     tokens: int
     finite: bool
+    units: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def plus(self, other: BatchResult) -> BatchResult:
+        """Returns the sums of both."""
+        loss = self.loss_sum + other.loss_sum
+        names = {**self.metrics, **other.metrics}
+        metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
+        units = self.units + other.units
+        return BatchResult(loss, self.tokens + other.tokens, math.isfinite(loss), units, metrics)
+
+    def mean_metrics(self) -> dict[str, float]:
+        """Returns the objective's metrics by unit."""
+        return {name: total / self.units for name, total in self.metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -52,8 +72,9 @@ class AdapterState:
         replica: which pipeline it is in.
         rule: its learning rate and clipping.
         scaler: of its loss.
+        objective_name: what it is trained for; a name of `mlora.objectives.registry`.
         steps: optimizer steps, taken or skipped.
-        tokens: trained tokens since the last step.
+        units: what divides its gradient, since the last step.
         rows: rows since the last step.
         squares: sum of the squares of its gradients, where that has come back with a micro-batch.
         update: what the stages have to make just before the adapter's next forward.
@@ -64,18 +85,24 @@ class AdapterState:
     replica: int
     rule: StepRule
     scaler: LossScaler
+    objective_name: str = CROSS_ENTROPY
     steps: int = 0
-    tokens: int = 0
+    units: int = 0
     rows: int = 0
     squares: float | None = None
     update: Update | None = None
     under_way: int = 0
     ending: bool = False
 
-    def entered(self, rows: int, tokens: int) -> None:
+    @cached_property
+    def objective(self) -> Objective:
+        """What it is trained for."""
+        return objective_of(self.objective_name)
+
+    def entered(self, rows: int, units: int) -> None:
         """Count a micro-batch that has entered the pipeline."""
         self.rows += rows
-        self.tokens += tokens
+        self.units += units
         self.under_way += 1
         self.squares = None
 
@@ -98,7 +125,7 @@ class AdapterState:
         Args:
             squares: sum of the squares of the gradients, over all stages.
         """
-        done = self.rule.decide(squares, self.tokens * self.scaler.scale)
+        done = self.rule.decide(squares, self.units * self.scaler.scale)
         skipped = self.scaler.update(overflow=not done.update.taken)
         self.steps += 1
         self.leave(done.update)
@@ -106,7 +133,7 @@ class AdapterState:
 
     def leave(self, update: Update) -> None:
         """Leave an update to the stages; what was accumulated is gone."""
-        self.tokens = self.rows = 0
+        self.units = self.rows = 0
         self.squares, self.update = None, update
 
     def told(self) -> dict[str, Any] | None:
@@ -117,7 +144,7 @@ class AdapterState:
     def state_dict(self) -> dict[str, Any]:
         """Counts, as plain values."""
         return {
-            "tokens": self.tokens,
+            "units": self.units,
             "rows": self.rows,
             "updates": self.rule.steps,
             "scaler": asdict(self.scaler),
@@ -128,7 +155,7 @@ class AdapterState:
         """Take over what `state_dict` gave."""
         self.scaler = LossScaler(**state["scaler"])
         self.rule.steps, self.steps = state["updates"], state["steps"]
-        self.tokens, self.rows = state["tokens"], state["rows"]
+        self.units, self.rows = state["units"], state["rows"]
         self.squares = self.update = None
 
 

@@ -13,6 +13,7 @@ import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.engine.adapter_state import AdapterStates, BatchResult
+from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.pipeline import Driver, RoundPosition
 
 
@@ -131,7 +132,7 @@ class Batcher:
             parts.append((batch, number))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
-                self._states[name].entered(length, batch.tokens[name])
+                self._states[name].entered(length, batch.units[name])
         for name in ends:
             self._states[name].ending = bool(trained)
         return BatchFuture(parts, ends if trained else ())
@@ -156,13 +157,9 @@ class Batcher:
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
                 future.measured.append(MeasuredBatch(_sequences(batch), phases))
-            for name, loss in losses.items():
+            for name, found in losses.items():
                 self._states[name].came_back()
-                before = results.get(name)
-                total, tokens = loss, batch.tokens[name]
-                if before is not None:
-                    total, tokens = before.loss_sum + loss, before.tokens + tokens
-                results[name] = BatchResult(total, tokens, math.isfinite(total))
+                results[name] = results[name].plus(found) if name in results else found
             for name in future.ends:
                 self._states[name].ending = False
                 if notes and all(name in note["squares"] for note in notes):
@@ -199,8 +196,7 @@ class Batcher:
         with ExitStack() as stack:
             stack.callback(self._forget, under_way)
             for batch, number in under_way[0]:
-                for name, loss in self._leave(batch, number)[1].items():
-                    found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss))
+                found |= self._leave(batch, number)[1]
             stack.pop_all()
         self._count_evaluation(under_way.popleft(), -1)
         return found
@@ -233,7 +229,12 @@ class Batcher:
         return list(found.values())
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
-        return pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
+        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
+        for name, samples in batches.items():
+            if name not in (None, BASE):
+                objective = self._states[name].objective
+                packed.units[name] = objective.units(samples, packed.tokens[name])
+        return packed
 
     def _enter(
         self,
@@ -264,6 +265,7 @@ class Batcher:
             "targets": batch.targets,
             "counts": [batch.tokens[name] for name in batch.names],
             "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
+            **self._objectives(batch),
         }
         inputs = {"input_ids": batch.input_ids}
         return self._pipeline.start(
@@ -277,15 +279,28 @@ class Batcher:
             replica=self._states[adapters[0]].replica if adapters else 0,
         )
 
-    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, float]]:
-        """The stages' notes on a micro-batch, and the sums of its losses by name."""
+    def _objectives(self, batch: PackedBatch) -> dict[str, Any]:
+        """What the last stage is told where an owner is trained for something else than cross-entropy."""
+        names = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
+        if batch.targets is None or set(names) <= {CROSS_ENTROPY}:
+            return {}
+        return {"objectives": names, "lengths": batch.trained_lengths()}
+
+    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, BatchResult]]:
+        """The stages' notes on a micro-batch, and its results by name."""
         if number is None:
-            return (), dict.fromkeys(batch.names, 0.0)
+            return (), {name: BatchResult(0.0, batch.tokens[name], True, 0) for name in batch.names}
         result = self._pipeline.finish(number)
         self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
         if result.notes and "used_memory" in result.notes[0]:
             self.used_memory = [note["used_memory"] for note in result.notes]
-        return result.notes, dict(zip(batch.names, result.report.tolist(), strict=True))
+        report = result.report
+        metrics = report.get("metrics") or [{}] * len(batch.names)
+        found = {}
+        for name, loss, own in zip(batch.names, report["losses"].tolist(), metrics, strict=True):
+            units = batch.units.get(name, batch.tokens[name])
+            found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss), units, own)
+        return result.notes, found
 
 
 def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
@@ -307,14 +322,14 @@ def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str,
 
     A sample belongs to the piece in which its middle lies.
     """
-    total = sum(len(sample.input_ids) for samples in batches.values() for sample in samples)
+    total = sum(sample.rows for samples in batches.values() for sample in samples)
     if pieces == 1 or not total:
         return [dict(batches)]
     cut: dict[int, dict[str, list[Sample]]] = {}
     before = 0  # tokens
     for name, samples in batches.items():
         for sample in samples:
-            length = len(sample.input_ids)
+            length = sample.rows
             piece = pieces * (2 * before + length) // (2 * total)
             cut.setdefault(piece, {}).setdefault(name, []).append(sample)
             before += length

@@ -16,6 +16,7 @@ from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult,
 from mlora.engine.batcher import Batcher, BatchFuture
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import plain_lora, put_adapter
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.scaler import LossScaler
 from mlora.optim.step_rule import StepRule, Update
@@ -194,6 +195,7 @@ class Engine:
         lora: LoraConfig | None,
         optim: OptimConfig,
         *,
+        objective: str = CROSS_ENTROPY,
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
@@ -204,6 +206,7 @@ class Engine:
             name: of the adapter.
             lora: PEFT's config; None = that of `init_from`.
             optim: its optimizer and schedule.
+            objective: what it is trained for; a name of `mlora.objectives.registry`.
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: which pipeline shall train it.
@@ -220,12 +223,13 @@ class Engine:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
         rule = StepRule(optim)
+        objective_of(objective)
         folder = None if init_from is None else os.fspath(init_from)
         if self.registry is not self.model:
             put_adapter(self.registry, name, lora, folder, seed)
         else:
             self._part.create(name, lora, optim, folder, seed)
-        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype))
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), objective)
         self._batcher.used_memory = ()
         if not self.alone:
             arguments = {
@@ -381,7 +385,7 @@ class Engine:
             ValueError: if there is no such adapter, or it has accumulated no trained token.
         """
         adapter = self._states.at_rest(name)
-        if adapter.tokens == 0:
+        if adapter.units == 0:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
         if squares is None:

@@ -15,7 +15,8 @@ from mlora.data.packing import PackedRows
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
-from mlora.objectives.cross_entropy import chunked_losses, plain_losses
+from mlora.objectives.registry import objective_of
+from mlora.objectives.token_losses import Owners, TokenLosses, chunked_losses, plain_losses
 from mlora.optim.adapter_optimizer import AdapterOptimizer
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import Update
@@ -238,33 +239,43 @@ class StageWorker(Hooks):
         parameters = mlora_ext.adapter_parameters(self.base.model, name)
         return {key: p for key, p in parameters.items() if not p.is_meta}
 
-    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """The pipeline's loss function.
 
         Args:
             output: the last stage's, `[T, D]` or, where an adapter targets the head, the logits `[T, V]`.
             targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
-                owner. Without `targets`, the most likely next token of each row is asked for.
+                owner; `objectives` and `lengths`, where there are others than cross-entropy. Without
+                `targets`, the most likely next token of each row is asked for.
 
         Returns:
-            The scaled total to differentiate, and the sums per owner `[N]` fp64; or zero and tokens `[M]`.
+            The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
+            and tokens `[M]`.
         """
         self._next_phase()
-        found = self._losses(output, targets)
-        self._next_phase()
-        return found
-
-    def _losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         rows = targets["rows"].to(output.device, torch.int64)
-        head = self.base.frozen_head()
         if targets["targets"] is None:
-            picked = output.index_select(0, rows)
-            logits = picked if head is None else self.base.logits(picked)
-            return logits.new_zeros(()), logits.argmax(-1)
+            total, found = self._next_tokens(output, rows)
+        else:
+            losses = self._losses(output, rows, targets)
+            total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
+        self._next_phase()
+        return total, found
+
+    def _next_tokens(self, output: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
+        picked = output.index_select(0, rows)
+        logits = picked if self.base.frozen_head() is None else self.base.logits(picked)
+        return logits.new_zeros(()), logits.argmax(-1)
+
+    def _losses(self, output: Tensor, rows: Tensor, targets: Mapping[str, Any]) -> TokenLosses:
         tokens = targets["targets"].to(output.device, torch.int64)
+        names = targets.get("objectives")
+        objectives = None if names is None else [objective_of(name) for name in names]
+        owners = Owners(targets["counts"], targets["scales"], objectives, targets.get("lengths", ()))
+        head = self.base.frozen_head()
         if head is not None:
-            return chunked_losses(output, head, rows, tokens, targets["counts"], targets["scales"])
-        return plain_losses(output.index_select(0, rows), tokens, targets["counts"], targets["scales"])
+            return chunked_losses(output, head, rows, tokens, owners)
+        return plain_losses(output.index_select(0, rows), tokens, owners)
 
 
 class PackedStage(nn.Module):

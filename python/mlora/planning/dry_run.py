@@ -22,7 +22,7 @@ from mlora.engine.stage_worker import StageWorker, put_adapter
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
-from mlora.objectives.cross_entropy import chunk_rows
+from mlora.objectives.token_losses import chunk_rows
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import elements
 from mlora.optim.registry import optimizer_kind

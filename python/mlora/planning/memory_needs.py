@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mlora.data.record import sequence_lengths
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
 
@@ -67,15 +68,15 @@ def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[
         Those of the largest of its micro-batches; of a task with very many, those of its longest samples,
         which none exceeds. An evaluation may be cut, but not into less than a sample.
     """
-    longest = sorted((len(sample.input_ids) for sample in task.data.samples), reverse=True)
+    samples = sorted(task.data.samples, key=lambda sample: -sample.rows)
     count = task.plan.batch_size
     if task.plan.shuffle:
-        count = min(count, len(longest))
-    found = [(longest * -(-count // len(longest)))[:count]]
+        count = min(count, len(samples))
+    found = [sequence_lengths((samples * -(-count // len(samples)))[:count])]
     batches = task.total_steps * task.plan.accumulation
-    if batches <= MOST_LOOKED_AT and longest[0] != longest[-1]:
+    if batches <= MOST_LOOKED_AT and samples[0].rows != samples[-1].rows:
         every = [task.lengths_of(batch) for batch in range(batches)]
         found = [max(every, key=sum), max(every, key=lambda own: sum(length * length for length in own))]
     if task.eval_data is not None:
-        found.append([max(len(sample.input_ids) for sample in task.eval_data.samples)])
+        found.append(sequence_lengths([max(task.eval_data.samples, key=lambda sample: sample.rows)]))
     return max(found, key=size)

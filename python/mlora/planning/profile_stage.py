@@ -20,7 +20,7 @@ from mlora.model.attention import PackedSequences
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton
-from mlora.objectives.cross_entropy import chunked_losses, plain_losses
+from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
 
@@ -150,15 +150,16 @@ class _Profile:
         base, count = self.base, self._count
         targets = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
         span = Span(1, 2, count, count + 1)
+        owners = Owners([self._rows], [1.0])
 
         def loss() -> Tensor:
             hidden = self._run(span, self._states()).detach().requires_grad_()
             head = base.frozen_head()
             if head is None:
-                total, _ = plain_losses(base.logits(hidden), targets, [self._rows], [1.0])
+                total = plain_losses(base.logits(hidden), targets, owners).total
             else:
                 every = torch.arange(self._rows, device=self._device)
-                total, _ = chunked_losses(hidden, head, every, targets, [self._rows], [1.0])
+                total = chunked_losses(hidden, head, every, targets, owners).total
             return total
 
         seconds, activations = self._measure(loss, lambda total: total.backward())

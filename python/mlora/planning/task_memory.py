@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mlora.config.run_config import RunConfig
+from mlora.data.record import sequence_lengths
 from mlora.engine.stage_group import StageOptions, count_blocks, spans_of
 from mlora.memory.estimate import DryRun, Phases
 from mlora.planning.dry_run import DryStage, States
@@ -80,7 +81,7 @@ class TaskMemory:
         self._states[task.name] = [stage.states(lora, task.optim) for stage in self._stages]
         self._loras[task.name] = lora
         samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
-        self._longest[task.name] = max(len(sample.input_ids) for sample in samples)
+        self._longest[task.name] = max(sequence_lengths(samples))
 
     def knows(self, name: str) -> bool:
         """Say whether `know` was told of a task.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from mlora.data.dataset import Sample
+from mlora.data.record import Sample, sequence_lengths
+from mlora.engine.adapter_state import BatchResult
 from mlora.model.generation import GenerationRequest, complete, end_token, text_of
 from mlora.tasks.task import Task
 
@@ -26,12 +27,14 @@ class EvalLoss:
     """Held-out loss.
 
     Args:
-        loss: mean over the trained tokens of the evaluation set.
-        tokens: their number.
+        loss: the objective's, over its units: the trained tokens of the evaluation set for cross-entropy.
+        tokens: trained tokens of the evaluation set.
+        metrics: the objective's own.
     """
 
     loss: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -56,14 +59,15 @@ def evaluate_losses(
     Returns:
         By task name.
     """
-    sums = {task.name: 0.0 for task in tasks}
-    counts = {task.name: 0 for task in tasks}
+    sums = {task.name: BatchResult(0.0, 0, True) for task in tasks}
     batches = (part for batch in _batches(tasks) for part in _parts(batch, fits))
     for results in engine.evaluate_each(batches):
         for name, result in results.items():
-            sums[name] += result.loss_sum
-            counts[name] += result.tokens
-    return {name: EvalLoss(sums[name] / counts[name], counts[name]) for name in sums}
+            sums[name] = sums[name].plus(result)
+    return {
+        name: EvalLoss(found.loss_sum / found.units, found.tokens, found.mean_metrics())
+        for name, found in sums.items()
+    }
 
 
 def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample]]]:
@@ -86,7 +90,7 @@ def _parts(
 ) -> Iterator[Mapping[str | None, Sequence[Sample]]]:
     """A batch in as few parts as memory holds, halved again and again; a single sample is not cut."""
     rows = [(name, sample) for name, samples in batch.items() for sample in samples]
-    lengths = {str(name): [len(sample.input_ids) for sample in samples] for name, samples in batch.items()}
+    lengths = {str(name): sequence_lengths(samples) for name, samples in batch.items()}
     if len(rows) < 2 or fits(lengths):
         yield batch
         return

@@ -253,6 +253,9 @@ class TrainingLoop:
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
+        progress.open_units += result.units
+        for name, total in result.metrics.items():
+            progress.open_metrics[name] = progress.open_metrics.get(name, 0.0) + total
         complete = task.plan.ends_step(progress.batches)
         progress.batches += 1
         return complete and self._step(task)
@@ -266,7 +269,7 @@ class TrainingLoop:
         now = time.monotonic()
         seconds, self._last_step[task.name] = now - self._last_step[task.name], now
         progress.step += 1
-        progress.loss = progress.open_loss / progress.open_tokens
+        progress.loss = progress.open_loss / progress.open_units
         progress.tokens += progress.open_tokens
         progress.seconds += seconds
         record: dict[str, Any] = {
@@ -279,9 +282,11 @@ class TrainingLoop:
             "seconds": seconds,
             "peak_memory_bytes": self._engine.peak_memory,
         }
+        record |= {name: total / progress.open_units for name, total in progress.open_metrics.items()}
         if result.skipped:
             record["skipped"] = True
-        progress.open_loss, progress.open_tokens = 0.0, 0
+        progress.open_loss, progress.open_tokens, progress.open_units = 0.0, 0, 0
+        progress.open_metrics = {}
         self._metrics.write(**record)
         self._reporter.step(task, record)
         return True
@@ -308,6 +313,7 @@ class TrainingLoop:
                 entry["eval_exact_match"] = exact[task.name]
             task.progress.evaluations.append(entry)
             record = {"adapter": task.name, **entry, "eval_tokens": losses[task.name].tokens}
+            record |= {f"eval_{name}": value for name, value in losses[task.name].metrics.items()}
             rule = task.config.best_rule
             if rule is not None and self._best.evaluated(task, entry):
                 record["best"] = rule.metric

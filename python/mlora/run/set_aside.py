@@ -32,6 +32,7 @@ def create_adapter(engine: Engine, task: Task, group: int) -> None:
         task.name,
         task.lora,
         task.optim,
+        objective=task.config.objective,
         init_from=task.config.init_from,
         seed=task.seed,
         replica=group % engine.replicas,

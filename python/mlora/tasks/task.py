@@ -12,6 +12,7 @@ from mlora.config.dataset_config import DatasetConfig
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.data.dataset import Dataset, load_dataset
+from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
@@ -36,8 +37,10 @@ class Progress:
         message: why it was stopped, or that it stopped early.
         batches: micro-batches taken.
         step: optimizer steps made.
-        open_loss: sum of losses over the trained tokens of the accumulation under way.
-        open_tokens: their number.
+        open_loss: sum of losses of the accumulation under way.
+        open_tokens: its trained tokens.
+        open_units: what divides its loss.
+        open_metrics: sums of the objective's metrics.
         tokens: trained tokens so far.
         loss: mean loss of the last step.
         seconds: wall time in training so far.
@@ -53,6 +56,8 @@ class Progress:
     step: int = 0
     open_loss: float = 0.0
     open_tokens: int = 0
+    open_units: int = 0
+    open_metrics: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     loss: float | None = None
     seconds: float = 0.0
@@ -126,14 +131,15 @@ class Task:
         Args:
             batch: how many came before.
         """
-        return [len(self.data.samples[row].input_ids) for row in self.plan.batch(batch)]
+        return sequence_lengths(self.data.samples[row] for row in self.plan.batch(batch))
 
     @cached_property
     def usual_lengths(self) -> list[int]:
         """Sequence lengths, in rows, of a micro-batch that stands for its data: evenly spaced quantiles."""
-        lengths = sorted(len(sample.input_ids) for sample in self.data.samples)
-        batch = min(self.plan.batch_size, len(lengths)) if self.plan.shuffle else self.plan.batch_size
-        return [lengths[(2 * place + 1) * len(lengths) // (2 * batch)] for place in range(batch)]
+        samples = sorted(self.data.samples, key=lambda sample: sample.rows)
+        batch = min(self.plan.batch_size, len(samples)) if self.plan.shuffle else self.plan.batch_size
+        places = ((2 * place + 1) * len(samples) // (2 * batch) for place in range(batch))
+        return sequence_lengths(samples[place] for place in places)
 
     @property
     def name(self) -> str:

@@ -214,7 +214,7 @@ def test_adapters_join_and_leave_while_others_train() -> None:
     engine.forward_backward({"b": batch, "a": batch})
     engine.remove_adapter("b")
     expected = 2 * sum(sample.trained_tokens for sample in batch)
-    assert engine._states["a"].tokens == expected
+    assert engine._states["a"].units == expected
     assert engine.optim_step("a").finite
     assert engine.adapters == ["a"]
 

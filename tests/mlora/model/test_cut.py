@@ -12,7 +12,7 @@ from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_model import BaseModel
 from mlora.model.cut import Span, cut_model
 from mlora.model.load import load_base
-from mlora.objectives.cross_entropy import chunked_losses
+from mlora.objectives.token_losses import Owners, chunked_losses
 from peft import LoraConfig
 from tiny_models import VOCABULARY, make, samples
 from transformers import (
@@ -78,9 +78,8 @@ def run(stages: list[BaseModel], batch: PackedBatch) -> tuple[torch.Tensor, torc
     head = stages[-1].frozen_head()
     assert head is not None
     counts = [batch.tokens[name] for name in batch.names]
-    total, _ = chunked_losses(
-        ends[-1][1], head, batch.rows.long(), batch.targets.long(), counts, [1.0] * len(counts)
-    )
+    owners = Owners(counts, [1.0] * len(counts))
+    total = chunked_losses(ends[-1][1], head, batch.rows.long(), batch.targets.long(), owners).total
     gradient = None
     for base, (given, output) in reversed(list(zip(stages, ends, strict=True))):
         with base.packed():

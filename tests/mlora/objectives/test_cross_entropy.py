@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
-import mlora.objectives.cross_entropy
+import mlora.objectives.token_losses
 import pytest
 import torch
 import torch.nn.functional as F
-from mlora.objectives.cross_entropy import Head, LogitRule, chunked_losses, plain_losses
+from mlora.objectives.head import Head, LogitRule
+from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from tolerances import assert_as_exact
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,10 +19,8 @@ RULES = [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=3.0), LogitRule(s
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlora.objectives.cross_entropy, "_SMALLEST_CHUNK", 16)
-    monkeypatch.setattr(
-        mlora.objectives.cross_entropy, "_CHUNK_ELEMENTS", {"cpu": 16 * 301, "cuda": 16 * 301}
-    )
+    monkeypatch.setattr(mlora.objectives.token_losses, "_SMALLEST_CHUNK", 16)
+    monkeypatch.setattr(mlora.objectives.token_losses, "_CHUNK_ELEMENTS", {"cpu": 16 * 301, "cuda": 16 * 301})
 
 
 def case(dtype: torch.dtype, rule: LogitRule, bias: bool = True) -> tuple[torch.Tensor, Head, torch.Tensor]:
@@ -56,29 +55,39 @@ def test_values_and_gradients(dtype: torch.dtype, rule: LogitRule) -> None:
     hidden, head, rows = case(dtype, rule)
     targets = torch.randint(301, (len(rows),))
     scales = [1.0, 1.0, 8.0, 0.5]
-    total, sums = chunked_losses(hidden, head, rows, targets, COUNTS, scales)
+    found = chunked_losses(hidden, head, rows, targets, Owners(COUNTS, scales))
+    total, sums = found.total, found.sums
     total.backward()
     exact_losses, exact_grad = whole(hidden, head, rows, targets, scales, wide=True)
     plain_losses, plain_grad = whole(hidden, head, rows, targets, scales, wide=False)
     assert_as_exact(hidden.grad, plain_grad, exact_grad, "gradient")
     # every row its own owner: the policy is about many numbers, and there are only four sums
     each = [1] * len(rows)
-    _, losses = chunked_losses(hidden.detach(), head, rows, targets, each, [1.0] * len(rows))
+    owners = Owners(each, [1.0] * len(rows))
+    losses = chunked_losses(hidden.detach(), head, rows, targets, owners).sums
     assert_as_exact(losses, plain_losses, exact_losses, "losses")
     torch.testing.assert_close(sums, torch.stack([part.sum() for part in losses.split(COUNTS)]))
+
+
+def summed(hidden: torch.Tensor, head: Head, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sums of all owners, after a backward pass."""
+    found = chunked_losses(hidden, head, rows, targets, Owners(COUNTS, [1.0] * 4))
+    found.total.backward()
+    return found.sums
 
 
 def test_plain_losses_are_the_same() -> None:
     hidden, head, rows = case(torch.float32, LogitRule())
     targets = torch.randint(301, (len(rows),))
     scales = [2.0, 1.0, 1.0, 0.5]
-    total, sums = chunked_losses(hidden, head, rows, targets, COUNTS, scales)
+    found = chunked_losses(hidden, head, rows, targets, Owners(COUNTS, scales))
+    total, sums = found.total, found.sums
     total.backward()
     chunked, hidden.grad = hidden.grad, None
     logits = F.linear(hidden.index_select(0, rows), head.frozen.dense(), head.bias)
-    plain_total, plain_sums = plain_losses(logits, targets, COUNTS, scales)
-    plain_total.backward()
-    torch.testing.assert_close(sums, plain_sums, rtol=1e-6, atol=1e-6)
+    plain = plain_losses(logits, targets, Owners(COUNTS, scales))
+    plain.total.backward()
+    torch.testing.assert_close(sums, plain.sums, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(chunked, hidden.grad, rtol=1e-5, atol=1e-5)
 
 
@@ -86,14 +95,12 @@ def test_rows_that_are_not_finite_stay_alone() -> None:
     """The sums and gradients of the other owners keep their bits."""
     hidden, head, rows = case(torch.float32, LogitRule())
     targets = torch.randint(301, (len(rows),))
-    total, sums = chunked_losses(hidden, head, rows, targets, COUNTS, [1.0] * 4)
-    total.backward()
+    sums = summed(hidden, head, rows, targets)
     spoiled = hidden.detach().clone()
     bad = rows[5]
     spoiled[bad] = float("nan")
     spoiled.requires_grad_()
-    spoiled_total, spoiled_sums = chunked_losses(spoiled, head, rows, targets, COUNTS, [1.0] * 4)
-    spoiled_total.backward()
+    spoiled_sums = summed(spoiled, head, rows, targets)
     assert not spoiled_sums[0].isfinite()
     assert torch.equal(spoiled_sums[1:], sums[1:])
     others = torch.arange(160) != bad
@@ -116,8 +123,7 @@ def test_whole_logits_are_never_held() -> None:
     hidden, head, rows = case(torch.float32, LogitRule())
     targets = torch.randint(301, (len(rows),))
     with _LargestResult() as seen:
-        total, _ = chunked_losses(hidden, head, rows, targets, COUNTS, [1.0] * 4)
-        total.backward()
+        summed(hidden, head, rows, targets)
     assert seen.largest <= max(16 * 301, hidden.numel(), head.frozen.dense().numel())
     assert seen.largest < len(rows) * 301 / 4
 
@@ -125,11 +131,12 @@ def test_whole_logits_are_never_held() -> None:
 def test_no_gradient_without_grad_mode() -> None:
     hidden, head, rows = case(torch.float32, LogitRule())
     targets = torch.randint(301, (len(rows),))
-    _, expected = chunked_losses(hidden, head, rows, targets, COUNTS, [1.0] * 4)
+    owners = Owners(COUNTS, [1.0] * 4)
+    expected = chunked_losses(hidden, head, rows, targets, owners).sums
     with torch.no_grad():
-        total, sums = chunked_losses(hidden, head, rows, targets, COUNTS, [1.0] * 4)
-    assert not total.requires_grad
-    assert torch.equal(sums, expected)
+        found = chunked_losses(hidden, head, rows, targets, owners)
+    assert not found.total.requires_grad
+    assert torch.equal(found.sums, expected)
 
 
 def test_rule_of_a_config() -> None:

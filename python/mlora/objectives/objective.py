@@ -1,0 +1,65 @@
+"""What an adapter is trained for. A new objective is a class in one file: see `Objective`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossOfOwner:
+    """What an objective makes of one adapter's rows of a micro-batch.
+
+    Attributes:
+        loss: `[]`, a sum over units; differentiable in the log-probabilities.
+        metrics: sums over units, by the names that stand in ``metrics.jsonl``.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Objective(ABC):
+    """A loss on log-probabilities of tokens.
+
+    The trained tokens of an adapter's samples become rows of the micro-batch. The last stage computes the
+    log-probability of each, with bounded memory, and asks the objective for the loss. Gradients are divided
+    by the units of the whole accumulated batch. A sample may have several sequences, as a preference pair
+    has.
+
+    `mlora.objectives.registry.register_objective` gives a class a name.
+
+    Attributes:
+        one_pass: whether the loss is minus the sum of the log-probabilities, which needs one pass over the
+            head; others need two.
+
+    Example:
+        >>> class Focal(Objective):
+        ...     def loss(self, log_p, lengths):
+        ...         return LossOfOwner(-((1 - log_p.exp()) ** 2 * log_p).sum())
+        >>> register_objective("focal", Focal)
+    """
+
+    one_pass = False
+
+    def units(self, samples: Sequence[Any], trained: int) -> int:
+        """Returns what divides the loss of these samples.
+
+        Args:
+            samples: of one adapter in a micro-batch.
+            trained: their trained tokens; the default.
+        """
+        return trained
+
+    @abstractmethod
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
+        """Computes the loss of one adapter's rows.
+
+        Args:
+            log_p: `[M]` fp32, the log-probability of each trained token, sequence after sequence.
+            lengths: trained tokens of each sequence; sums to M.
+        """

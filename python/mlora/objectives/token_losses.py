@@ -1,0 +1,195 @@
+"""Log-probabilities of trained tokens in row chunks, and the losses on them: whole logits are never held.
+
+Shapes: T packed rows, M of them trained, D hidden size, V vocabulary, N owners of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mlora.objectives.head import Head
+from mlora.objectives.objective import Objective
+
+# Logits of a chunk. On a CPU they should stay in its cache; a GPU needs enough rows for each pass over the
+# head's weight to be worth it.
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+_SMALLEST_CHUNK = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """Whose the trained rows are.
+
+    Attributes:
+        counts: trained rows of each owner; sums to M.
+        scales: factor of each owner's gradient (a loss scaler's), not of what is reported.
+        objectives: of each owner; None: cross-entropy for all.
+        lengths: trained rows of each sequence of each owner; only read where there are objectives.
+    """
+
+    counts: Sequence[int]
+    scales: Sequence[float]
+    objectives: Sequence[Objective] | None = None
+    lengths: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLosses:
+    """The losses of a micro-batch.
+
+    Attributes:
+        total: the scalar to differentiate.
+        sums: `[N]` fp64, the loss of each owner.
+        metrics: of each owner, where there are objectives.
+    """
+
+    total: Tensor
+    sums: Tensor
+    metrics: Sequence[dict[str, float]] = field(default_factory=list)
+
+
+def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
+    """Losses of a frozen head's logits, with the gradient computed in the same pass.
+
+    Cross-entropy: `loss_i = Σ_t logsumexp(z_t) - z_t[target_t]` over the trained rows t of owner i, in one
+    pass. Another objective sees the log-probabilities of a first pass; the gradient of its loss in them
+    weighs the rows of the second. Softmax in fp32. Only trained rows meet the head. A row that is not finite
+    spoils only its owner's sum and its own gradient.
+
+    Args:
+        hidden: `[T, D]` the head's input.
+        head: frozen.
+        rows: `[M]` trained rows, each owner's together, owners in order.
+        targets: `[M]` the token to predict from each.
+        owners: of the trained rows.
+    """
+    needs_grad = torch.is_grad_enabled() and hidden.requires_grad
+    if owners.objectives is None or all(objective.one_pass for objective in owners.objectives):
+        scales = _scales_of_rows(owners, hidden.device)
+        losses, total = _ChunkedLosses.apply(hidden, head, rows, targets, scales, needs_grad)
+        return TokenLosses(total, sums_by_owner(losses, owners.counts))
+    with torch.no_grad():
+        losses, _ = _ChunkedLosses.apply(hidden, head, rows, targets, None, False)
+    log_p = losses.neg().requires_grad_(needs_grad)
+    with torch.set_grad_enabled(needs_grad):
+        total, sums, metrics = _by_objective(log_p, owners)
+    if needs_grad:
+        (weights,) = torch.autograd.grad(total, log_p)
+        _, total = _ChunkedLosses.apply(hidden, head, rows, targets, weights.neg(), True)
+    return TokenLosses(total, sums, metrics)
+
+
+def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
+    """As `chunked_losses`, by autograd from whole logits `[M, V]`: for a head that is itself trained."""
+    losses = F.cross_entropy(logits.float(), targets, reduction="none")
+    if owners.objectives is not None:
+        return TokenLosses(*_by_objective(-losses, owners))
+    parts = zip(losses.split(list(owners.counts)), owners.scales, strict=True)
+    total = sum(part.sum() * scale for part, scale in parts)
+    assert isinstance(total, Tensor)
+    return TokenLosses(total, sums_by_owner(losses.detach(), owners.counts))
+
+
+def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
+    """The scaled total, each owner's loss, and each owner's metrics."""
+    assert owners.objectives is not None
+    total, sums, metrics = log_p.new_zeros(()), [], []
+    parts = log_p.split(list(owners.counts))
+    for own, lengths, objective, scale in zip(
+        parts, owners.lengths, owners.objectives, owners.scales, strict=True
+    ):
+        found = objective.loss(own, lengths)
+        total = total + found.loss * scale
+        sums.append(found.loss.detach().double())
+        metrics.append({name: float(value) for name, value in found.metrics.items()})
+    return total, torch.stack(sums), metrics
+
+
+def _scales_of_rows(owners: Owners, device: torch.device) -> Tensor | None:
+    """`[M]` fp32, or None where all are 1."""
+    if all(scale == 1.0 for scale in owners.scales):
+        return None
+    factors = torch.tensor(owners.scales, dtype=torch.float32, device=device)
+    counts = torch.tensor(owners.counts, device=device)
+    return factors.repeat_interleave(counts, output_size=sum(owners.counts))
+
+
+def sums_by_owner(losses: Tensor, counts: Sequence[int]) -> Tensor:
+    """`[N]` fp64 sums of runs of `losses [M]`; each sum depends on its own run only."""
+    lengths = torch.tensor(counts, dtype=torch.int64, device=losses.device)
+    return torch.segment_reduce(losses.double(), "sum", lengths=lengths, initial=0.0)
+
+
+def chunk_rows(device: torch.device, vocabulary: int) -> int:
+    """Rows whose logits `chunked_losses` holds at once: its workspace grows up to so many trained rows."""
+    elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
+    return max(_SMALLEST_CHUNK, elements // vocabulary)
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor,
+        targets: Tensor,
+        row_scales: Tensor | None,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        losses = torch.empty(rows.shape[0], dtype=torch.float32, device=hidden.device)
+        gradient = torch.zeros_like(hidden) if needs_grad else None
+        size = chunk_rows(hidden.device, head.frozen.shape[0])
+        for begin in range(0, rows.shape[0], size):
+            part = slice(begin, begin + size)
+            scales = None if row_scales is None else row_scales[part]
+            picked = hidden.index_select(0, rows[part])
+            losses[part], d_picked = _chunk(picked, head, targets[part], scales, needs_grad)
+            if gradient is not None:
+                gradient.index_copy_(0, rows[part], d_picked)
+        ctx.gradient = gradient
+        ctx.mark_non_differentiable(losses)
+        return losses, losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # Freed here: a second backward through the same micro-batch has no meaning.
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(upstream.to(gradient.dtype)), None, None, None, None, None
+
+
+def _chunk(
+    hidden: Tensor, head: Head, targets: Tensor, scales: Tensor | None, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk of rows and their gradient in `hidden`; works in place on one chunk of logits."""
+    rule = head.rule
+    logits = head.frozen.matmul(hidden, head.bias).float()
+    if rule.scale != 1.0:
+        logits.mul_(rule.scale)
+    slope = None
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_()
+        slope = 1.0 - logits.square() if needs_grad else None
+        logits.mul_(rule.softcap)
+    log_p = torch.log_softmax(logits, dim=-1)
+    column = targets.unsqueeze(1)
+    losses = -log_p.gather(1, column).squeeze(1)
+    if not needs_grad:
+        return losses, losses
+    d_logits = log_p.exp_()
+    d_logits.scatter_add_(1, column, torch.full_like(column, -1.0, dtype=torch.float32))
+    if slope is not None:
+        d_logits.mul_(slope)
+    if rule.scale != 1.0:
+        d_logits.mul_(rule.scale)
+    if scales is not None:
+        d_logits.mul_(scales.unsqueeze(1))
+    return losses, head.frozen.matmul_dx(d_logits.to(hidden.dtype))
