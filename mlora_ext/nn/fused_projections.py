@@ -89,6 +89,7 @@ class FusedProjections:
             return False
         return all(
             other.group is layer.group
+            and other.plain_kinds
             and other.training == layer.training
             and other.frozen.dtype == x.dtype
             and other.lora_A.dtype in (x.dtype, torch.float32)

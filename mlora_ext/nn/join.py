@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from ..adapters.lora_config import check_config, check_name, init_kind
+from ..adapters.kind import LayerSpec
+from ..adapters.lora_config import check_name
+from ..adapters.registry import adapter_kind, kind_for
 from ..ops.functional import scaling_dtype
 from .fused_projections import FusedProjections
 from .interop import transformers_facts
 from .linear import MultiLoRALinear
-from .routing.route import LayerGroup, LayerSpec
+from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, Router, router_of
 from .targets import (
     adapter_dtype,
@@ -78,8 +78,8 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     router = router_of(model)
     router.check_names("name", [name])
     for layer in adapter_layers(model, name).values():
-        layer.lora_A.remove(name)
-        layer.lora_B.remove(name)
+        for parameter in layer.parameters_of(name):
+            layer._modules[parameter].remove(name)  # type: ignore[union-attr, operator]
         del layer.specs[name]
     del router.adapters[name]
     router.default = None if router.default == name else router.default
@@ -100,7 +100,7 @@ def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
 def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
     """The layers of an adapter-to-be, after all that can be refused has been."""
     check_name(name)
-    check_config(name, config)
+    kind_for(name, config).check(name, config)
     return target_layers(model, name, config)
 
 
@@ -180,33 +180,14 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         layer = model.get_submodule(key)
         assert isinstance(layer, MultiLoRALinear)
         layer.specs[name] = spec
-        a = layer.lora_A.add(name, spec.rank)
-        b = layer.lora_B.add(name, spec.rank)
-        for parameter in (a, b):
+        kind = adapter_kind(spec.kind)
+        parts = kind.parameters(spec.rank, layer.in_features, layer.out_features)
+        own = {part: layer.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
+        for parameter in own.values():
             parameter.requires_grad_(not config.inference_mode)
-        _initialise(a, b, init_kind(config), spec.rank, named_seed(seed, name, key))
+        if not any(parameter.is_meta for parameter in own.values()):  # else the layer is another process's
+            kind.initialise(own, config, spec, named_seed(seed, name, key), layer.frozen)
     router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
-
-
-def _initialise(a: nn.Parameter, b: nn.Parameter, how: Any, rank: int, seed: int) -> None:
-    """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype.
-
-    On the meta device there is nothing to draw: the layer is another process's.
-    """
-    if a.is_meta:
-        return
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
-    if how == "gaussian":
-        nn.init.normal_(values, std=1 / rank, generator=generator)
-    else:
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-    with torch.no_grad():
-        a.copy_(values)
-        if how is False:
-            bound = 1 / math.sqrt(rank)
-            values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
-            b.copy_(values.uniform_(-bound, bound, generator=generator))
 
 
 def named_seed(seed: int, *parts: str) -> int:
@@ -221,7 +202,8 @@ def regroup(model: nn.Module) -> None:
     groups: dict[Any, LayerGroup] = {}
     layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
     for module in layers.values():
-        names = tuple(name for name in router.adapters if name in module.lora_A)
+        names = tuple(name for name in router.adapters if name in module.specs)
+        module.plain_kinds = all(adapter_kind(module.specs[name].kind).is_plain for name in names)
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
         key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..adapters.kind import LayerSpec, ParameterSpec
+from ..adapters.registry import adapter_kind
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
-from .routing.route import LayerGroup, LayerSpec, RouteTensors, SharedInput
+from .routing.route import LayerGroup, RouteTensors, SharedInput
 from .routing.router import Router
 
 
@@ -59,6 +61,7 @@ class MultiLoRALinear(nn.Module):
         self.specs: dict[str, LayerSpec] = {}
         self.eager_dims: set[int] = set()
         self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
+        self.plain_kinds = True
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
@@ -72,6 +75,20 @@ class MultiLoRALinear(nn.Module):
             # `to_empty` has left it undefined, and no state dict restores it.
             self.layer.fill_(self.index)
         return self
+
+    def bank(self, name: str, spec: ParameterSpec) -> AdapterBank:
+        """Returns the bank of Parameters of a name, made if there is none."""
+        if name not in self._modules:
+            place: dict[str, Any] = {"device": self.frozen.device, "dtype": self.lora_A.dtype}
+            self.add_module(name, AdapterBank(spec.width, transposed=spec.transposed, **place))
+        bank = self._modules[name]
+        assert isinstance(bank, AdapterBank)
+        return bank
+
+    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+        """Returns an adapter's Parameters in this layer, by their names."""
+        names = adapter_kind(self.specs[name].kind).parameter_names
+        return {key: self._modules[key].parameter_of(name) for key in names}  # type: ignore[union-attr, operator]
 
     @property
     def scaling(self) -> dict[str, float]:
@@ -126,12 +143,18 @@ class MultiLoRALinear(nn.Module):
         if not active.names:
             return frozen_linear(x, self.frozen, self.bias)
         drops = self.training and active.dropout_p is not None
-        return lora_linear_rows(
+        if self.plain_kinds:
+            lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in active.names]
+            lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in active.names]
+            scales = None
+        else:
+            lora_a, lora_b, scales = self._made_of(active.names)
+        y = lora_linear_rows(
             x,
             self.frozen,
-            self.bias,
-            [self.lora_A.parameter_of(name) for name in active.names],
-            [self.lora_B.parameter_of(name) for name in active.names],
+            self.bias if scales is None else None,
+            lora_a,
+            lora_b,
             active.segments,
             active.scaling,
             active.dropout_p if drops else None,
@@ -139,11 +162,26 @@ class MultiLoRALinear(nn.Module):
             self.layer if drops else None,
             self.router.accumulates,
         )
+        if scales is None:
+            return y
+        y = y * scales[active.owners()].view(y.shape)
+        return y if self.bias is None else y + self.bias
+
+    def _made_of(self, names: Sequence[str]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """A and B of adapters of any kinds, and `[N + 1, O]`, factors on their rows' outputs; the last one is
+        that of rows without an adapter."""
+        kinds = [adapter_kind(self.specs[name].kind) for name in names]
+        owns = [self.parameters_of(name) for name in names]
+        factors = [kind.factors(own) for kind, own in zip(kinds, owns, strict=True)]
+        found = [kind.output_scale(own, self.frozen) for kind, own in zip(kinds, owns, strict=True)]
+        scales = None
+        if any(scale is not None for scale in found):
+            one = torch.ones(self.out_features, dtype=self.frozen.dtype, device=self.frozen.device)
+            scales = torch.stack([*(one if s is None else s.to(one.dtype) for s in found), one])
+        return [a for a, _ in factors], [b for _, b in factors], scales
 
     def extra_repr(self) -> str:
-        adapters = ", ".join(
-            f"{name}: r={self.lora_A.parameter_of(name).shape[0]}" for name in self.lora_A.names()
-        )
+        adapters = ", ".join(f"{name}: r={spec.rank}" for name, spec in self.specs.items())
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, adapters=({adapters})"

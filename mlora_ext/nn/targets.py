@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..adapters.kind import LayerSpec
+from ..adapters.registry import kind_for, parameter_names
 from .linear import MultiLoRALinear
-from .routing.route import LayerSpec
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -69,13 +70,13 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
     Raises:
         ValueError: if nothing matches, or a match is not a linear layer.
     """
-    resolved = _resolve(model, name, config)
+    resolved, kind = _resolve(model, name, config), kind_for(name, config).name
     layers = {}
     for key, module in model.named_modules():
         if not key or _inside_layer(model, key) or not matches(resolved, key):
             continue
         _check_target(model, name, resolved, key, module)
-        layers[key] = _layer_spec(resolved, key)
+        layers[key] = _layer_spec(resolved, key, kind)
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
     return layers
@@ -211,14 +212,14 @@ def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
     }
 
 
-def _layer_spec(config: LoraConfig, key: str) -> LayerSpec:
+def _layer_spec(config: LoraConfig, key: str, kind: str) -> LayerSpec:
     from peft.utils.other import get_pattern_key
 
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     rank = ranks.get(get_pattern_key(list(ranks), key), config.r)
     alpha = alphas.get(get_pattern_key(list(alphas), key), config.lora_alpha)
     scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-    return LayerSpec(rank, scaling, config.lora_dropout)
+    return LayerSpec(rank, scaling, config.lora_dropout, kind)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -228,7 +229,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _inside_layer(model: nn.Module, key: str) -> bool:
     """Whether the module is a part of a converted layer: a bank, or an adapter's slot in it."""
-    return ".lora_A" in key or ".lora_B" in key
+    return any(f".{name}" in key for name in parameter_names())
 
 
 def _linear_names(model: nn.Module) -> list[str]:

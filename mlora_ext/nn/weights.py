@@ -7,9 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ..adapters.kind import LayerSpec
+from ..adapters.registry import adapter_kind
 from .linear import MultiLoRALinear
 from .routing.router import router_of
 from .targets import features
+
+LayerWeights = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors by layer name and name of the Parameter, as `lora_A`."""
 
 
 def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
@@ -17,7 +22,7 @@ def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
     return {
         key: module
         for key, module in model.named_modules()
-        if isinstance(module, MultiLoRALinear) and name in module.lora_A
+        if isinstance(module, MultiLoRALinear) and name in module.specs
     }
 
 
@@ -44,51 +49,59 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """
     router_of(model).check_names("name", [name])
     return {
-        f"{key}.{bank}.{name}.weight": getattr(layer, bank).parameter_of(name)
+        f"{key}.{part}.{name}.weight": parameter
         for key, layer in adapter_layers(model, name).items()
-        for bank in ("lora_A", "lora_B")
+        for part, parameter in layer.parameters_of(name).items()
     }
 
 
-def write_weights(
-    model: nn.Module, name: str, layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    """Copy `(A [r, d_in], B [d_out, r])` by layer name into an adapter, after checking all of them.
+def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
+    """Copies weights into an adapter, after checking all of them.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+        layers: by layer name and name of the Parameter.
 
     Raises:
         ValueError: naming the first layer that is missing, unknown or of another shape.
     """
     mine = adapter_layers(model, name)
-    ranks = {key: layer.lora_A.parameter_of(name).shape[0] for key, layer in mine.items()}
-    check_weights(model, name, ranks, layers)
+    check_weights(model, name, {key: layer.specs[name] for key, layer in mine.items()}, layers)
     with torch.no_grad():
-        for key, (a, b) in layers.items():
-            mine[key].lora_A.parameter_of(name).copy_(a)
-            mine[key].lora_B.parameter_of(name).copy_(b)
+        for key, tensors in layers.items():
+            for part, parameter in mine[key].parameters_of(name).items():
+                parameter.copy_(tensors[part])
 
 
-def check_weights(
-    model: nn.Module,
-    name: str,
-    ranks: Mapping[str, int],
-    layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    """Compare weights `(A, B)` by layer name with an adapter of these ranks, before anything is changed.
+def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> None:
+    """Compares weights with an adapter of these specs, before anything is changed.
+
+    Args:
+        model: converted or not.
+        name: of the adapter, for messages.
+        specs: by layer name.
+        layers: by layer name and name of the Parameter.
 
     Raises:
         ValueError: naming the first layer that is missing, unknown or of another shape.
     """
-    for key in [*ranks, *layers]:
-        if key not in layers or key not in ranks:
+    for key in [*specs, *layers]:
+        if key not in layers or key not in specs:
             side = "the weights to load" if key not in layers else "the model's adapter"
             raise ValueError(
                 f"adapter {name!r}: layer {key} is missing in {side}; is it an adapter of another base?"
             )
-        d_in, d_out = features(model.get_submodule(key))
-        expected = {"lora_A": [ranks[key], d_in], "lora_B": [d_out, ranks[key]]}
-        for (bank, shape), tensor in zip(expected.items(), layers[key], strict=True):
-            if list(tensor.shape) != shape:
+        kind = adapter_kind(specs[key].kind)
+        expected = kind.parameters(specs[key].rank, *features(model.get_submodule(key)))
+        if expected.keys() != layers[key].keys():
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"
+            )
+        for part, spec in expected.items():
+            shape = list(layers[key][part].shape)
+            if shape != list(spec.shape):
                 raise ValueError(
-                    f"adapter {name!r}: layer {key}.{bank}: expected shape {shape}, "
-                    f"got {list(tensor.shape)}; is it an adapter of another base or rank?"
+                    f"adapter {name!r}: layer {key}.{part}: expected shape {list(spec.shape)}, "
+                    f"got {shape}; is it an adapter of another base or rank?"
                 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...adapters.registry import adapter_kind
 from .. import batch_statistics, checkpointing, forward
 from ..control import one_adapter
 from ..linear import MultiLoRALinear
@@ -85,6 +86,7 @@ def merge_and_unload(
 
     name = one_adapter(model, adapter_name)
     layers = adapter_layers(model, name)
+    _refuse_other_kinds(name, layers)
     _refuse_tied(model, layers)
     config = adapter_config(model, name)
     config.init_lora_weights = True
@@ -98,6 +100,14 @@ def merge_and_unload(
             getattr(theirs, bank)[name].weight = nn.Parameter(values, requires_grad=False)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     return merged
+
+
+def _refuse_other_kinds(name: str, layers: dict[str, MultiLoRALinear]) -> None:
+    for key, layer in layers.items():
+        if not adapter_kind(layer.specs[name].kind).is_plain:
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: cannot be merged here; save it and merge it with PEFT"
+            )
 
 
 def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:

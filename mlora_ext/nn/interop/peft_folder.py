@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...adapters.kind import LayerSpec
+from ...adapters.registry import adapter_kind, parameter_names
 from ..join import add_adapter, plan_adapter
-from ..routing.route import LayerSpec
 from ..routing.router import router_of
 from ..targets import portable_targets
 from ..weights import adapter_layers, check_weights, write_weights
@@ -95,20 +96,24 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
     """
     state = {}
     for key, layer in adapter_layers(model, name).items():
-        for bank in ("lora_A", "lora_B"):
-            parameter = getattr(layer, bank).parameter_of(name).detach()
+        for part, parameter in layer.parameters_of(name).items():
             if not parameter.is_meta:
-                state[f"{_PREFIX}{key}.{bank}.weight"] = parameter.to("cpu", copy=True).contiguous()
+                tensor = parameter.detach().to("cpu", copy=True).contiguous()
+                state[_key(key, part, layer.specs[name])] = tensor
     return state
+
+
+def _key(layer: str, parameter: str, spec: LayerSpec) -> str:
+    return f"{_PREFIX}{layer}.{adapter_kind(spec.kind).peft_key(parameter)}"
 
 
 def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """All weights of an adapter, in the model's order."""
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
-        f"{_PREFIX}{key}.{bank}.weight": getattr(layer, bank).parameter_of(name).shape
+        _key(key, part, layer.specs[name]): parameter.shape
         for key, layer in adapter_layers(model, name).items()
-        for bank in ("lora_A", "lora_B")
+        for part, parameter in layer.parameters_of(name).items()
     }
     for key in [*shapes, *given]:
         if key not in given:
@@ -165,9 +170,7 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
     write_weights(model, name, weights)
 
 
-def read_adapter(
-    model: nn.Module, name: str, path: Path
-) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tensor]]]:
+def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, dict[str, dict[str, Tensor]]]:
     """Reads a PEFT folder for a model that has no adapter of this name yet, and checks that it fits.
 
     Args:
@@ -176,7 +179,7 @@ def read_adapter(
         path: the folder.
 
     Returns:
-        Its config, and `(A [r, d_in], B [d_out, r])` by layer name.
+        Its config, and its weights by layer name and name of the Parameter.
 
     Raises:
         ValueError: as `mlora_ext.load_adapter`.
@@ -185,12 +188,12 @@ def read_adapter(
     plan = plan_adapter(model, name, config)
     weights, others = _read_weights(path)
     _check_others(model, path, others)
-    check_weights(model, name, {key: spec.rank for key, spec in plan.items()}, weights)
+    check_weights(model, name, plan, weights)
     return config, weights
 
 
-def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """`(A [r, d_in], B [d_out, r])` by layer name, of a PEFT folder.
+def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, dict[str, Tensor]]:
+    """The weights of a PEFT folder by layer name and name of the Parameter, `lora_A` or `lora_B`.
 
     Raises:
         ValueError: if a file is missing or cannot be read, or a weight is NaN or infinite.
@@ -296,8 +299,8 @@ def _unpickled(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """A and B by layer name, and the folder's other tensors by their keys."""
+def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Weights by layer name and name of the Parameter, and the folder's other tensors by their keys."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -310,20 +313,20 @@ def _read_weights(path: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[st
         state = _unpickled(path / _OLD_WEIGHTS)
     else:
         raise ValueError(f"folder: expected {path} to have {_WEIGHTS} or {_OLD_WEIGHTS}")
-    halves: dict[str, dict[str, Tensor]] = {}
-    others = {}
+    layers: dict[str, dict[str, Tensor]] = {}
+    others, known = {}, parameter_names()
     for key, tensor in state.items():
-        layer, _, bank = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        if bank in ("lora_A", "lora_B") and key.endswith(".weight"):
+        layer, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if part in known:
             if not tensor.float().isfinite().all():
                 raise ValueError(f"folder: {path}: the tensor {key} holds NaN or infinity")
-            halves.setdefault(layer, {})[bank] = tensor
+            layers.setdefault(layer, {})[part] = tensor
         else:
             others[key] = tensor
-    for layer, pair in halves.items():
-        if len(pair) != 2:
-            raise ValueError(f"folder: {path} has only {', '.join(pair)} of layer {layer}")
-    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in halves.items()}, others
+    for layer, parts in layers.items():
+        if len({"lora_A", "lora_B"} & set(parts)) == 1:
+            raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
+    return layers, others
 
 
 def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -55,10 +55,10 @@ class PeftLayers:
             for bank in (layer.lora_A, layer.lora_B):
                 yield from bank.parameters()
 
-    def weights(self, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """An adapter's `(A [r, d_in], B [d_out, r])` by layer name."""
+    def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
+        """An adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name."""
         return {
-            key: (layer.lora_A[name].weight.data, layer.lora_B[name].weight.data)
+            key: {"lora_A": layer.lora_A[name].weight.data, "lora_B": layer.lora_B[name].weight.data}
             for key, layer in self.layers.items()
             if name in layer.lora_A
         }

@@ -53,7 +53,7 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
             configs[name] = with_scaling(base, name, config, layers.scaling(name))
             configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
             plan = plan_adapter(base, name, configs[name])
-            check_weights(base, name, {key: spec.rank for key, spec in plan.items()}, layers.weights(name))
+            check_weights(base, name, plan, layers.weights(name))
         model = convert_model(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
     for name in configs:
         write_weights(model, name, layers.weights(name))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...adapters.registry import parameter_names
 from ..routing.router import router_of
 from ..weights import adapter_parameters
 from .embeddings import resized_embeddings
@@ -22,7 +23,6 @@ from .peft_folder import write_folder
 
 _FILE = "model.safetensors"
 _STEP = "mlora_router.step"
-_BANKS = (".lora_A.", ".lora_B.")
 
 
 def install(model: nn.Module) -> None:
@@ -107,7 +107,7 @@ def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> 
 
 
 def _is_adapters(key: str) -> bool:
-    return any(bank in key for bank in _BANKS)
+    return any(f".{name}." in key for name in parameter_names())
 
 
 def _clear_root(folder: Path) -> None:

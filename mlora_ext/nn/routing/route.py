@@ -19,15 +19,6 @@ BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one adapter is in one layer."""
-
-    rank: int
-    scaling: float
-    dropout: float
-
-
 class RoutedLayer(Protocol):
     """What a route asks of a layer: its name for messages, its group, and its mode."""
 
@@ -64,6 +55,13 @@ class RouteTensors:
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
+
+    def owners(self) -> Tensor:
+        """Returns `[rows]` int64: the place in `names` of each row's adapter, -1 for none."""
+        begins, ends, adapters, _ = self.segments.unbind(1)
+        changes = torch.zeros(self.rows + 1, dtype=torch.int64, device=self.segments.device)
+        changes.index_add_(0, begins, adapters + 1).index_add_(0, ends, -1 - adapters)
+        return changes.cumsum(0)[:-1] - 1
 
 
 @dataclass(eq=False)

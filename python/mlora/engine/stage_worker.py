@@ -142,14 +142,14 @@ class StageWorker(Hooks):
         lora: dict[str, Any],
         optim: dict[str, Any],
         seed: int,
-        weights: Mapping[str, Sequence[Tensor]] | None,
+        weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """What the first stage has created, on another one."""
         from peft import LoraConfig
 
         self.create(name, LoraConfig(**lora), OptimConfig(**optim), None, seed)
         if weights is not None:
-            write_weights(self.base.model, name, {key: (a, b) for key, (a, b) in weights.items()})
+            write_weights(self.base.model, name, weights)
 
     def remove(self, name: str) -> None:
         """Forget an adapter."""

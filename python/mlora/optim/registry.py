@@ -6,19 +6,19 @@ To add an optimizer, write a class as `mlora.optim.optimizer.Optimizer` says, an
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from mlora.optim.optimizer import Optimizer
+Kind = type[Any]
+"""A subclass of `mlora.optim.optimizer.Optimizer`."""
 
-_OPTIMIZERS: dict[str, str | type[Optimizer]] = {
+_OPTIMIZERS: dict[str, str | Kind] = {
     "adamw_torch": "mlora.optim.adamw:AdamW",
     "adamw_torch_fused": "mlora.optim.adamw:FusedAdamW",
     "sgd": "mlora.optim.sgd:Sgd",
 }
 
 
-def register_optimizer(name: str, kind: type[Optimizer]) -> None:
+def register_optimizer(name: str, kind: Kind) -> None:
     """Gives an optimizer a name, which `optim` may then be.
 
     Args:
@@ -38,7 +38,7 @@ def optimizer_names() -> list[str]:
     return list(_OPTIMIZERS)
 
 
-def optimizer_kind(name: str) -> type[Optimizer]:
+def optimizer_kind(name: str) -> Kind:
     """Returns the class of an optimizer.
 
     Raises:

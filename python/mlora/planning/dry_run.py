@@ -29,9 +29,10 @@ from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
+from mlora_ext.adapters.kind import LayerSpec
+from mlora_ext.adapters.registry import adapter_kind
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
-from mlora_ext.nn.routing.route import LayerSpec
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.targets import target_layers
 
@@ -106,13 +107,15 @@ class DryStage:
             ValueError: if the config is not supported or matches nothing.
         """
         specs = self._specs(lora)
-        layers: dict[str, Any] = {name: self._model.get_submodule(name) for name in specs}
-        shapes = [(spec.rank, sum(layers[name].frozen.shape)) for name, spec in specs.items()]
-        pages = [(max(rank, PAGE_ROWS), width) for rank, width in shapes]
+        shapes, pages = [], []
+        for name, spec in specs.items():
+            layer: Any = self._model.get_submodule(name)
+            parts = adapter_kind(spec.kind).parameters(spec.rank, layer.in_features, layer.out_features)
+            shapes += [part.shape for part in parts.values()]
+            pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
         kind = optimizer_kind(optim.optim)
-        return States(
-            4 * elements(pages), 4 * elements(shapes), kind.state_bytes(shapes), kind.step_bytes(shapes)
-        )
+        moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
+        return States(4 * elements(pages), 4 * elements(shapes), moments, update)
 
     def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
         """Equal for sets of adapters under which equal rows take equal memory.

@@ -1,0 +1,55 @@
+"""LoRA (Hu et al., 2021), with rank-stabilised scaling and ranks and alphas by pattern, as PEFT has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .kind import AdapterKind, LayerSpec, ParameterSpec
+from .lora_config import check_config, init_kind
+
+if TYPE_CHECKING:
+    from ..frozen.weight import FrozenWeight
+
+
+class Lora(AdapterKind):
+    """`scaling · drop(x) Aᵀ Bᵀ` with `lora_A [R, D]` and `lora_B [O, R]`."""
+
+    name = "lora"
+    parameter_names: tuple[str, ...] = ("lora_A", "lora_B")
+
+    def serves(self, config: Any) -> bool:
+        """Any `peft.LoraConfig` that no other kind serves; `check` looks at its fields."""
+        from peft import LoraConfig
+
+        return type(config) is LoraConfig
+
+    def check(self, name: str, config: Any) -> None:
+        """Refuses what is not supported; see `AdapterKind.check`."""
+        check_config(name, config)
+
+    def parameters(self, rank: int, d_in: int, d_out: int) -> dict[str, ParameterSpec]:
+        """Returns A and B."""
+        return {"lora_A": ParameterSpec(rank, d_in), "lora_B": ParameterSpec(rank, d_out, transposed=True)}
+
+    def initialise(
+        self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int, frozen: FrozenWeight
+    ) -> None:
+        """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype."""
+        a, b, how = own["lora_A"], own["lora_B"], init_kind(config)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
+        if how == "gaussian":
+            nn.init.normal_(values, std=1 / spec.rank, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        with torch.no_grad():
+            a.copy_(values)
+            if how is False:
+                bound = 1 / math.sqrt(spec.rank)
+                values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
+                b.copy_(values.uniform_(-bound, bound, generator=generator))
