@@ -16,9 +16,10 @@ from typing import Any
 from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
-from scale_model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
 
-RESULTS = Path(__file__).parent / "results"
+from forecast.model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
+
+RESULTS = Path(__file__).parents[1] / "results"
 DEPTHS = {"llama-2-7b": (2, 4, 8, 16, 32), "llama-3-70b": (4, 8, 16, 32, 64)}
 LAYOUTS = {
     "llama-2-7b": ((1, 8), (8, 8), (2, 32), (64, 8), (16, 32)),
@@ -159,7 +160,7 @@ def main() -> None:
         "lengths": length_rows(),
     }
     (out / "scale.json").write_text(json.dumps(data, indent=1) + "\n")
-    from scale_plot import plot
+    from forecast.plot import plot
 
     plot(data, out / "scale.png")
     for name in ("pipelines", "fewer_rows", "layouts", "lengths"):
@@ -172,7 +173,3 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
     cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     print(aligned([list(rows[0]), *cells]), end="\n\n")
-
-
-if __name__ == "__main__":
-    main()

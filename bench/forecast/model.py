@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlora.simulate.workload import SimulatedLink, StageTime
-from shapes import MODELS, ModelShape
+from shared.shapes import MODELS, ModelShape
 
 SEQUENCE = 1024
 """Tokens of a sequence."""

@@ -134,7 +134,7 @@ def _readable(symbol: str) -> str:
 def main() -> None:
     """Print one line per kernel and architecture."""
     given = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    default = Path(__file__).parents[1] / "mlora_ext" / "libmlora_ops.so"
+    default = Path(__file__).parents[2] / "mlora_ext" / "libmlora_ops.so"
     given.add_argument("library", type=Path, nargs="?", default=default, help="default: the package's own")
     try:
         found = kernels(given.parse_args().library)
@@ -147,7 +147,3 @@ def main() -> None:
             f"{kernel.name:32}{kernel.architecture:>8}{kernel.registers:>11}{kernel.shared_bytes:>8}"
             f"{kernel.local_bytes:>7}  {matrix}"
         )
-
-
-if __name__ == "__main__":
-    main()

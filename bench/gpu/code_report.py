@@ -13,10 +13,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import code_cuda
-import code_triton
-import machine
+from shared import machine
 
+from gpu import code_cuda, code_triton
 from mlora_ext.library import LIBRARY
 
 HEADER = (
@@ -62,7 +61,3 @@ def main() -> None:
         parser.exit(1, f"{parser.prog}: {error}\n")
     if arguments.out:
         (arguments.out / "machine-code.txt").write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

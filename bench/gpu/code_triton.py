@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import code_cuda
 import torch
 import triton
 from torch import Tensor
@@ -21,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import mlora_ext as mx
+from gpu import code_cuda
 from mlora_ext.backends.gpu.operator import Batch, GpuOperator, Layer
 from mlora_ext.backends.triton import launch
 from mlora_ext.frozen.plain import PlainWeight

@@ -139,7 +139,3 @@ def finish(
     print(path.read_text())
     if not error <= TOLERANCE[options.device.type]:
         sys.exit(f"losses of two stages differ from those of one by {error:.1e}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ sanitizer changed something, does not pass. Exits with 1 where a result is wrong
 from __future__ import annotations
 
 import argparse
-import sys
 from itertools import product
 
 import torch
@@ -135,7 +134,3 @@ def main() -> int:
     if not ran:
         print("nothing was checked: no backend of this build serves the device")
     return 0 if ran and not failed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,17 +21,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import contenders
-import limits
-import machine
-import peers
 import torch
-from contenders import Layer
-from layouts import balanced
-from limits import copy_speed
-from oracle import Entry, Oracle, WrongResult
-from timing import take_turns
+from shared import machine
+from shared.timing import take_turns
 
+from linear import contenders, limits, peers
+from linear.contenders import Layer
+from linear.layouts import balanced
+from linear.limits import copy_speed
+from linear.oracle import Entry, Oracle, WrongResult
 from mlora_ext.frozen.packed import PackedWeight
 
 RANK = 16
@@ -254,7 +252,3 @@ def main() -> None:
     plot(rows, title, out.with_suffix(".png"))
     if found:
         raise SystemExit("\n".join(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import contenders
 import torch
-from contenders import Layer, Run
 from torch import Tensor
+
+from linear import contenders
+from linear.contenders import Layer, Run
 
 ALLOWED = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest relative error, in the Frobenius norm, of any result, by dtype."""

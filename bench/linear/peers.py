@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contenders import SCALING, Contender, Layer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from linear.contenders import SCALING, Contender, Layer
 
 
 def peft_loop(layer: Layer, autocast_adapter_dtype: bool = True) -> Contender:

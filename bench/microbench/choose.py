@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layer_sections import case, pick, shapes
-from settings import Case, Findings, Settings
-from shapes import MODELS
+from shared.shapes import MODELS
 
+from microbench.layers import case, pick, shapes
+from microbench.settings import Case, Findings, Settings
 from mlora_ext.backends import measured as choice
 
 RANKS = (16, 64)

@@ -26,27 +26,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import choose_section
-import decoder_section
-import layer_sections
-import machine
-import plots
-import report
-import step_section
 import torch
-from entries import entries, small_checks
-from layouts import LAYOUTS
-from settings import BACKENDS, Deadline, Findings, Section, Settings, available, failures, first_line
-from shapes import MODELS
+from linear.layouts import LAYOUTS
+from shared import machine
+from shared.shapes import MODELS
+
+from microbench import choose, decoder, layers, plots, report, step
+from microbench.entries import entries, small_checks
+from microbench.settings import (
+    BACKENDS,
+    Deadline,
+    Findings,
+    Section,
+    Settings,
+    available,
+    failures,
+    first_line,
+)
 
 SECTIONS: dict[str, Section] = {
-    "operators": layer_sections.operators,
-    "linears": layer_sections.linears,
-    "adapters": layer_sections.adapters,
-    "ablation": layer_sections.ablation,
-    "decoder": decoder_section.decoder,
-    "step": step_section.step,
-    "choose": choose_section.choose,
+    "operators": layers.operators,
+    "linears": layers.linears,
+    "adapters": layers.adapters,
+    "ablation": layers.ablation,
+    "decoder": decoder.decoder,
+    "step": step.step,
+    "choose": choose.choose,
 }
 SHARES = {"linears": 4}
 """Of the time that is left, against 1 for every other section that has not begun."""
@@ -272,17 +277,17 @@ def main(arguments: Sequence[str] | None = None, program: str = "python bench/su
 def dispatch(options: argparse.Namespace, command: str) -> int:
     """Show or write the table, or measure; returns the exit code."""
     if options.show:
-        print("\n".join(choose_section.table()))
+        print("\n".join(choose.table()))
         return 0
     if options.source:
-        print(f"{choose_section.write(choose_section.result_of(options.source))} entries written")
+        print(f"{choose.write(choose.result_of(options.source))} entries written")
         return 0
     warnings.simplefilter("ignore")
     if options.threads:
         torch.set_num_threads(options.threads)
     settings, skipped = complete(options)
     sections = options.sections or list(SECTIONS)
-    reason = choose_section.missing(settings)
+    reason = choose.missing(settings)
     if reason and sections == ["choose"]:
         raise ValueError(f"choose: {reason}")
     if reason and "choose" in sections:
@@ -299,9 +304,5 @@ def dispatch(options: argparse.Namespace, command: str) -> int:
     print(json.dumps(about, indent=1))
     data = run(sections, settings, skipped, machine=about, limit=options.time_limit, out=options.out)
     if options.write:
-        print(f"{choose_section.write(data)} entries written")
+        print(f"{choose.write(data)} entries written")
     return 1 if data["failed"] or not data["rows"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

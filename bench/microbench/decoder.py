@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import model_parts as parts
-import oracle
 import torch
-from contenders import Contender, Run
-from entries import FROZEN, guarded, limit, timed
-from layouts import balanced, mixed_ranks
-from limits import Work, frozen, low_rank
-from oracle import Entry
-from settings import Case, Findings, Settings, dtype_name
-from shapes import MODELS, ModelShape
+from linear import oracle
+from linear.contenders import Contender, Run
+from linear.layouts import balanced, mixed_ranks
+from linear.limits import Work, frozen, low_rank
+from linear.oracle import Entry
+from shared.shapes import MODELS, ModelShape
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import mlora_ext as mx
+from microbench import model_parts as parts
+from microbench.entries import FROZEN, guarded, limit, timed
+from microbench.settings import Case, Findings, Settings, dtype_name
 
 
 @dataclass

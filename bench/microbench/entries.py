@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-import contenders
-import limits
-import peers
 import torch
-from contenders import Contender, Layer, Run
-from counting import count
-from layouts import LAYOUTS
-from limits import Ceilings, Work
-from oracle import Entry, Oracle, WrongResult
-from settings import Findings, Settings, dtype_name, failures, first_line
-from timing import back_to_back, take_turns
+from linear import contenders, limits, peers
+from linear.contenders import Contender, Layer, Run
+from linear.layouts import LAYOUTS
+from linear.limits import Ceilings, Work
+from linear.oracle import Entry, Oracle, WrongResult
+from shared.counting import count
+from shared.timing import back_to_back, take_turns
+
+from microbench.settings import Findings, Settings, dtype_name, failures, first_line
 
 T = TypeVar("T")
 FROZEN = "frozen"

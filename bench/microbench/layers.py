@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from entries import FROZEN, Shape, entries, measure
-from layouts import mixed_ranks
-from oracle import Entry
-from settings import Case, Findings, Settings, dtype_name
-from shapes import MODELS, Linear
+from linear.layouts import mixed_ranks
+from linear.oracle import Entry
+from shared.shapes import MODELS, Linear
+
+from microbench.entries import FROZEN, Shape, entries, measure
+from microbench.settings import Case, Findings, Settings, dtype_name
 
 MANY = (1, 2, 4, 8, 16, 32, 64)
 

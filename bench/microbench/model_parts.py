@@ -9,9 +9,9 @@ import copy
 from collections.abc import Iterator, Sequence
 
 import torch
-from contenders import SCALING
+from linear.contenders import SCALING
 from peft import LoraConfig, get_peft_model
-from shapes import TARGETS, ModelShape
+from shared.shapes import TARGETS, ModelShape
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer

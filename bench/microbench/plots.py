@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entries import FROZEN
+from microbench.entries import FROZEN
 
 Rows = Sequence[Mapping[str, Any]]
 

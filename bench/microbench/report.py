@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from choose_section import architecture
-from entries import FROZEN
-from settings import Findings, Settings, dtype_name
-from shapes import MODELS
+from shared.shapes import MODELS
+
+from microbench.choose import architecture
+from microbench.entries import FROZEN
+from microbench.settings import Findings, Settings, dtype_name
 
 
 def header(device: str) -> str:

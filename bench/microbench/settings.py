@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from limits import Ceilings, measure_ceilings
+from linear.limits import Ceilings, measure_ceilings
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend, backend_for

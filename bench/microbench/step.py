@@ -11,18 +11,18 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import model_parts as parts
-import oracle
 import torch
-from contenders import Run
-from entries import FROZEN, guarded, timed
-from layouts import mixed_ranks
-from oracle import Entry
-from settings import Case, Findings, Settings, dtype_name
-from shapes import MODELS
+from linear import oracle
+from linear.contenders import Run
+from linear.layouts import mixed_ranks
+from linear.oracle import Entry
+from shared.shapes import MODELS
 from torch import Tensor, nn
 
 import mlora_ext as mx
+from microbench import model_parts as parts
+from microbench.entries import FROZEN, guarded, timed
+from microbench.settings import Case, Findings, Settings, dtype_name
 
 MODEL, CPU_LAYERS = "tinyllama", 2
 ROUNDS = 5

@@ -27,12 +27,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import machine
-from pipeline_measures import row_of, worst_difference
-from pipeline_places import RATE, TURNS, Place, place_of, places
-from pipeline_report import misses, plot, text
-from pipeline_sections import lines_of
-from pipeline_start import JobError, run_job, run_network_job, why_no_network
+from shared import machine
+
+from pipeline.measures import row_of, worst_difference
+from pipeline.places import RATE, TURNS, Place, place_of, places
+from pipeline.report import misses, plot, text
+from pipeline.sections import lines_of
+from pipeline.start import JobError, run_job, run_network_job, why_no_network
 
 SECTIONS = ("throughput", "network", "volume", "bubbles", "overlap", "tasks")
 ALLOWED = 1e-5
@@ -148,7 +149,3 @@ def main() -> int:
     if missed:
         print(f"missed: {', '.join(line['what'] for line in missed)}", file=sys.stderr)
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,9 @@ from mlora.simulate.simulator import simulate
 from mlora.simulate.timeline import OPTIMIZER, Event, Timeline, as_events
 from mlora.simulate.trace_file import TraceFiles
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
-from pipeline_turn import Case, Item
-from timing import spread
+from shared.timing import spread
+
+from pipeline.turn import Case, Item
 
 GIGABIT = 125e6  # bytes per second, the rate of the links between network namespaces
 _KEPT = (

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from mlora.pipeline import FirstStage, Hooks, Neighbours, RoundPosition, StageProcess
 from mlora.pipeline.trace import Span
-from pipeline_turn import Case, Item, Turn, rounds
 from torch import Tensor, nn
+
+from pipeline.turn import Case, Item, Turn, rounds
 
 _SPANS = 1 << 18
 Batch = Callable[[Item], Tensor]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeline_model import Shape
-from pipeline_turn import Case
+from pipeline.model import Shape
+from pipeline.turn import Case
 
 REAL = Shape(512, 1408, 8, 8, 8, 512, 8, 2, 64)
 NETWORK = Shape(384, 32, 2, 12, 2, 32, 4, 8, 32, ("q_proj", "v_proj"))

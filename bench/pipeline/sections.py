@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median, stdev
 from typing import Any
 
-from pipeline_measures import GIGABIT
-from pipeline_model import Shape
-from pipeline_places import DELAYS, Place
+from pipeline.measures import GIGABIT
+from pipeline.model import Shape
+from pipeline.places import DELAYS, Place
 
 Rows = Mapping[str, Mapping[str, Any]]
 Lines = list[dict[str, Any]]

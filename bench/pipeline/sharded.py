@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_model import Model, Trained
-from pipeline_turn import Case, Item, Turn, rounds
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from pipeline.model import Model, Trained
+from pipeline.turn import Case, Item, Turn, rounds
 
 Batch = Callable[[Item], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]

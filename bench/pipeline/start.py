@@ -22,7 +22,7 @@ from typing import Any
 from mlora.cluster.launch import launch
 
 INTERFACE = "mlora0"
-_WORKER = str(Path(__file__).with_name("pipeline_worker.py"))
+_WORKER = str(Path(__file__).parents[1] / "pipeline_worker.py")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")
 _LOOK_AGAIN = 0.05  # seconds

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_model import LoRALinear
-from pipeline_sharded import Whole, sum_up
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -28,6 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
+
+from pipeline.model import LoRALinear
+from pipeline.sharded import Whole, sum_up
 
 
 class _Tensor(Whole):

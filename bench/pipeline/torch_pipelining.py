@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mlora.pipeline.trace import Span
-from pipeline_turn import Case, Item, Turn, rounds
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from pipeline.turn import Case, Item, Turn, rounds
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

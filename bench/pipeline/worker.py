@@ -22,9 +22,10 @@ import torch.distributed as dist
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.cluster.world import World
 from mlora.pipeline import Neighbours, connect_neighbours
-from pipeline_ours import Ours
-from pipeline_sleep import NothingLearned, SleepingStage
-from pipeline_turn import Case
+
+from pipeline.ours import Ours
+from pipeline.sleep import NothingLearned, SleepingStage
+from pipeline.turn import Case
 
 _STAT = Path("/proc/stat")
 
@@ -48,7 +49,7 @@ class _Computing:
     """Contenders that train the model."""
 
     def __init__(self, job: dict[str, Any], neighbours: Neighbours, place: tuple[int, int]) -> None:
-        from pipeline_model import Model, Shape, Trained, token_ids
+        from pipeline.model import Model, Shape, Trained, token_ids
 
         self._neighbours, self._place = neighbours, place
         self._shape = shape = Shape(**job["shape"])
@@ -59,11 +60,12 @@ class _Computing:
 
     def make(self, case: Case) -> tuple[Any, Any]:
         """A contender, and what of it begins again before its first turn."""
-        from pipeline_model import Model, next_token_loss
-        from pipeline_sharded import Fsdp
-        from pipeline_tensor import TensorByHand, TensorParallel
-        from pipeline_torch import TorchPipeline
         from torch.distributed.device_mesh import init_device_mesh
+
+        from pipeline.model import Model, next_token_loss
+        from pipeline.sharded import Fsdp
+        from pipeline.tensor import TensorByHand, TensorParallel
+        from pipeline.torch_pipelining import TorchPipeline
 
         if case.way in ("ours", "torch"):
             common = (case, self._module, self._trained, self._batch, next_token_loss)
@@ -137,7 +139,3 @@ def main() -> None:
             found[case.name].append(_timed(contender, case.steps, interface))
     (out / f"{world.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import machine
-import scheduler_overhead
-import scheduler_prediction
 import torch
-from scheduler_report import must_lines, plot, text
+from shared import machine
 from transformers.utils import logging as transformers_logging
 
-PARTS = {"overhead": scheduler_overhead.run, "prediction": scheduler_prediction.run}
+from scheduler import overhead, prediction
+from scheduler.report import must_lines, plot, text
+
+PARTS = {"overhead": overhead.run, "prediction": prediction.run}
 
 
 def run(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
@@ -78,7 +78,3 @@ def main() -> int:
         print(f"missed: {', '.join(missed)}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import machine
 from mlora.cluster.malloc import give_back_freed_memory, keep_freed_memory
-from scheduler_run import TurnRun, room_for
-from scheduler_setup import Shape, Work, make_config
-from scheduler_timers import Iteration, overhead, ratios
+from shared import machine
+
+from scheduler.run import TurnRun, room_for
+from scheduler.setup import Shape, Work, make_config
+from scheduler.timers import Iteration, overhead, ratios
 
 SHAPE = Shape(256, blocks=4, vocabulary=4096)
 WORK = Work(tasks=64, batch=1, shortest=16, longest=64, steps=400)

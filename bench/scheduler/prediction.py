@@ -24,7 +24,8 @@ from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
 from mlora.tasks.task import Task, TaskBuilder
-from scheduler_setup import Shape, Work, make_config, random_lengths
+
+from scheduler.setup import Shape, Work, make_config, random_lengths
 
 SHAPES = (Shape(128), Shape(256), Shape(512))
 WINDOWED = Shape(256, window=48)

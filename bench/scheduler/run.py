@@ -19,7 +19,8 @@ from mlora.run.prepare import Prepared, make_engine, run_memory
 from mlora.run.report import Silent
 from mlora.run.task_table import TaskTable
 from mlora.tasks.task import Task, TaskBuilder
-from scheduler_timers import EACH, Stopwatch
+
+from scheduler.timers import EACH, Stopwatch
 
 Limit = Callable[[RunMemory, list[Task]], int]
 

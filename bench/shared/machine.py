@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def describe(command: str | None = None, commit: str | None = None) -> dict[str, Any]:
@@ -75,10 +76,9 @@ def _gpu() -> dict[str, Any]:
 
 def _commit() -> str:
     """The checkout's commit, marked where the product's files differ from it; `unknown` without git."""
-    folder = Path(__file__).parent.parent
-    if not shutil.which("git") or not (folder / ".git").exists():
+    if not shutil.which("git") or not (CHECKOUT / ".git").exists():
         return "unknown"
-    git = ["git", "-C", str(folder)]
+    git = ["git", "-C", str(CHECKOUT)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run(
         [*git, "status", "--porcelain", "csrc", "mlora_ext", "python", "bench/*.py"],
@@ -92,7 +92,7 @@ def _foreign() -> str:
     """Said beside the commit where the package that runs is not that of this checkout."""
     import mlora_ext
 
-    mine = Path(mlora_ext.__file__).resolve().is_relative_to(Path(__file__).resolve().parent.parent)
+    mine = Path(mlora_ext.__file__).resolve().is_relative_to(CHECKOUT)
     return "" if mine else " of the benchmarks; mlora_ext is installed elsewhere"
 
 

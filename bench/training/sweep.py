@@ -27,7 +27,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.config.config_file import resolve_config
@@ -39,6 +38,7 @@ from mlora.run.run import train
 from mlora.sweep.ranking import RankedTrial, rank_trials
 from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel
+from shared import machine
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler
 from transformers.utils import logging as transformers_logging
 
@@ -275,7 +275,3 @@ def main() -> int:
     if not arguments.quick:
         machine.write("bench_sweep", found)
     return 0 if found["met"] else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

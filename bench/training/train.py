@@ -22,19 +22,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
-from counting import live_peak
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
+from shared import machine
+from shared.counting import live_peak
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from mlora_ext.frozen.packed import packs
 
+SCRIPT = Path(__file__).parents[1] / "bench_train.py"
 VOCABULARY = 4096
 SETTINGS = [(1, 32, 40), (2, 64, 25), (8, 128, 8)]
 """Sequences per adapter, tokens per sequence, timed rounds."""
@@ -162,7 +163,7 @@ def memory(adapters: int) -> dict[str, Any]:
     sizes = {"together": (adapters, sequences), "one": (1, adapters * sequences)}
     found: dict[str, Any] = {}
     for name, (count, each) in sizes.items():
-        command = [sys.executable, __file__, "--memory-of", str(count), str(each), str(length)]
+        command = [sys.executable, SCRIPT, "--memory-of", str(count), str(each), str(length)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found[name] = json.loads(output.splitlines()[-1])
     for key in ("step_peak_bytes", "resident_peak_bytes"):
@@ -232,7 +233,3 @@ def main() -> None:
     if not arguments.quick:
         machine.write("bench_train", {"speed": rows, "memory": peaks})
         plot(rows, machine.RESULTS / "bench_train.png")
-
-
-if __name__ == "__main__":
-    main()
