@@ -6,7 +6,6 @@ R pipelines of D stages share nothing, so R of them give R times the throughput 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +15,10 @@ from typing import Any
 from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
+from shared.results import RESULTS, write_json
 
 from forecast.model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
 
-RESULTS = Path(__file__).parents[1] / "results"
 DEPTHS = {"llama-2-7b": (2, 4, 8, 16, 32), "llama-3-70b": (4, 8, 16, 32, 64)}
 LAYOUTS = {
     "llama-2-7b": ((1, 8), (8, 8), (2, 32), (64, 8), (16, 32)),
@@ -159,7 +158,7 @@ def main() -> None:
         "layouts": layout_rows(pipelines),
         "lengths": length_rows(),
     }
-    (out / "scale.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_json(out / "scale.json", data)
     from forecast.plot import plot
 
     plot(data, out / "scale.png")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.figures import figure
+
 Rows = Sequence[Mapping[str, Any]]
 LINES: tuple[dict[str, Any], ...] = (
     {"color": "tab:green", "linewidth": 6, "alpha": 0.35},  # NVLink and InfiniBand often coincide
@@ -22,26 +24,20 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
         data: what `scale.json` holds.
         path: of the PNG.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
-    models = list(dict.fromkeys(row["model"] for row in data["pipelines"]))
-    for place, model in zip(axes[0], models, strict=True):
-        handles = _depth(place, [row for row in data["pipelines"] if row["model"] == model], model)
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    _devices(axes[1][0], data["layouts"], models)
-    _lengths(axes[1][1], data["lengths"])
-    assumed = data["assumed"]
-    figure.suptitle(
-        f"Simulated, not measured: {data['command']}; micro-batches of {assumed['rows']} tokens, "
-        f"{assumed['flops_per_second'] / 1e12:.0f} TFLOP/s a device assumed",
-        fontsize=10,
-    )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with figure(path, 2, 2, dpi=110, figsize=(12, 8.4), layout="constrained") as (drawn, axes):
+        models = list(dict.fromkeys(row["model"] for row in data["pipelines"]))
+        for place, model in zip(axes[0], models, strict=True):
+            handles = _depth(place, [row for row in data["pipelines"] if row["model"] == model], model)
+        below = {"loc": "outside lower center", "ncols": len(handles)}
+        drawn.legend(handles=handles, fontsize=8, frameon=False, **below)
+        _devices(axes[1][0], data["layouts"], models)
+        _lengths(axes[1][1], data["lengths"])
+        assumed = data["assumed"]
+        drawn.suptitle(
+            f"Simulated, not measured: {data['command']}; micro-batches of {assumed['rows']} tokens, "
+            f"{assumed['flops_per_second'] / 1e12:.0f} TFLOP/s a device assumed",
+            fontsize=10,
+        )
 
 
 def _depth(axes: Any, rows: Rows, model: str) -> list[Any]:

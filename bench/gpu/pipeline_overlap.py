@@ -11,7 +11,6 @@ of two stages are not those of one.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,8 +25,10 @@ from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_pro
 from mlora.optim.optim_config import OptimConfig
 from mlora.pipeline import FirstStage
 from peft import LoraConfig
+from shared.llama import random_llama
+from shared.results import write_json
+from shared.shapes import ModelShape
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
 ADAPTERS, WARM_UP, ROUNDS = 4, 3, 6
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}  # of losses: bf16 on a GPU, fp32 on a CPU
@@ -35,16 +36,8 @@ TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}  # of losses: bf16 on a GPU, fp32 on a C
 
 def make_base(folder: Path, hidden: int, layers: int) -> None:
     """Save a random Llama."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    heads = hidden // 64
+    random_llama(ModelShape(hidden, 3 * hidden, heads, heads, layers, 1024)).save_pretrained(folder)
 
 
 def train(engine: Engine, rows: int, rounds: range) -> list[float]:
@@ -135,7 +128,7 @@ def finish(
     alone = train(engine, rows, range(WARM_UP + ROUNDS))
     engine.close()
     error = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))
-    path.write_text(json.dumps({"largest_loss_error": error, "stages": stages}, indent=2) + "\n")
+    write_json(path, {"largest_loss_error": error, "stages": stages}, indent=2)
     print(path.read_text())
     if not error <= TOLERANCE[options.device.type]:
         sys.exit(f"losses of two stages differ from those of one by {error:.1e}")

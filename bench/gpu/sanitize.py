@@ -13,6 +13,7 @@ import argparse
 from itertools import product
 
 import torch
+from linear.oracle import ALLOWED, errors
 from torch import Tensor
 
 import mlora_ext as mx
@@ -21,7 +22,6 @@ from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
-ALLOWED = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 Shape = tuple[list[int], list[int], list[int], int, int]
 SHAPES: list[Shape] = [
     # rows of each segment, its adapter, ranks, d_in, d_out
@@ -94,12 +94,11 @@ def random_inputs(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]
 
 def wrong(found: list[Tensor], exact: list[Tensor], allowed: float) -> list[str]:
     """What is not as the oracle has it."""
-    faults = []
-    for index, (one, other) in enumerate(zip(found, exact, strict=True)):
-        error = float((one.double() - other).norm() / other.norm().clamp_min(1e-30))
-        if not error <= allowed:
-            faults.append(f"result {index}: relative error {error:.2e}, allowed {allowed:.0e}")
-    return faults
+    return [
+        f"result {index}: relative error {error:.2e}, allowed {allowed:.0e}"
+        for index, error in enumerate(errors(found, exact).tolist())
+        if not error <= allowed
+    ]
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import mlora_ext as mx
 from microbench import model_parts as parts
-from microbench.entries import FROZEN, guarded, limit, timed
+from microbench.entries import FROZEN, able, limit, model_entry, timed
 from microbench.settings import Case, Findings, Settings, dtype_name
 
 
@@ -161,12 +161,8 @@ def row(
         run()
         return run
 
-    cases: dict[str, Run] = {}
-    for each in builders(batch):
-        mine = each.startswith("ours")
-        run = guarded(findings, Entry(each, lambda layer: layer, mine=mine), where, prepared)  # type: ignore[arg-type, return-value]
-        if run is not None:
-            cases[each] = run
+    named = [model_entry(each, mine=each.startswith("ours")) for each in builders(batch)]
+    cases = able(findings, named, where, prepared)
     products, extra = seven_linears(MODELS[name], adapters, length, dtype.itemsize)
     work = {each: products + (Work() if each == FROZEN else extra) for each in cases}
     results = timed(cases, batch.refresh, work, settings, steady=True)

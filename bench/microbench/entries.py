@@ -51,6 +51,11 @@ def entries(settings: Settings) -> dict[str, Entry]:
     return found
 
 
+def model_entry(name: str, *, mine: bool) -> Entry:
+    """A contender of a section that has no single layer to build it for."""
+    return Entry(name, lambda layer: layer, mine=mine)  # type: ignore[arg-type, return-value]
+
+
 @dataclass(frozen=True)
 class Shape:
     """One layer with its adapters.
@@ -125,6 +130,14 @@ def guarded(findings: Findings, entry: Entry, where: str, run: Callable[[Entry],
     return None
 
 
+def able(
+    findings: Findings, named: Sequence[Entry], where: str, prepared: Callable[[Entry], Run]
+) -> dict[str, Run]:
+    """What is to be timed, by name: those that could be prepared and were right; the others are findings."""
+    found = {entry.name: guarded(findings, entry, where, prepared) for entry in named}
+    return {name: run for name, run in found.items() if run is not None}
+
+
 def measure(
     shape: Shape,
     named: Sequence[Entry],
@@ -160,8 +173,7 @@ def measure(
         run()
         return run
 
-    cases = {entry.name: guarded(findings, entry, where, prepared) for entry in named}
-    cases = {name: run for name, run in cases.items() if run is not None}
+    cases = able(findings, named, where, prepared)
     products, extra = shape.frozen(part), shape.low_rank(part)
     work = {entry.name: products + (extra if entry.adapters else Work()) for entry in named}
     refresh = layer.refresh if part == "both" else _nothing

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from linear.contenders import SCALING
 from peft import LoraConfig, get_peft_model
-from shared.shapes import TARGETS, ModelShape
+from shared.shapes import ALL_LINEAR, ModelShape
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -21,16 +22,9 @@ import mlora_ext as mx
 
 def llama_config(shape: ModelShape, layers: int, length: int) -> LlamaConfig:
     """Transformers' config of a model, SDPA attention."""
-    return LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        num_hidden_layers=layers,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=max(length, 16),
-        attn_implementation="sdpa",
-    )
+    options = replace(shape, layers=layers).options
+    positions = max(length, 16)
+    return LlamaConfig(**options, max_position_embeddings=positions, attn_implementation="sdpa")
 
 
 def decoder_layer(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -59,7 +53,7 @@ def names(adapters: int) -> list[str]:
 
 def lora(rank: int, p: float) -> LoraConfig:
     """LoRA on all seven linears."""
-    return LoraConfig(r=rank, lora_alpha=int(SCALING * rank), lora_dropout=p, target_modules=list(TARGETS))
+    return LoraConfig(r=rank, lora_alpha=int(SCALING * rank), lora_dropout=p, target_modules=list(ALL_LINEAR))
 
 
 def converted(base: nn.Module, ranks: Sequence[int], p: float) -> nn.Module:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from shared.figures import about, figure
 
 from microbench.entries import FROZEN
 
@@ -21,30 +24,22 @@ def plot(data: Mapping[str, Any], path: Path) -> bool:
     Returns:
         False, and nothing is written, where there is nothing to draw or matplotlib is missing.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = {name: [r for r in data["rows"] if r["section"] == name] for name in _PANELS}
     panels = [(draw, found) for name, found in rows.items() if found for draw in _PANELS[name]]
     if data["settings"]["device"] == "cpu":
         panels = [panel for panel in panels if panel[0] is not _share]
     if not panels:
         return False
-    figure, axes = plt.subplots(len(panels), 1, figsize=(10, 3.6 * len(panels)), squeeze=False)
-    for (draw, found), place in zip(panels, axes[:, 0], strict=True):
-        draw(place, found)
-    machine = data["machine"]
-    name = machine.get("gpu") if data["settings"]["device"] != "cpu" else machine["processor"]
-    quick = ", --quick: sizes that show nothing" if data["settings"]["quick"] else ""
-    about = f"{name}, torch {machine['torch']}, commit {machine['commit']}{quick}"
-    figure.suptitle(about, fontsize=9)
-    figure.tight_layout(rect=(0, 0, 1, 0.99))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    processor = "processor" if data["settings"]["device"] == "cpu" else "gpu"
+    title = about(data["machine"], quick=data["settings"]["quick"], processor=processor)
+    options = {"figsize": (10, 3.6 * len(panels)), "squeeze": False}
+    with figure(path, len(panels), dpi=110, **options) as (drawn, axes):
+        for (draw, found), place in zip(panels, axes[:, 0], strict=True):
+            draw(place, found)
+        drawn.suptitle(title, fontsize=9)
+        drawn.tight_layout(rect=(0, 0, 1, 0.99))
     return True
 
 

@@ -1,11 +1,9 @@
-"""Results as text and JSON."""
+"""Results as text, and as `suite.json` holds them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from shared.shapes import MODELS
@@ -147,10 +145,3 @@ def result(
         "layers": whole_layers(findings.rows),
         "rows": findings.rows,
     }
-
-
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a result so that an interruption leaves the one before it."""
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(data, indent=1) + "\n")
-    scratch.replace(path)

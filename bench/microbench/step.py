@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import mlora_ext as mx
 from microbench import model_parts as parts
-from microbench.entries import FROZEN, guarded, timed
+from microbench.entries import FROZEN, able, model_entry, timed
 from microbench.settings import Case, Findings, Settings, dtype_name
 
 MODEL, CPU_LAYERS = "tinyllama", 2
@@ -155,12 +155,8 @@ def row(
         run()
         return run
 
-    cases: dict[str, Run] = {}
-    for each, (backend, _) in builders.items():
-        entry = Entry(each, lambda layer: layer, mine=backend is not None)  # type: ignore[arg-type, return-value]
-        run = guarded(findings, entry, f"{name} step, {adapters} x {length}, {dtype_name(dtype)}", prepared)
-        if run is not None:
-            cases[each] = run
+    named = [model_entry(each, mine=backend is not None) for each, (backend, _) in builders.items()]
+    cases = able(findings, named, f"{name} step, {adapters} x {length}, {dtype_name(dtype)}", prepared)
     rounds = min(settings.rounds, ROUNDS)
     results = timed(cases, lambda: None, {}, settings, steady=True, rounds=rounds)
     for each in results.values():

@@ -19,7 +19,6 @@ for pipelines and `others` near 0. Exits with 1, after results are written, wher
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from shared import machine
+from shared.command_line import documented_parser
+from shared.results import RESULTS, write_json
 
 from pipeline.measures import row_of, worst_difference
 from pipeline.places import RATE, TURNS, Place, place_of, places
@@ -114,15 +115,13 @@ def again(path: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, and write `pipeline.json`, `.txt` and `.png`; of a kept result the last two."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     turns = ", ".join(f"{name} {count}" for name, count in TURNS.items())
     parser.add_argument("--repeats", type=int, help=f"turns of each contender; default: {turns}; quick 1")
     parser.add_argument("--from", type=Path, dest="kept", help="pipeline.json: report it, measure nothing")
-    parser.add_argument("--out", type=Path, default=machine.RESULTS / "pipeline-cpu", help="folder")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-cpu", help="folder")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
@@ -141,7 +140,7 @@ def main() -> int:
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.kept:
-        (arguments.out / "pipeline.json").write_text(json.dumps(data, indent=1) + "\n")
+        write_json(arguments.out / "pipeline.json", data)
     (arguments.out / "pipeline.txt").write_text(text(data))
     plot(data, arguments.out / "pipeline.png")
     print(text(data), end="")

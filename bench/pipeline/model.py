@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from shared.shapes import ALL_LINEAR
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 LEARNING_RATE = 1e-3
-ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)

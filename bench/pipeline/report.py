@@ -8,6 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from shared.figures import about, figure
+
 _COLUMNS = (
     ("tokens/s", "tokens_per_second", "10.1f", 1),
     ("steady", "steady_tokens_per_second", "10.1f", 1),
@@ -106,27 +108,18 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
         data: what `pipeline.json` holds.
         path: of the PNG.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     places = data["places"]
-    size = (11, 3.4 * len(places))
-    figure, axes = plt.subplots(len(places), 1, figsize=size, squeeze=False, layout="constrained")
-    left = iter(axes[:, 0])
-    for place in places:
-        if place["sleep"]:
-            _bubbles(next(left), place)
-        elif place["name"] == "tasks":
-            _completion(next(left), place)
-        else:
-            _throughput(next(left), place)
-    machine = data["machine"]
-    quick = ", --quick: sizes that show nothing" if data["quick"] else ""
-    figure.suptitle(f"{machine['processor']}, torch {machine['torch']}, commit {machine['commit']}{quick}")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    options = {"figsize": (11, 3.4 * len(places)), "squeeze": False, "layout": "constrained"}
+    with figure(path, len(places), dpi=100, **options) as (drawn, axes):
+        left = iter(axes[:, 0])
+        for place in places:
+            if place["sleep"]:
+                _bubbles(next(left), place)
+            elif place["name"] == "tasks":
+                _completion(next(left), place)
+            else:
+                _throughput(next(left), place)
+        drawn.suptitle(about(data["machine"], quick=data["quick"]))
 
 
 def _throughput(axes: Any, place: Mapping[str, Any]) -> None:

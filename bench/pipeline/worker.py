@@ -8,7 +8,6 @@ the same adapters, so that its losses must be those of the others; it also warms
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,12 +21,11 @@ import torch.distributed as dist
 from mlora.cluster.malloc import keep_freed_memory
 from mlora.cluster.world import World
 from mlora.pipeline import Neighbours, connect_neighbours
+from shared.machine import busy_seconds
 
 from pipeline.ours import Ours
 from pipeline.sleep import NothingLearned, SleepingStage
 from pipeline.turn import Case
-
-_STAT = Path("/proc/stat")
 
 
 class _Sleeping:
@@ -82,7 +80,7 @@ class _Computing:
 def _timed(contender: Any, steps: int, interface: str | None) -> dict[str, Any]:
     """A turn, from when all processes begin to when all have ended."""
     dist.barrier()
-    before, busy = (_sent(interface), time.process_time()), _busy_seconds()
+    before, busy = (_sent(interface), time.process_time()), busy_seconds() or 0.0
     begin = time.monotonic()
     turn = contender.turn(steps)
     dist.barrier()
@@ -90,7 +88,7 @@ def _timed(contender: Any, steps: int, interface: str | None) -> dict[str, Any]:
         "begin": begin,
         "seconds": time.monotonic() - begin,
         "processor_seconds": time.process_time() - before[1],
-        "machine_seconds": _busy_seconds() - busy,
+        "machine_seconds": (busy_seconds() or 0.0) - busy,
         "wire": _sent(interface) - before[0],
     }
 
@@ -102,14 +100,6 @@ def _sent(interface: str | None) -> int:
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     counters = next(line.partition(":")[2] for line in lines if line.strip().startswith(f"{interface}:"))
     return int(counters.split()[8])
-
-
-def _busy_seconds() -> float:
-    """Of all cores of the machine."""
-    if not _STAT.exists():
-        return 0.0
-    user, nice, system, _, _, irq, softirq = map(int, _STAT.read_text().split()[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -12,17 +12,15 @@ Exits with 1, after results are written, where a "must" is missed; `--quick` jud
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from shared import machine
+from shared.command_line import documented_parser, start_quietly
+from shared.results import RESULTS, write_json
 from transformers.utils import logging as transformers_logging
 
 from scheduler import overhead, prediction
@@ -52,24 +50,19 @@ def run(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, and write `scheduler.json` and, with predictions, `scheduler.png`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; default: all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--out", type=Path, default=machine.RESULTS, help="folder")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts if name not in PARTS]
     if unknown:
         parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
-    transformers_logging.set_verbosity_error()
+    start_quietly(arguments.threads)
     transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(arguments.threads)
     data = run(arguments.parts or list(PARTS), quick=arguments.quick)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "scheduler.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_json(arguments.out / "scheduler.json", data)
     if "prediction" in data:
         plot(data, arguments.out / "scheduler.png")
     print(text(data), end="")

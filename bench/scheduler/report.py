@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.figures import about, figure
+
 Data = Mapping[str, Any]
 SCENES = {"all_fit": "all tasks fit", "some_wait": "some tasks wait"}
 WAYS = {
@@ -117,28 +119,19 @@ def plot(data: Data, path: Path) -> None:
         data: a result with predictions.
         path: of the PNG.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     part = data["prediction"]
-    figure, axes = plt.subplots(1, len(WAYS), figsize=(13, 4.6), sharey=True, layout="constrained")
-    for place, (way, name) in zip(axes, WAYS.items(), strict=True):
-        _errors(place, part["curves"], way)
-        place.axhline(part["must_mape"], color="black", linestyle="--", linewidth=0.9)
-        place.set_title(name, fontsize=9)
-        place.set_xlabel("measured micro-batches", fontsize=9)
-        place.set_xticks(range(0, 21, 5))
-    axes[0].set_ylabel("MAPE on unseen shapes, %", fontsize=9)
-    handles = axes[0].get_legend_handles_labels()[0]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    machine = data["machine"]
-    quick = ", --quick: sizes that show nothing" if data["quick"] else ""
-    about = f"{machine['processor']}, torch {machine['torch']}, commit {machine['commit']}{quick}"
-    figure.suptitle(about, fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    options = {"figsize": (13, 4.6), "sharey": True, "layout": "constrained"}
+    with figure(path, 1, len(WAYS), dpi=110, **options) as (drawn, axes):
+        for place, (way, name) in zip(axes, WAYS.items(), strict=True):
+            _errors(place, part["curves"], way)
+            place.axhline(part["must_mape"], color="black", linestyle="--", linewidth=0.9)
+            place.set_title(name, fontsize=9)
+            place.set_xlabel("measured micro-batches", fontsize=9)
+            place.set_xticks(range(0, 21, 5))
+        axes[0].set_ylabel("MAPE on unseen shapes, %", fontsize=9)
+        handles = axes[0].get_legend_handles_labels()[0]
+        drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        drawn.suptitle(about(data["machine"], quick=data["quick"]), fontsize=9)
 
 
 def _errors(axes: Any, curves: Sequence[Data], way: str) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from shared.llama import random_llama
+from shared.shapes import ALL_LINEAR, ModelShape
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: tuple[dict[str, Any], ...] = (
-    {"r": 8, "lora_dropout": 0.1, "target_modules": ALL_LINEAR},
+    {"r": 8, "lora_dropout": 0.1, "target_modules": list(ALL_LINEAR)},
     {"r": 16, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
-    {"r": 4, "target_modules": ALL_LINEAR},
+    {"r": 4, "target_modules": list(ALL_LINEAR)},
 )
 """Adapters of tasks in turn: three kinds, which make mixtures of their own."""
 
@@ -46,19 +47,19 @@ class Shape:
 
     def make(self) -> PreTrainedModel:
         """A random model, the same for the same sizes."""
+        shape = ModelShape(
+            self.hidden,
+            intermediate=11 * self.hidden // 4,
+            heads=max(1, self.hidden // 64),
+            kv_heads=max(1, self.hidden // 128),
+            layers=self.blocks,
+            vocabulary=self.vocabulary,
+        )
+        if not self.window:
+            return random_llama(shape, max_position_embeddings=4096)
         torch.manual_seed(0)
-        sizes = {
-            "hidden_size": self.hidden,
-            "intermediate_size": 11 * self.hidden // 4,
-            "num_hidden_layers": self.blocks,
-            "num_attention_heads": max(1, self.hidden // 64),
-            "num_key_value_heads": max(1, self.hidden // 128),
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096,
-        }
-        if self.window:
-            return MistralForCausalLM(MistralConfig(**sizes, sliding_window=self.window))
-        return LlamaForCausalLM(LlamaConfig(**sizes))
+        options = shape.options | {"max_position_embeddings": 4096, "sliding_window": self.window}
+        return MistralForCausalLM(MistralConfig(**options))
 
 
 @dataclass(frozen=True)

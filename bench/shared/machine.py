@@ -1,23 +1,22 @@
-"""What every benchmark shares: a description of the machine, timing in turns, and where results go."""
+"""The machine that a result was measured on, and what else ran there."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from shared.results import RESULTS, write_json
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -96,27 +95,6 @@ def _foreign() -> str:
     return "" if mine else " of the benchmarks; mlora_ext is installed elsewhere"
 
 
-def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Median seconds of each case, the cases taking turns so that a disturbance meets all of them.
-
-    Args:
-        cases: functions by name.
-        rounds: timed calls of each.
-        warm_up: calls before.
-
-    Returns:
-        Seconds by name.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(warm_up + rounds):
-        for name, run in cases.items():
-            begin = time.perf_counter()
-            run()
-            if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
 class OtherProcesses:
     """How much of the machine other processes took inside the context: a result with more than a few percent
     is not to be trusted.
@@ -128,25 +106,23 @@ class OtherProcesses:
     share: float | None = None
 
     def __enter__(self) -> OtherProcesses:
-        self._busy, self._own, self._wall = _busy_seconds(), time.process_time(), time.monotonic()
+        self._busy, self._own, self._wall = busy_seconds(), time.process_time(), time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
-        busy, wall = _busy_seconds(), time.monotonic() - self._wall
+        busy, wall = busy_seconds(), time.monotonic() - self._wall
         if busy is not None and self._busy is not None:
             others = busy - self._busy - (time.process_time() - self._own)
             self.share = round(max(0.0, others) / (wall * (os.cpu_count() or 1)), 3)
 
 
-def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Write a result as `bench/results/<name>.json`, with the machine; returns the path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": describe(), **result}, indent=2) + "\n")
-    return path
+def write(name: str, result: Mapping[str, Any]) -> None:
+    """Writes a result as `bench/results/<name>.json`, with the machine."""
+    write_json(RESULTS / f"{name}.json", {"machine": describe(), **result}, indent=2)
 
 
-def _busy_seconds() -> float | None:
+def busy_seconds() -> float | None:
+    """Returns the seconds that all cores have worked since the machine started; None where nobody tells."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None

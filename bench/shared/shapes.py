@@ -50,6 +50,18 @@ class ModelShape:
         return self.hidden // self.heads * self.kv_heads
 
     @property
+    def options(self) -> dict[str, int]:
+        """The sizes, by the names of Transformers' configs."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocabulary,
+        }
+
+    @property
     def linears(self) -> list[Linear]:
         """The seven linear layers of a decoder layer, those of equal shape together."""
         seven = {
@@ -74,4 +86,4 @@ MODELS = {
     "quick": ModelShape(64, 96, 4, 2, 2, 128),
 }
 """By the name that `--models` takes; `quick` is no real model."""
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -123,6 +123,27 @@ def take_turns(
     return {name: clock.timing(times) for name, times in turns.items()}
 
 
+def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, float]:
+    """Median seconds of each case, the cases taking turns so that a disturbance meets all of them.
+
+    Args:
+        cases: functions by name.
+        rounds: timed calls of each.
+        warm_up: calls before.
+
+    Returns:
+        Seconds by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warm_up + rounds):
+        for name, run in cases.items():
+            begin = time.perf_counter()
+            run()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
 def spread(seconds: Sequence[float]) -> float | None:
     """Interquartile range / median; a single value has none."""
     if len(seconds) < 2:

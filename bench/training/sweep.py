@@ -14,13 +14,11 @@ pruning saves; nothing is judged of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import pairwise
@@ -39,10 +37,13 @@ from mlora.sweep.ranking import RankedTrial, rank_trials
 from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel
 from shared import machine
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler
-from transformers.utils import logging as transformers_logging
+from shared.command_line import documented_parser, start_quietly
+from shared.llama import random_llama
+from shared.shapes import ModelShape
+from transformers import AutoModelForCausalLM, get_scheduler
 
-VOCABULARY, LENGTH, SEQUENCES = 512, 32, 1
+LENGTH, SEQUENCES = 32, 1
+SHAPE = ModelShape(256, 688, heads=4, kv_heads=4, layers=2, vocabulary=512)
 RATES = [2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3]
 """None at which training is unstable: there rounding alone decides which loss it ends with."""
 RANKS = [4, 16]
@@ -54,17 +55,7 @@ CLOSE = 1e-4
 
 def save_base(folder: Path) -> None:
     """Llama of 2 layers, hidden 256, random; without a tokenizer, for data of token ids."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    random_llama(SHAPE, max_position_embeddings=512).save_pretrained(folder)
 
 
 def write_data(path: Path, count: int, seed: int) -> None:
@@ -256,17 +247,13 @@ def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, and write `results/bench_sweep.json`; the exit code is 1 where something is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="of each trial")
     parser.add_argument("--quick", action="store_true", help="one turn of few steps; nothing is written")
     arguments = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(arguments.threads)
+    start_quietly(arguments.threads)
     keep_freed_memory()  # as `mlora sweep` does; PEFT has it too
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,14 @@ from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from shared import machine
+from shared.command_line import documented_parser, start_quietly
 from shared.counting import live_peak
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging as transformers_logging
+from shared.figures import figure
+from shared.llama import random_llama
+from shared.results import RESULTS
+from shared.shapes import ModelShape
+from shared.timing import medians
+from transformers import LlamaForCausalLM
 
 from mlora_ext.frozen.packed import packs
 
@@ -48,18 +52,8 @@ MEMORY_MUST = 1.3
 
 def base() -> LlamaForCausalLM:
     """Llama of 2 layers, hidden 256, random."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=512,
-        )
-    )
+    shape = ModelShape(256, 688, heads=4, kv_heads=4, layers=2, vocabulary=VOCABULARY)
+    return random_llama(shape, max_position_embeddings=512)
 
 
 def lora(dropout: float) -> LoraConfig:
@@ -119,7 +113,7 @@ def speed(adapters: int, quick: bool) -> list[dict[str, Any]]:
                 cases["packed"] = ours(dropout, ids, pack_base=True)
             for _ in range(1 if quick else TRIES):
                 with machine.OtherProcesses() as others:
-                    seconds = machine.medians(cases, 3 if quick else rounds)
+                    seconds = medians(cases, 3 if quick else rounds)
                 if others.share is None or others.share < QUIET:
                     break
             tokens = adapters * sequences * length
@@ -180,24 +174,17 @@ def memory(adapters: int) -> dict[str, Any]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars of tokens per second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     labels = [f"{r['adapters']}x{r['sequences']}x{r['length']}\ndropout {r['dropout']}" for r in rows]
-    figure, axes = plt.subplots(figsize=(9, 4))
-    for shift, key, name in ((-0.2, "peft", "PEFT, one after the other"), (0.2, "ours", "together")):
-        places = [index + shift for index in range(len(rows))]
-        bars = axes.bar(places, [r[f"{key}_tokens_per_second"] for r in rows], 0.4, label=name)
-        if key == "ours":
-            axes.bar_label(bars, [f"{r['ratio']:.2f}x" for r in rows])
-    axes.set_xticks(range(len(rows)), labels, fontsize=8)
-    axes.set_ylabel("tokens/s")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with figure(path, dpi=120, figsize=(9, 4)) as (drawn, axes):
+        for shift, key, name in ((-0.2, "peft", "PEFT, one after the other"), (0.2, "ours", "together")):
+            places = [index + shift for index in range(len(rows))]
+            bars = axes.bar(places, [r[f"{key}_tokens_per_second"] for r in rows], 0.4, label=name)
+            if key == "ours":
+                axes.bar_label(bars, [f"{r['ratio']:.2f}x" for r in rows])
+        axes.set_xticks(range(len(rows)), labels, fontsize=8)
+        axes.set_ylabel("tokens/s")
+        axes.legend()
+        drawn.tight_layout()
 
 
 def _resident() -> int:
@@ -213,17 +200,13 @@ def _resident_peak() -> int:
 
 def main() -> None:
     """Run, print, and write `results/bench_train.json` and `.png`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="few rounds; nothing is written")
     parser.add_argument("--memory-of", type=int, nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(arguments.threads)
+    start_quietly(arguments.threads)
     keep_freed_memory()  # as `mlora train` does; PEFT has it too
     if arguments.memory_of:
         print(json.dumps(memory_of(*arguments.memory_of)))
@@ -232,4 +215,4 @@ def main() -> None:
     peaks = memory(arguments.adapters)
     if not arguments.quick:
         machine.write("bench_train", {"speed": rows, "memory": peaks})
-        plot(rows, machine.RESULTS / "bench_train.png")
+        plot(rows, RESULTS / "bench_train.png")
