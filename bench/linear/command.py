@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from shared import machine
 from shared.results import RESULTS, write_json
+from shared.tables import dtype_name
 from shared.timing import take_turns
 
 from linear import contenders, limits, peers
@@ -93,7 +94,7 @@ def bench(shape: Shape, dtype: torch.dtype, p: float, turns: int, bytes_per_seco
     rate = limits.frozen(rows, d_in, d_out, element).flops / timings["gemm"].seconds
     least = limits.Ceilings(bytes_per_second, rate).seconds(work)
     seconds = {name: timing.seconds for name, timing in timings.items()}
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return {
         "shape": shape,
         "dtype": name,

@@ -8,12 +8,11 @@ by it. A kernel that reads x inside the base GEMM would move less; nothing here 
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from shared.timing import median_seconds
 
 from mlora_ext.frozen import base_gemm as gemm
 
@@ -108,7 +107,7 @@ def measure_ceilings(device: torch.device | str, dtype: torch.dtype, quick: bool
 def copy_speed(device: torch.device | str = "cpu", mebibytes: int = 256) -> float:
     """Bytes read and written per second by a copy of so many MiB: the median of five."""
     source, target = torch.ones(2, mebibytes * 2**18, device=device).unbind()
-    return 2 * source.nbytes / statistics.median(_times(lambda: target.copy_(source), source.device))
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), source.device)
 
 
 def gemm_speed(device: torch.device | str, dtype: torch.dtype, quick: bool = False) -> float:
@@ -118,23 +117,6 @@ def gemm_speed(device: torch.device | str, dtype: torch.dtype, quick: bool = Fal
     best = 0.0
     for size in sizes:
         x, weight = torch.randn(2, size, size, device=place).to(dtype).unbind()
-        seconds = _times(lambda x=x, weight=weight: gemm.linear(x, weight), place)  # type: ignore[misc]
-        best = max(best, 2 * size**3 / statistics.median(seconds))
+        seconds = median_seconds(lambda x=x, weight=weight: gemm.linear(x, weight), place)  # type: ignore[misc]
+        best = max(best, 2 * size**3 / seconds)
     return best
-
-
-def _times(run, place: torch.device, calls: int = 5) -> list[float]:  # type: ignore[no-untyped-def]
-    """Wall seconds of calls after two to warm up, each until the device is done."""
-    seconds = []
-    for _ in range(2 + calls):
-        _wait(place)
-        begin = time.perf_counter()
-        run()
-        _wait(place)
-        seconds.append(time.perf_counter() - begin)
-    return seconds[2:]
-
-
-def _wait(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.figures import figure
+from shared.tables import cell
 
 HEADER = (
     f"{'T x d_in x d_out, N':23} {'dtype':8} | {'frozen ms':>9} {'gemm ms':>8} {'ours ms':>8} | "
@@ -19,9 +20,8 @@ def line(row: dict[str, Any]) -> str:
     rows, d_in, d_out, adapters = row["shape"]
     ms = {name: 1e3 * value for name, value in row["seconds"].items()}
     ratio, least = row["ratio_to_frozen"], row["limit"]
-    mixed = f"{ratio['ours_fp32_adapters']:8.3f}" if "ours_fp32_adapters" in ratio else f"{'':8}"
-    packed = f"{ratio['ours_packed']:6.3f}" if "ours_packed" in ratio else f"{'':6}"
-    must = f"{row['must']:5.2f}" if row["must"] else f"{'':5}"
+    mixed, packed = cell(ratio.get("ours_fp32_adapters"), "8.3f"), cell(ratio.get("ours_packed"), "6.3f")
+    must = cell(row["must"], "5.2f")
     name = f"{rows} x {d_in} x {d_out}, {adapters}"
     return (
         f"{name:23} {row['dtype']:8} | {ms['frozen']:9.2f} {ms['gemm']:8.2f} "

@@ -18,13 +18,14 @@ from linear.layouts import balanced, mixed_ranks
 from linear.limits import Work, frozen, low_rank
 from linear.oracle import Entry
 from shared.shapes import MODELS, ModelShape
+from shared.tables import dtype_name
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import mlora_ext as mx
 from microbench import model_parts as parts
 from microbench.entries import FROZEN, able, limit, model_entry, timed
-from microbench.settings import Case, Findings, Settings, dtype_name
+from microbench.settings import Case, Findings, Settings
 
 
 @dataclass

@@ -13,9 +13,10 @@ from linear.layouts import LAYOUTS
 from linear.limits import Ceilings, Work
 from linear.oracle import Entry, Oracle, WrongResult
 from shared.counting import count
+from shared.tables import dtype_name
 from shared.timing import back_to_back, take_turns
 
-from microbench.settings import Findings, Settings, dtype_name, failures, first_line
+from microbench.settings import Findings, Settings, failures, first_line
 
 T = TypeVar("T")
 FROZEN = "frozen"

@@ -8,9 +8,10 @@ from typing import Any
 from linear.layouts import mixed_ranks
 from linear.oracle import Entry
 from shared.shapes import MODELS, Linear
+from shared.tables import dtype_name
 
 from microbench.entries import FROZEN, Shape, entries, measure
-from microbench.settings import Case, Findings, Settings, dtype_name
+from microbench.settings import Case, Findings, Settings
 
 MANY = (1, 2, 4, 8, 16, 32, 64)
 

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from shared.shapes import MODELS
+from shared.tables import cell, dtype_name
 
 from microbench.choose import architecture
 from microbench.entries import FROZEN
-from microbench.settings import Findings, Settings, dtype_name
+from microbench.settings import Findings, Settings
 
 
 def header(device: str) -> str:
@@ -53,25 +54,17 @@ def lines(row: Mapping[str, Any]) -> list[str]:
     for name, each in row["contenders"].items():
         calls = each.get("launches", each.get("operator_calls"))
         cells = [
-            (1e3 * each["seconds"], "10.3f"),
-            (_scaled(each.get("flops_per_second"), 1e-12), "8.3f"),
-            (_scaled(each.get("bytes_per_second"), 1e-9), "8.1f"),
-            (_scaled(each.get("spread"), 100), "5.1f"),
-            (each.get("ratio_to_frozen"), "9.3f"),
-            (calls, "9d"),
-            (each["peak_bytes"] / 2**20, "9.1f"),
+            cell(each["seconds"], "10.3f", 1e3),
+            cell(each.get("flops_per_second"), "8.3f", 1e-12),
+            cell(each.get("bytes_per_second"), "8.1f", 1e-9),
+            cell(each.get("spread"), "5.1f", 100),
+            cell(each.get("ratio_to_frozen"), "9.3f"),
+            cell(calls, "9d"),
+            cell(each["peak_bytes"], "9.1f", 2**-20),
         ]
-        text = " ".join(
-            f"{'':{spec.partition('.')[0].strip('df')}}" if value is None else f"{value:{spec}}"
-            for value, spec in cells
-        )
         share = f"  launch share {each['launch_share']:.2f}" if "launch_share" in each else ""
-        found.append(f"  {name:32} {text}{share}")
+        found.append(f"  {name:32} {' '.join(cells)}{share}")
     return found
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def whole_layers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

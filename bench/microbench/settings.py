@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from linear.limits import Ceilings, measure_ceilings
+from shared.tables import dtype_name
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend, backend_for
@@ -113,11 +114,6 @@ class Deadline:
             return None
         elapsed = self.elapsed
         return elapsed + max(0.0, self._seconds - elapsed) * part
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def failures() -> tuple[type[Exception], ...]:

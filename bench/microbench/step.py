@@ -17,12 +17,13 @@ from linear.contenders import Run
 from linear.layouts import mixed_ranks
 from linear.oracle import Entry
 from shared.shapes import MODELS
+from shared.tables import dtype_name
 from torch import Tensor, nn
 
 import mlora_ext as mx
 from microbench import model_parts as parts
 from microbench.entries import FROZEN, able, model_entry, timed
-from microbench.settings import Case, Findings, Settings, dtype_name
+from microbench.settings import Case, Findings, Settings
 
 MODEL, CPU_LAYERS = "tinyllama", 2
 ROUNDS = 5

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.figures import about, figure
+from shared.tables import cell, width
 
 _COLUMNS = (
     ("tokens/s", "tokens_per_second", "10.1f", 1),
@@ -34,7 +35,7 @@ def text(data: Mapping[str, Any]) -> str:
         lines.append("--quick: sizes that show nothing")
     for place in data["places"]:
         lines += ["", _title(place)]
-        titles = "".join(f"{title:>{_width(spec) + 1}}" for title, _, spec, _ in _COLUMNS)
+        titles = "".join(f"{title:>{width(spec) + 1}}" for title, _, spec, _ in _COLUMNS)
         lines.append(f"  {'':34}{titles}")
         lines += [_row(name, row) for name, row in place["rows"].items()]
     missed = misses(data)
@@ -75,15 +76,8 @@ def _title(place: Mapping[str, Any]) -> str:
     return f"{place['name']}: {place['stages']} processes of one thread{wire}; {shape}"
 
 
-def _width(spec: str) -> int:
-    return int(spec.partition(".")[0])
-
-
 def _row(name: str, row: Mapping[str, Any]) -> str:
-    cells = []
-    for _, key, spec, factor in _COLUMNS:
-        value = row.get(key)
-        cells.append(" " * (_width(spec) + 1) if value is None else f" {factor * value:{spec}}")
+    cells = [" " + cell(row.get(key), spec, factor) for _, key, spec, factor in _COLUMNS]
     return f"  {name:34}{''.join(cells)}"
 
 

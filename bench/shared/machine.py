@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shared.results import RESULTS, write_json
+from shared.tables import dtype_name
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +48,7 @@ def describe(command: str | None = None, commit: str | None = None) -> dict[str,
     if LOADED:
         info["kernels"] = torch.ops.mlora_ext.cpu_isa()
         info["base_gemm"] = {
-            str(dtype).removeprefix("torch."): torch.ops.mlora_ext.base_gemm(dtype)
+            dtype_name(dtype): torch.ops.mlora_ext.base_gemm(dtype)
             for dtype in (torch.float32, torch.bfloat16)
         }
     if torch.cuda.is_available():

@@ -154,16 +154,31 @@ def spread(seconds: Sequence[float]) -> float | None:
 
 def back_to_back(run: Run, device: torch.device | str, calls: int = 10) -> float:
     """Wall seconds per call of calls that follow each other, as the layers of a model do; nothing flushed."""
-    cuda = torch.device(device).type == "cuda"
+    place = torch.device(device)
     run()
-    if cuda:
-        torch.cuda.synchronize(device)
+    _wait(place)
     begin = time.perf_counter()
     for _ in range(calls):
         run()
-    if cuda:
-        torch.cuda.synchronize(device)
+    _wait(place)
     return (time.perf_counter() - begin) / calls
+
+
+def median_seconds(run: Run, place: torch.device, calls: int = 5) -> float:
+    """Median wall seconds of calls after two to warm up, each until the device is done."""
+    seconds = []
+    for _ in range(2 + calls):
+        _wait(place)
+        begin = time.perf_counter()
+        run()
+        _wait(place)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
+
+
+def _wait(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
 
 
 def _timed(run: Run) -> tuple[float, float]:
