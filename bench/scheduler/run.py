@@ -88,8 +88,8 @@ class TurnRun:
         tasks = [builder.build(adapter) for adapter in config.adapters]
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
         memory = run_memory(config, engine)
-        roster = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
-        decisions = Decisions(config, engine, roster, Silent())
+        table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
+        decisions = Decisions(config, engine, table, Silent())
         watch = Stopwatch()
         watch.begin()
         if memory is not None and limit is not None:
@@ -97,7 +97,7 @@ class TurnRun:
         decisions.start()
         watch.end()
         self.start_seconds = watch.iterations[0].seconds
-        return Prepared(config, base, engine, roster, decisions)
+        return Prepared(config, base, engine, table, decisions)
 
     def _time(self, folder: RunFolder) -> None:
         decisions, engine, rounds = self._prepared.decisions, self._prepared.engine, self._loop._rounds
@@ -143,7 +143,7 @@ class TurnRun:
     @property
     def admitted(self) -> int:
         """How many tasks are admitted."""
-        return len(self._prepared.roster.admission.slots)
+        return len(self._prepared.table.admission.slots)
 
     def turn(self, iterations: int, *, decide: bool = True) -> None:
         """Go on for some iterations, with a checkpoint behind them, which is not timed.
@@ -159,7 +159,7 @@ class TurnRun:
 
     def losses(self) -> dict[str, tuple[int, float | None]]:
         """Steps and last loss of each task."""
-        found = self._prepared.roster.tasks
+        found = self._prepared.table.tasks
         return {task.name: (task.progress.step, task.progress.loss) for task in found}
 
     def __enter__(self) -> Self:
