@@ -36,26 +36,26 @@ def row(ours: float, must: float | None, processors: float, packed: float | None
 )
 def test_faults(rows: list, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    import bench_linear
+    from linear import command
 
-    found = bench_linear.faults(rows, threads=2)
+    found = command.faults(rows, threads=2)
     assert len(found) == len(expected)
     assert all(fault.startswith(start) for fault, start in zip(found, expected, strict=True))
 
 
 def test_exit_code_after_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    import bench_linear
+    from linear import command
 
-    monkeypatch.setattr(bench_linear, "faults", lambda *_: ["missed: it"])
-    monkeypatch.setattr(bench_linear, "copy_speed", lambda: 1e10)
+    monkeypatch.setattr(command, "faults", lambda *_: ["missed: it"])
+    monkeypatch.setattr(command, "copy_speed", lambda: 1e10)
     out = str(tmp_path / "one")
     options = ["--shapes", "8x16x16x2", "--dtype", "float32", "--rounds", "1", "--out", out]
     options += ["--threads", str(torch.get_num_threads())]
     monkeypatch.setattr(sys, "argv", ["bench_linear.py", *options])
     with pytest.raises(SystemExit, match="missed: it"):
-        bench_linear.main()
+        command.main()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "one.png", "one.txt"]
     assert (tmp_path / "one.txt").read_text().endswith("missed: it\n")
-    monkeypatch.setattr(bench_linear, "faults", lambda *_: [])
-    bench_linear.main()
+    monkeypatch.setattr(command, "faults", lambda *_: [])
+    command.main()

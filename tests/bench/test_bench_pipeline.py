@@ -26,7 +26,7 @@ PEERS = {
 
 @pytest.fixture
 def places(bench_folder: Path) -> ModuleType:
-    return import_module("pipeline_places")
+    return import_module("pipeline.places")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_between_namespaces(data: dict[str, Any]) -> None:
 
 
 def test_namespaces_need_root(bench_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = import_module("pipeline_start")
+    start = import_module("pipeline.start")
     monkeypatch.setattr(start.os, "geteuid", lambda: 1000)
     assert start.why_no_network() == "network namespaces need root"
     monkeypatch.setattr(start.os, "geteuid", lambda: 0)
@@ -193,7 +193,7 @@ def test_what_misses_is_marked_and_fails(out: Path, data: dict[str, Any], tmp_pa
     ],
 )
 def test_misses(bench_folder: Path, line: dict[str, Any], missed: bool) -> None:
-    misses = import_module("pipeline_report").misses
+    misses = import_module("pipeline.report").misses
     assert bool(misses({"quick": False, "lines": [line]})) == missed
     assert not misses({"quick": True, "lines": [line]})
 
@@ -204,8 +204,8 @@ def losses(*values: float) -> list[dict[str, Any]]:
 
 
 def test_losses_behind_an_update_are_compared(bench_folder: Path) -> None:
-    measures = import_module("pipeline_measures")
-    case = import_module("pipeline_turn").Case("a", "ours")
+    measures = import_module("pipeline.measures")
+    case = import_module("pipeline.turn").Case("a", "ours")
 
     def worst(*turns: Any) -> float:
         return float(measures.worst_difference([(case, turn) for turn in turns]))
@@ -218,7 +218,7 @@ def test_losses_behind_an_update_are_compared(bench_folder: Path) -> None:
 
 
 def test_simulated_with_as_many_adapters_as_run_at_once(bench_folder: Path) -> None:
-    measures, case = import_module("pipeline_measures"), import_module("pipeline_turn").Case
+    measures, case = import_module("pipeline.measures"), import_module("pipeline.turn").Case
     stage = {"forward": 9.0, "backward": 9.0, "optimizer": 0.0}
     times = {"stages": [stage] * 4, "links_forward": [0.0] * 3, "links_backward": [0.0] * 3}
 
@@ -244,18 +244,18 @@ def test_as_many_tokens_per_step_for_all(places: ModuleType) -> None:
 
 @pytest.mark.parametrize(("name", "judged"), [("real", True), ("tasks", False), ("network", False)])
 def test_which_bubbles_are_judged(places: ModuleType, name: str, judged: bool) -> None:
-    case = import_module("pipeline_turn").Case("lorapp", "ours", "lorapp", adapters=4)
+    case = import_module("pipeline.turn").Case("lorapp", "ours", "lorapp", adapters=4)
     place = places.Place(name, 2, [case], 1, places.REAL, network=name == "network")
     row = {"each": {"bubble": [0.1, 0.5, 0.6], "simulated_bubble": [0.1, 0.1, 0.1]}, "of_slowest_stage": 0.5}
-    found = import_module("pipeline_sections").bubbles({"lorapp": row}, place)
+    found = import_module("pipeline.sections").bubbles({"lorapp": row}, place)
     assert [line["value"] for line in found] == [pytest.approx(0.4), 2.0]
     assert found[0]["worst"] == pytest.approx(0.5)
-    assert import_module("pipeline_report").misses({"quick": False, "lines": found}) == found * judged
+    assert import_module("pipeline.report").misses({"quick": False, "lines": found}) == found * judged
 
 
 def test_what_must_be_and_did_not_run_is_missed(bench_folder: Path) -> None:
-    ratio = import_module("pipeline_sections").ratio
-    misses = import_module("pipeline_report").misses
+    ratio = import_module("pipeline.sections").ratio
+    misses = import_module("pipeline.report").misses
     assert ratio({}, "lorapp", "gpipe", None) == []
     (line,) = ratio({}, "lorapp", "gpipe", 1.7)
     assert misses({"quick": False, "lines": [line]}) == [line]
@@ -263,13 +263,13 @@ def test_what_must_be_and_did_not_run_is_missed(bench_folder: Path) -> None:
 
 def test_bytes_are_those_of_the_activations(places: ModuleType) -> None:
     assert places.REAL.message_bytes == 128 * 512 * 4
-    sections = import_module("pipeline_sections")
+    sections = import_module("pipeline.sections")
     names = ("lorapp", "gpipe", "lorapp N=4", "1f1b N=4")
     rows = {name: {"bytes_per_micro_batch": 528_000} for name in names}
     place = places.Place("real", 2, [], 1, shape=places.REAL)
     found = sections.volume(rows, place)
     assert all(line["value"] == pytest.approx(528_000 / 524_288) for line in found)
-    misses = import_module("pipeline_report").misses
+    misses = import_module("pipeline.report").misses
     assert not misses({"quick": False, "lines": found})
     few = {name: {"bytes_per_micro_batch": 500_000} for name in names}
     assert len(misses({"quick": False, "lines": sections.volume(few, place)})) == 4

@@ -17,17 +17,17 @@ from mlora.scheduler import MemoryEstimate
 
 @pytest.fixture
 def timers(bench_folder: Path) -> ModuleType:
-    return import_module("scheduler_timers")
+    return import_module("scheduler.timers")
 
 
 @pytest.fixture
 def prediction(bench_folder: Path) -> ModuleType:
-    return import_module("scheduler_prediction")
+    return import_module("scheduler.prediction")
 
 
 @pytest.fixture
 def report(bench_folder: Path) -> ModuleType:
-    return import_module("scheduler_report")
+    return import_module("scheduler.report")
 
 
 def test_both_parts_run(bench_folder: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_ratios_are_of_the_same_steps(timers: ModuleType) -> None:
 
 
 def test_lengths_are_drawn_alike_for_one_seed(bench_folder: Path) -> None:
-    setup = import_module("scheduler_setup")
+    setup = import_module("scheduler.setup")
     work = setup.Work(tasks=2, batch=3, shortest=5, longest=40, steps=1)
     found = setup.random_lengths(12, work, 1, ["a", "b"])
     assert found == setup.random_lengths(12, work, 1, ["a", "b"])

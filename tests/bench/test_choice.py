@@ -87,29 +87,29 @@ def row(triton: float, cuda: float | None, rank: int = 16) -> dict[str, Any]:
 
 
 def test_write_and_show(tmp_path: Path) -> None:
-    import choose_section
+    from microbench import choose
 
     path = tmp_path / "choices.json"
     path.write_text('{"format": 1, "architectures": {"sm_80": {"measured": {}, "entries": []}}}')
     machine = {"architecture": "sm_90", "gpu": "a GPU", "torch": "2.11", "commit": "abc"}
     result = {"machine": machine, "rows": [row(2e-3, 1e-3), row(1e-3, 2e-3, rank=64), row(1e-3, None)]}
-    assert choose_section.write(result, path) == 2
+    assert choose.write(result, path) == 2
     table = load(path)
     assert [entry.winner for entry in table["sm_90"]] == ["cuda", "triton"]
     assert table["sm_80"] == [], "others stay"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["choices.json"]
-    lines = choose_section.table(path)
+    lines = choose.table(path)
     assert "gpu a GPU" in "\n".join(lines)
     assert lines[-1].split() == ["bfloat16", "64", "32", "64", "128", "1.000", "2.000", "triton"]
     before = path.read_text()
     with pytest.raises(ValueError, match="expected rows with both triton and cuda, got none"):
-        choose_section.write({"machine": machine, "rows": [row(1e-3, None)]}, path)
+        choose.write({"machine": machine, "rows": [row(1e-3, None)]}, path)
     assert path.read_text() == before
 
 
 def test_show_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    import choose_section
     import suite
+    from microbench import choose
 
     assert suite.main(["choose", "--show"]) == 0
-    assert capsys.readouterr().out.splitlines() == choose_section.table()
+    assert capsys.readouterr().out.splitlines() == choose.table()

@@ -13,14 +13,14 @@ MATRIX_KERNELS = {"shrink", "expand", "read_dy", "read_x"}
 PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import code_triton
+from gpu import code_triton
 found = code_triton.report(int(sys.argv[2]), code_triton.VARIANTS[: int(sys.argv[3])])
 print(json.dumps([{"variant": name, **vars(code)} for name, code in found]))
 """
 SPECIALISED = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import code_triton
+from gpu import code_triton
 variant = code_triton.VARIANTS[0]
 def seen(rows):
     launches = code_triton.launches_of(variant, 90, rows)

@@ -37,7 +37,7 @@ def test_without_the_source_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_sanitize_checks_and_can_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sanitize
+    from gpu import sanitize
 
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "--device", "cpu"])
     assert sanitize.main() == 0

@@ -4,7 +4,7 @@ import pytest
 
 
 def test_seven_linears_of_each_model() -> None:
-    from shapes import MODELS
+    from shared.shapes import MODELS
 
     for name, shape in MODELS.items():
         assert sum(linear.count for linear in shape.linears) == 7, name
@@ -21,7 +21,7 @@ def test_seven_linears_of_each_model() -> None:
 
 
 def test_layouts_use_every_row() -> None:
-    from layouts import LAYOUTS, balanced, mixed_ranks, skewed
+    from linear.layouts import LAYOUTS, balanced, mixed_ranks, skewed
 
     assert balanced(10, 4) == [3, 3, 2, 2]
     assert skewed(11, 2) == [7, 4]  # one each, then 9 as 2 : 1
@@ -38,7 +38,7 @@ def test_layouts_use_every_row() -> None:
 
 
 def test_work_by_hand() -> None:
-    from limits import frozen, frozen_forward, low_rank_backward, low_rank_forward
+    from linear.limits import frozen, frozen_forward, low_rank_backward, low_rank_forward
 
     # 6 rows, 2 -> 3, 2 bytes: x 12, W 6, y 18 elements; 2 * 6 * 2 * 3 FLOPs
     assert (frozen_forward(6, 2, 3, 2).flops, frozen_forward(6, 2, 3, 2).bytes) == (72, 72)
@@ -55,7 +55,7 @@ def test_work_by_hand() -> None:
 
 
 def test_limit_is_the_longer_of_both() -> None:
-    from limits import Ceilings, Work
+    from linear.limits import Ceilings, Work
 
     ceilings = Ceilings(bytes_per_second=10.0, flops_per_second=100.0)
     assert ceilings.seconds(Work(flops=1000, bytes=50)) == 10
@@ -80,8 +80,8 @@ def test_a_decoder_layer_of_real_models(
 
     The expected numbers were worked out independently of limits.py, to three decimals.
     """
-    from limits import Ceilings, Work, frozen, low_rank
-    from shapes import MODELS
+    from linear.limits import Ceilings, Work, frozen, low_rank
+    from shared.shapes import MODELS
 
     ceilings = Ceilings(bytes_per_second=4.3e12, flops_per_second=790e12)
     base, extra, flops = 0.0, 0.0, Work()
@@ -96,7 +96,7 @@ def test_a_decoder_layer_of_real_models(
 
 
 def test_launches_and_memory_of_a_trace() -> None:
-    from counting import launches_in, peak_in
+    from shared.counting import launches_in, peak_in
 
     events = [
         {"cat": "kernel", "ts": 1, "dur": 2.0},
@@ -113,7 +113,7 @@ def test_launches_and_memory_of_a_trace() -> None:
 
 def test_counts_on_a_cpu() -> None:
     import torch
-    from counting import count
+    from shared.counting import count
 
     def run() -> torch.Tensor:
         return torch.empty(1000, dtype=torch.float64).fill_(1.0).add(1.0)
@@ -125,7 +125,7 @@ def test_counts_on_a_cpu() -> None:
 
 
 def test_spread_of_times() -> None:
-    from timing import spread, take_turns
+    from shared.timing import spread, take_turns
 
     assert spread([3.0]) is None
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4 - 2) / 3)
@@ -138,7 +138,7 @@ def test_spread_of_times() -> None:
 
 
 def test_time_limit_is_shared() -> None:
-    from settings import Deadline
+    from microbench.settings import Deadline
 
     assert Deadline(None).share(1.0) is None
     half = Deadline(100.0).share(0.5)

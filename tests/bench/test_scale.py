@@ -10,12 +10,12 @@ import pytest
 
 @pytest.fixture
 def scale(bench_folder: Path) -> ModuleType:
-    return import_module("scale")
+    return import_module("forecast.command")
 
 
 @pytest.fixture
 def model(bench_folder: Path) -> ModuleType:
-    return import_module("scale_model")
+    return import_module("forecast.model")
 
 
 def test_the_results_are_those_of_the_script(scale: ModuleType, bench_folder: Path) -> None:

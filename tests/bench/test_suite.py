@@ -79,7 +79,7 @@ def test_model_sections(tmp_path: Path, dtype: str) -> None:
 def test_a_wrong_result_is_named_and_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import contenders
+    from linear import contenders
 
     right = contenders.ours
 
@@ -108,7 +108,7 @@ def test_a_wrong_result_is_named_and_not_timed(
 
 
 def test_a_peer_that_cannot_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import peers
+    from linear import peers
 
     def unsupported(layer: Any) -> Any:
         raise RuntimeError("grouped gemm is not supported here\nlong tail")
@@ -122,7 +122,7 @@ def test_a_peer_that_cannot_is_skipped(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_error_of_ours_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import contenders
+    from linear import contenders
 
     right = contenders.ours
 
@@ -137,7 +137,7 @@ def test_an_error_of_ours_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_check_looks_at_the_shape_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import contenders
+    from linear import contenders
 
     right = contenders.frozen
 

@@ -34,9 +34,9 @@ def test_quick_sections(tmp_path: Path) -> None:
 
 
 def test_clock_and_counts_of_a_large_product() -> None:
-    from counting import count
-    from limits import copy_speed
-    from timing import back_to_back, take_turns
+    from linear.limits import copy_speed
+    from shared.counting import count
+    from shared.timing import back_to_back, take_turns
 
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     run = lambda: x @ x  # noqa: E731

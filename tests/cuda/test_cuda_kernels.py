@@ -264,7 +264,7 @@ def test_tables_that_are_too_small_are_refused() -> None:
 
 def test_layers_that_share_x_as_the_sanitizer_watches_them(backend: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-    import sanitize
+    from gpu import sanitize
 
     together, alone = sanitize.shared_results(torch.bfloat16, str(torch.get_default_device()), backend)
     for one, other in zip(together, alone, strict=True):

@@ -9,7 +9,7 @@ from mlora_ext import _C
 from mlora_ext.library import LIBRARY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-import code_cuda
+from gpu import code_cuda
 
 TARGETS = ["sm_80", "sm_90a", "sm_100", "sm_120"]
 PRODUCTS = ["shrink", "expand", "read_dy", "read_x"]

@@ -1,0 +1,1 @@
+"""Simulates pipelines of many devices; nothing here is measured."""

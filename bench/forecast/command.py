@@ -1,0 +1,174 @@
+"""Throughput of many devices, simulated: `python bench/scale.py` writes results/scale.json and scale.png.
+
+R pipelines of D stages share nothing, so R of them give R times the throughput for R times the adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlora.simulate.measures import Measures, measure
+from mlora.simulate.simulator import simulate
+from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
+from shared.results import RESULTS, write_json
+
+from forecast.model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
+
+DEPTHS = {"llama-2-7b": (2, 4, 8, 16, 32), "llama-3-70b": (4, 8, 16, 32, 64)}
+LAYOUTS = {
+    "llama-2-7b": ((1, 8), (8, 8), (2, 32), (64, 8), (16, 32)),
+    "llama-3-70b": ((1, 8), (8, 8), (1, 64), (64, 8), (8, 64)),
+}
+"""R pipelines of D stages, by model."""
+STEPS = 40
+ENOUGH = 0.99
+"""Adapters suffice where they give this part of the throughput that the slowest stage or link allows."""
+
+
+def run(stages: Sequence[StageTime], link: SimulatedLink, adapters: int, rows: int = 1) -> Measures:
+    """Simulate a pipeline with one micro-batch of each adapter, all of which may be in flight."""
+    streams = [Stream(STEPS, rows=(rows,))] * adapters
+    return measure(simulate(Workload(stages, streams, "lorapp", link, link, in_flight=adapters)))
+
+
+def fewest_adapters(stages: Sequence[StageTime], link: SimulatedLink, rows: int) -> tuple[int, Measures]:
+    """The fewest adapters that suffice, by bisection, and what they give."""
+    goal = ENOUGH * rows / max(link.seconds(rows), max(stage.seconds() for stage in stages))
+    low, high = 0, len(stages)
+    while (found := run(stages, link, high, rows)).throughput < goal:
+        low, high = high, 2 * high
+    best = high, found
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = run(stages, link, middle, rows)
+        if found.throughput < goal:
+            low = middle
+        else:
+            high, best = middle, (middle, found)
+    return best
+
+
+def pipeline_row(model: Trained, depth: int, name: str, network: Network) -> dict[str, Any]:
+    """One pipeline with as many streams as it needs, with as many as stages, and twice as many.
+
+    A stream is an adapter; `mlora train` makes at most 2D of them.
+    """
+    stages, link = model.stages(depth), model.link(network)
+    works = [stage.seconds() for stage in stages]
+    adapters, found = fewest_adapters(stages, link, model.rows)
+    per_device = model.rows / sum(works)
+    few, most = (run(stages, link, factor * depth, model.rows) for factor in (1, 2))
+    return {
+        "model": model.name,
+        "stages": depth,
+        "rows": model.rows,
+        "network": name,
+        "slowest_stage_ms": 1e3 * max(works),
+        "message_ms": 1e3 * link.seconds(model.rows),
+        "stage_bound": sum(works) / depth / max(works),
+        "link_bound": min(1.0, sum(works) / depth / link.seconds(model.rows)),
+        "adapters": adapters,
+        "efficiency": found.throughput / depth / per_device,
+        "efficiency_with_D_adapters": few.throughput / depth / per_device,
+        "efficiency_with_2D_adapters": most.throughput / depth / per_device,
+        "tokens_per_second": found.throughput,
+        "most_in_flight": max(found.in_flight),
+        "memory_gb": model.memory(depth, found.in_flight, adapters) / 1e9,
+    }
+
+
+def length_rows(depth: int = 8, spread: float = 0.5, repeats: int = 3) -> list[dict[str, Any]]:
+    """Bubble ratio against adapters per stage: equal micro-batches, and lengths that differ by half."""
+    stages = [StageTime(0, 0, 1e-6, 1.15e-6)] * depth
+    rows, mean = [], 4096
+    for latency in (0.0, 0.05):
+        link = SimulatedLink(latency * 2.15e-6 * mean)
+        for adapters in (4, 6, 8, 10, 12, 15, 16, 20, 24):
+            ratios = {"equal": [run(stages, link, adapters, mean).bubble_ratio], "mixed": []}
+            for seed in range(repeats):
+                drawn = random.Random(seed)
+                streams = [
+                    Stream(
+                        40, rows=tuple(int(mean * drawn.uniform(1 - spread, 1 + spread)) for _ in range(40))
+                    )
+                    for _ in range(adapters)
+                ]
+                workload = Workload(stages, streams, "lorapp", link, link, in_flight=adapters)
+                ratios["mixed"].append(measure(simulate(workload)).bubble_ratio)
+            rows.append(
+                {"stages": depth, "latency": latency, "adapters": adapters}
+                | {name: sum(values) / len(values) for name, values in ratios.items()}
+            )
+    return rows
+
+
+def layout_rows(pipelines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """R pipelines beside each other."""
+    rows = []
+    for row in pipelines:
+        for replicas, depth in LAYOUTS[row["model"]]:
+            if depth == row["stages"]:
+                rows.append(
+                    {
+                        "model": row["model"],
+                        "devices": replicas * depth,
+                        "replicas": replicas,
+                        "stages": depth,
+                        "network": row["network"],
+                        "tokens_per_second": replicas * row["tokens_per_second"],
+                        "efficiency": row["efficiency"],
+                        "adapters": replicas * row["adapters"],
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    """Simulate everything, write the results, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for scale.json and scale.png")
+    out = parser.parse_args().out
+    pipelines = [
+        pipeline_row(model, depth, name, network)
+        for model in TRAINED
+        for depth in DEPTHS[model.name]
+        for name, network in NETWORKS.items()
+    ]
+    data = {
+        "command": "python bench/scale.py",
+        "simulated": True,
+        "assumed": {
+            "rows": TRAINED[0].rows,
+            "sequence": SEQUENCE,
+            "flops_per_second": ACHIEVED,
+            "rank": RANK,
+            "backward_over_forward": {model.name: model.ratio for model in TRAINED},
+            "networks": {name: vars(network) for name, network in NETWORKS.items()},
+        },
+        "pipelines": pipelines,
+        "fewer_rows": [
+            pipeline_row(replace(TRAINED[0], rows=rows), 8, "10 Gbit/s", NETWORKS["10 Gbit/s"])
+            for rows in (4096, 1024, 256)
+        ],
+        "layouts": layout_rows(pipelines),
+        "lengths": length_rows(),
+    }
+    write_json(out / "scale.json", data)
+    from forecast.plot import plot
+
+    plot(data, out / "scale.png")
+    for name in ("pipelines", "fewer_rows", "layouts", "lengths"):
+        show(data[name])
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows as a table."""
+    from mlora.cli.result_table import aligned
+
+    cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    print(aligned([list(rows[0]), *cells]), end="\n\n")

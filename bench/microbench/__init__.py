@@ -1,0 +1,1 @@
+"""The sections of `suite.py`: operators, layers and steps beside their peers, on a CPU or a GPU."""

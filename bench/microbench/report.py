@@ -1,0 +1,140 @@
+"""Results as text, and as `suite.json` holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shared.shapes import MODELS
+from shared.tables import cell, dtype_name
+
+from microbench.choose import architecture
+from microbench.entries import FROZEN
+from microbench.settings import Findings, Settings
+
+
+def header(device: str) -> str:
+    """Titles of the columns; a CPU launches nothing, its operator calls are counted."""
+    calls = "op calls" if device == "cpu" else "launches"
+    titles = f"{'median ms':>10} {'TFLOP/s':>8} {'GB/s':>8} {'+-%':>5} {'/ frozen':>9} {calls:>9}"
+    return f"  {'':32} {titles} {'peak MiB':>9}"
+
+
+def check_lines(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The largest relative error of each contender on the small layer, before anything was timed."""
+    found = []
+    for dtype, each in checks.items():
+        found.append(f"checked on a small layer against fp64, {dtype}: relative errors")
+        found += [f"  {name:40} {error:.1e}" for name, error in each.items()]
+    return found
+
+
+def title(row: Mapping[str, Any]) -> str:
+    """What a row is about, and its computed limit."""
+    size = f" {row['d_in']} -> {row['d_out']}," if "d_in" in row else ","
+    ranks = "/".join(map(str, sorted(set(row["ranks"]))))
+    words = [
+        f"{row['section']}: {row['name']}{size} {row['rows']} rows, {row['adapters']} adapters, r {ranks}, "
+        f"{row['layout']}, {row['dtype']}, dropout {row['dropout']}"
+    ]
+    if row.get("part", "both") != "both":
+        words.append(row["part"])
+    least = row.get("limit", {})
+    if "ratio_to_frozen" in least:
+        words.append(
+            f"limit {least['ratio_to_frozen']:.3f} of frozen (+{1e3 * least['low_rank_seconds']:.3f} ms)"
+        )
+    return "; ".join(words)
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """A row as text: what it is about, then a line for each contender."""
+    found = [title(row)]
+    for name, each in row["contenders"].items():
+        calls = each.get("launches", each.get("operator_calls"))
+        cells = [
+            cell(each["seconds"], "10.3f", 1e3),
+            cell(each.get("flops_per_second"), "8.3f", 1e-12),
+            cell(each.get("bytes_per_second"), "8.1f", 1e-9),
+            cell(each.get("spread"), "5.1f", 100),
+            cell(each.get("ratio_to_frozen"), "9.3f"),
+            cell(calls, "9d"),
+            cell(each["peak_bytes"], "9.1f", 2**-20),
+        ]
+        share = f"  launch share {each['launch_share']:.2f}" if "launch_share" in each else ""
+        found.append(f"  {name:32} {' '.join(cells)}{share}")
+    return found
+
+
+def whole_layers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The seven linears of a decoder layer together, where every shape of a model was measured.
+
+    Returns:
+        For each model, batch, layout and dtype: seconds and the ratio to the frozen layers of every contender
+        that took part in all of them, and the ratio of the computed limit.
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["section"] == "linears":
+            key = tuple(row[name] for name in ("model", "rows", "adapters", "layout", "dtype"))
+            groups.setdefault(key, []).append(row)
+    found = []
+    for (model, total, adapters, layout, dtype), parts in groups.items():
+        by_part = [part["contenders"] for part in parts]
+        common = [name for name in by_part[0] if all(name in each for each in by_part)]
+        if len(parts) < len(MODELS[model].linears) or FROZEN not in common:
+            continue
+        seconds = {
+            name: sum(part["count"] * part["contenders"][name]["seconds"] for part in parts)
+            for name in common
+        }
+        least = sum(part["count"] * part["limit"]["low_rank_seconds"] for part in parts)
+        found.append(
+            {
+                "model": model,
+                "rows": total,
+                "adapters": adapters,
+                "layout": layout,
+                "dtype": dtype,
+                "seconds": seconds,
+                "ratio_to_frozen": {name: value / seconds[FROZEN] for name, value in seconds.items()},
+                "limit_ratio_to_frozen": 1 + least / seconds[FROZEN],
+            }
+        )
+    return found
+
+
+def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`whole_layers` as text."""
+    found = []
+    for layer in layers:
+        ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in layer["ratio_to_frozen"].items())
+        found.append(
+            f"seven linears of {layer['model']}, {layer['rows']} rows, {layer['adapters']} adapters, "
+            f"{layer['layout']}, {layer['dtype']}: {ratios}; limit {layer['limit_ratio_to_frozen']:.3f}"
+        )
+    return found
+
+
+def result(
+    settings: Settings, findings: Findings, machine: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    """What `suite.json` holds."""
+    options = asdict(settings) | {
+        "device": str(settings.device),
+        "dtypes": [dtype_name(dtype) for dtype in settings.dtypes],
+    }
+    place = {"architecture": architecture(settings.device)} if settings.device.type == "cuda" else {}
+    return {
+        "machine": {**machine, **place},
+        "settings": options,
+        "seconds": round(seconds, 1),
+        "ceilings": {name: ceiling.as_dict() for name, ceiling in findings.ceilings.items()},
+        "checks": findings.checks,
+        "failed": findings.failed,
+        "skipped": findings.skipped,
+        "not_run": findings.not_run,
+        "layers": whole_layers(findings.rows),
+        "rows": findings.rows,
+    }

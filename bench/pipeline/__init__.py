@@ -1,0 +1,1 @@
+"""Measures pipelines of several processes against those of others."""

@@ -1,0 +1,1 @@
+"""What several benchmarks use: the machine, timing, counting, model shapes, results."""

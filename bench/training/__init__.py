@@ -1,0 +1,1 @@
+"""Measures whole training runs and sweeps against PEFT."""
