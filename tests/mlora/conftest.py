@@ -1,5 +1,6 @@
 """Fixtures of the training system's tests."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,17 @@ from tiny_run import run_data, save_base, write_run
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of two layers and a byte-level tokenizer."""
     return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture takes half of the time of a small run. Tests of pictures are marked `draws`."""
+    if request.node.get_closest_marker("draws") is None:
+        for module in ("mlora.run.loop", "mlora.run.run"):
+            if module in sys.modules:
+                monkeypatch.setattr(f"{module}.plot_losses", lambda *_: None)
+        if "mlora.sweep.outcome" in sys.modules:
+            monkeypatch.setattr("mlora.sweep.outcome.plot_trials", lambda *_: None)
 
 
 @pytest.fixture

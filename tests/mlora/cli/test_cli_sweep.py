@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mlora.config.config_file import resolve_config
 from mlora.files.run_folder import RunFolder
 from mlora.sweep.ranking import rank_trials
@@ -13,6 +14,7 @@ from sweep_runs import RATES
 from tiny_run import write_run
 
 
+@pytest.mark.draws
 def test_commands(tiny_base: Path, tmp_path: Path, run: Any) -> None:
     data = sweep_data(tiny_base, tmp_path, search=RATES)
     path = write_run(tmp_path, data)

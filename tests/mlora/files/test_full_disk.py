@@ -22,6 +22,8 @@ from watched_disk import watch_disk, writing_threads
 
 Fill = Callable[[str, int], None]
 
+pytestmark = pytest.mark.draws
+
 
 @pytest.fixture
 def fill(monkeypatch: pytest.MonkeyPatch) -> Fill:

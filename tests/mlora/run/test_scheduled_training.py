@@ -41,8 +41,6 @@ Actions = dict[Any, Callable[[], object]]
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_memory(monkeypatch)
-    for module in ("loop", "run"):  # half of the time that such a small run takes
-        monkeypatch.setattr(f"mlora.run.{module}.plot_losses", lambda *_: None)
 
 
 @pytest.fixture

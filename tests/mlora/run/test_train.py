@@ -152,6 +152,7 @@ def test_an_adapter_trains_as_it_would_alone(tiny_base: Path, tmp_path: Path) ->
         assert losses(tmp_path / "run", name) == pytest.approx(losses(tmp_path / name, name), rel=1e-5)
 
 
+@pytest.mark.draws
 def test_what_a_run_writes(tiny_base: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
     result = train(path)
