@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend
+from mlora_ext.frozen import registry
 from mlora_ext.frozen.linear import frozen_linear
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.registry import frozen_kind, register_frozen_weight
@@ -54,6 +55,13 @@ class Int8Weight(FrozenWeight):
     def dense(self) -> Tensor:
         self.products += 1
         return self._buffers["weight_int8"] * self._buffers["weight_scale"]
+
+
+@pytest.fixture(autouse=True)
+def int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered for these tests only."""
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+    register_frozen_weight("int8", Int8Weight)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -136,7 +144,6 @@ def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 24, bias=False))
     model = mx.convert_model(model, {"a": LoraConfig(r=3, target_modules=["0"])}, every_linear=True)
-    register_frozen_weight("int8", Int8Weight)
     mx.set_frozen_weights(model, kind)
     return model
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlora_ext.backends.selection import Backend
 from mlora_ext.frozen import base_gemm as gemm
+from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.autograd import LayerOperands
 from mlora_ext.ops.functional import lora_linear_fused
 
@@ -71,7 +72,7 @@ def test_products_never_read_rows_inside_wider_tensors(dtype: torch.dtype, rows:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_nor_do_those_of_layers_that_share_x(dtype: torch.dtype) -> None:
     case = case_of(97, dtype)
-    operands = [LayerOperands(case.weight, case.bias, case.lora_a, case.lora_b)] * 2
+    operands = [LayerOperands(PlainWeight.of(case.weight), case.bias, case.lora_a, case.lora_b)] * 2
     plan = case.operator_arguments()[5:7]
     results = []
     for wrap in (torch.Tensor.detach, inside_nan):

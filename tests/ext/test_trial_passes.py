@@ -141,7 +141,7 @@ def test_rounding_by_other_samples_is_no_change() -> None:
             state = h.new_zeros(4, 1, 1)  # as a cache, it does not grow with the batch
             return self.lin(h + state + 2e-6 * h.roll(1, 0))
 
-    model, ids = model_of(Rounding), ids_of(4, 1)
+    model, ids = model_of(Rounding), ids_of(4, 3)
     together = model(ids, adapter_names=NAMES).detach()
     for sample, name in enumerate(NAMES):
         alone = model(ids, adapter_names=[name] * 4).detach()

@@ -65,7 +65,7 @@ def test_faults_of_the_config_end_the_run(
 def test_missing_operators_are_one_line_at_the_start(
     run: Run, trained: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlora_ext.ops.library.LOADED", False)
+    monkeypatch.setattr("mlora_ext.library.LOADED", False)
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
     for command in (("train", path), ("validate", path), ("generate", trained, "-p", "x")):
         assert only_line(run(*command)).startswith("error: the compiled operators are missing (")
