@@ -1,4 +1,4 @@
-"""What an engine knows of an adapter and its batches, beside what the stages have."""
+"""What an engine knows of an adapter and its batches; the stages hold the rest."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BatchResult:
     """An adapter's share of a batch.
 
     Attributes:
-        loss_sum: sum of its losses, over units.
+        loss_sum: sum of its losses over units.
         tokens: number of its trained tokens.
-        finite: whether `loss_sum` is a number.
-        units: what divides the loss: the trained tokens, unless its objective says otherwise.
-        metrics: sums of the objective's metrics, over units.
+        finite: whether `loss_sum` is finite.
+        units: what divides the loss: the number of trained tokens, unless its objective says otherwise.
+        metrics: sums of the objective's metrics over units.
     """
 
     loss_sum: float
@@ -33,7 +33,11 @@ class BatchResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def plus(self, other: BatchResult) -> BatchResult:
-        """Returns the sums of both."""
+        """Returns the sum of both results.
+
+        Args:
+            other: the same adapter's share of another batch.
+        """
         loss = self.loss_sum + other.loss_sum
         names = {**self.metrics, **other.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
@@ -41,7 +45,7 @@ class BatchResult:
         return BatchResult(loss, self.tokens + other.tokens, math.isfinite(loss), units, metrics)
 
     def mean_metrics(self) -> dict[str, float]:
-        """Returns the objective's metrics by unit."""
+        """Returns the objective's metrics per unit."""
         return {name: total / self.units for name, total in self.metrics.items()}
 
 
@@ -66,20 +70,18 @@ class StepResult:
 
 @dataclass(eq=False)
 class AdapterState:
-    """The counts of one adapter, and what was decided and not yet told to the stages.
+    """The counts of one adapter, and decisions that the stages have not been told yet.
 
     Attributes:
-        replica: which pipeline it is in.
-        rule: its learning rate and clipping.
-        scaler: of its loss.
-        objective_name: what it is trained for; a name of `mlora.objectives.registry`.
+        replica: the index of its pipeline.
+        objective_name: a name of `mlora.objectives.registry`.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
         rows: rows since the last step.
-        squares: sum of the squares of its gradients, where that has come back with a micro-batch.
-        update: what the stages have to make just before the adapter's next forward.
-        under_way: micro-batches, evaluated ones too, that have entered the pipeline and not come back.
-        ending: whether the last of its accumulation is among them.
+        squares: sum of its squared gradients, if it came back with a micro-batch.
+        update: what the stages must do just before the adapter's next forward.
+        under_way: micro-batches in the pipeline, evaluations included.
+        ending: whether the last micro-batch of its accumulation is among them.
     """
 
     replica: int
@@ -100,31 +102,27 @@ class AdapterState:
         return objective_of(self.objective_name)
 
     def entered(self, rows: int, units: int) -> None:
-        """Count a micro-batch that has entered the pipeline."""
+        """Counts a micro-batch that has entered the pipeline."""
         self.rows += rows
         self.units += units
         self.under_way += 1
         self.squares = None
 
     def came_back(self) -> None:
-        """Count one that has passed it."""
+        """Counts a micro-batch that has passed the pipeline."""
         self.under_way -= 1
 
     def failed(self) -> None:
-        """Count one that will not come back.
+        """Counts a micro-batch that will not come back, and drops everything accumulated.
 
-        Its backward may have added to some of the gradients, so all that was accumulated is dropped.
+        Its backward may have added to some of the gradients.
         """
         self.under_way -= 1
         self.ending = False
         self.leave(Update())
 
     def decide(self, squares: float) -> StepResult:
-        """Decide a step on what was accumulated.
-
-        Args:
-            squares: sum of the squares of the gradients, over all stages.
-        """
+        """Decides a step on what was accumulated; `squares` sums the squared gradients of all stages."""
         done = self.rule.decide(squares, self.units * self.scaler.scale)
         skipped = self.scaler.update(overflow=not done.update.taken)
         self.steps += 1
@@ -132,17 +130,17 @@ class AdapterState:
         return StepResult(self.steps, done.learning_rate, done.grad_norm, skipped, done.update.taken)
 
     def leave(self, update: Update) -> None:
-        """Leave an update to the stages; what was accumulated is gone."""
+        """Leaves an update to the stages and clears what was accumulated."""
         self.units = self.rows = 0
         self.squares, self.update = None, update
 
     def told(self) -> dict[str, Any] | None:
-        """The update that the stages are told of now, or none."""
+        """Returns the update that the stages have yet to make, and clears it; None if there is none."""
         update, self.update = self.update, None
         return None if update is None else asdict(update)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, as plain values."""
+        """Returns the counts as plain values."""
         return {
             "units": self.units,
             "rows": self.rows,
@@ -152,7 +150,7 @@ class AdapterState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Takes over what `state_dict` returned."""
         self.scaler = LossScaler(**state["scaler"])
         self.rule.steps, self.steps = state["updates"], state["steps"]
         self.units, self.rows = state["units"], state["rows"]
@@ -160,24 +158,16 @@ class AdapterState:
 
 
 class AdapterStates(dict[str, AdapterState]):
-    """The states of an engine's adapters by name, in the order in which these were created."""
+    """An engine's adapter states by name, in the order of creation."""
 
     def of(self, name: str) -> AdapterState:
-        """The state of an adapter.
-
-        Raises:
-            ValueError: if there is none of this name.
-        """
+        """Returns an adapter's state; raises ValueError for an unknown name."""
         if name not in self:
             raise ValueError(f"no adapter {name!r} in this engine; its adapters: {', '.join(self) or 'none'}")
         return self[name]
 
     def at_rest(self, name: str) -> AdapterState:
-        """The state of an adapter that is not under way.
-
-        Raises:
-            ValueError: if there is none of this name, or a batch of it has yet to be finished or evaluated.
-        """
+        """Returns an adapter's state; raises ValueError if a batch of it is under way."""
         state = self.of(name)
         if state.under_way:
             raise ValueError(
@@ -187,6 +177,6 @@ class AdapterStates(dict[str, AdapterState]):
         return state
 
     def updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The updates of these adapters that the stages have yet to make, and are told of now."""
+        """Returns the updates that the stages have yet to make for these adapters, and clears them."""
         told = {name: self[name].told() for name in names}
         return {name: update for name, update in told.items() if update is not None}

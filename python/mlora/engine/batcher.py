@@ -1,4 +1,4 @@
-"""Batches on their way through the pipeline: packed, cut into micro-batches, and what comes back of them."""
+"""Packs batches, cuts them into micro-batches, sends these through the pipeline, and collects results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MeasuredBatch:
 
     Attributes:
         lengths: of its sequences, by adapter name.
-        phases: of each stage, the most bytes that it held at once during its forward, its loss (0 where it
-            has none) and its backward, the neighbouring stages' activations and gradients included.
+        phases: the most bytes that each stage held at once during forward, loss (0 if it has none) and
+            backward, including the neighbouring stages' activations and gradients.
     """
 
     lengths: Mapping[str, tuple[int, ...]]
@@ -32,12 +32,12 @@ class MeasuredBatch:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The most bytes that it held at once on each stage."""
+        """The most bytes held at once on each stage."""
         return tuple(max(peaks) for peaks in self.phases)
 
 
 _Parts = Sequence[tuple[PackedBatch, int | None]]
-"""Micro-batches, each with its number in the pipeline, or none if it has nothing to compute."""
+"""Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
 
 if TYPE_CHECKING:
     from mlora.data.dataset import Sample
@@ -46,11 +46,8 @@ if TYPE_CHECKING:
 class BatchFuture:
     """A batch that is under way.
 
-    Args:
-        parts: its micro-batches, each with its number in the pipeline, or none if it has nothing to train.
-        ends: adapters whose accumulation it completes.
-
     Attributes:
+        ends: adapters whose accumulation it completes.
         measured: after `finish`, its micro-batches' memory, if that was asked for.
     """
 
@@ -65,19 +62,12 @@ class BatchFuture:
 
 
 class Batcher:
-    """What enters an engine's pipeline, and leaves it. See the methods of `Engine` of the same names.
-
-    Args:
-        pipeline: where they go.
-        states: of the adapters.
-        device: of the first stage.
-        vocab_size: of the base model.
-        micro_batches: into how many each batch is cut.
+    """Lets batches enter and leave an engine's pipeline; see the methods of `Engine` of the same names.
 
     Attributes:
-        peak_memory: the most memory that a stage was known to have used when its last results came, in bytes.
-        used_memory: what each stage had in use after the micro-batch that came back last, in bytes; empty
-            before, and when adapters have come or gone since.
+        peak_memory: the most bytes that any stage had used when its last results came.
+        used_memory: bytes in use on each stage after the last micro-batch that came back; empty before, and
+            after adapters have come or gone.
     """
 
     def __init__(
@@ -101,7 +91,7 @@ class Batcher:
         measure: bool = False,
         whole: bool = False,
     ) -> BatchFuture:
-        """Let a batch enter."""
+        """Lets a batch enter."""
         for name in ends:
             if name not in batches:
                 raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
@@ -142,12 +132,12 @@ class Batcher:
         return {"measure": self._measures}
 
     def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
-        """Work until one of some batches has come back."""
+        """Works until one of these batches has come back, and returns it."""
         by_last = {future.last: future for future in futures}
         return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
 
     def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
-        """Work until a batch has come back."""
+        """Works until a batch has come back."""
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
             with ExitStack() as stack:
@@ -173,7 +163,7 @@ class Batcher:
     def evaluate(
         self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], at_once: int
     ) -> Iterator[dict[str, BatchResult]]:
-        """Losses without gradients, of some batches under way at once."""
+        """Yields losses without gradients; `at_once` batches are under way at once."""
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
@@ -187,11 +177,11 @@ class Batcher:
             while under_way:
                 yield self._evaluated(under_way)
         finally:
-            while under_way:  # a batch was malformed, or nobody wants the rest
+            while under_way:  # a batch was malformed, or the caller stopped early
                 self._evaluated(under_way)
 
     def _evaluated(self, under_way: deque[_Parts]) -> dict[str, BatchResult]:
-        """The results of the oldest; after an error none of the others comes back."""
+        """Returns the results of the oldest batch; after an error none of the others comes back."""
         found: dict[str, BatchResult] = {}
         with ExitStack() as stack:
             stack.callback(self._forget, under_way)
@@ -210,7 +200,7 @@ class Batcher:
             self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """The most likely next token of sequences."""
+        """Returns the most likely next token of each sequence."""
         found: dict[str, list[int]] = {}
         for part in self._by_replica(batches):
             packed = pack_prompts(part, device=self._device)
@@ -221,7 +211,7 @@ class Batcher:
         return found
 
     def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Batches by adapter name, apart for each replica; the base model's go to the first."""
+        """Splits batches by replica; the base model's go to the first."""
         found: dict[int, dict[Any, Any]] = {}
         for name, rows in batches.items():
             replica = 0 if name in (None, BASE) else self._states.of(name).replica
@@ -246,9 +236,9 @@ class Batcher:
         train: bool,
         more: Mapping[str, Any] | None = None,
     ) -> int | None:
-        """Let a micro-batch enter the pipeline; None where it has nothing to compute.
+        """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
-        For traces, all micro-batches that a batch was cut into are of one stream.
+        In traces, `stream` joins the micro-batches of one batch.
         """
         if not batch.rows.numel():
             return None
@@ -280,14 +270,14 @@ class Batcher:
         )
 
     def _objectives(self, batch: PackedBatch) -> dict[str, Any]:
-        """What the last stage is told where an owner is trained for something else than cross-entropy."""
+        """Returns what the last stage is told of objectives other than cross-entropy."""
         names = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
         if batch.targets is None or set(names) <= {CROSS_ENTROPY}:
             return {}
         return {"objectives": names, "lengths": batch.trained_lengths()}
 
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, BatchResult]]:
-        """The stages' notes on a micro-batch, and its results by name."""
+        """Waits for a micro-batch; returns the stages' notes on it and its results by name."""
         if number is None:
             return (), {name: BatchResult(0.0, batch.tokens[name], True, 0) for name in batch.names}
         result = self._pipeline.finish(number)
@@ -304,7 +294,7 @@ class Batcher:
 
 
 def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
-    """Lengths of the sequences of each owner."""
+    """Returns the sequence lengths of each owner."""
     found, rest = {}, list(batch.sequences)
     for name, rows in zip(batch.names, batch.lengths, strict=True):
         found[name] = tuple(_take(rest, rows))
@@ -318,7 +308,7 @@ def _take(rest: list[int], rows: int) -> Iterator[int]:
 
 
 def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
-    """The samples of all adapters in runs of about as many tokens; pieces without samples are left out.
+    """Cuts a batch into pieces of about equally many tokens; leaves out pieces without samples.
 
     A sample belongs to the piece in which its middle lies.
     """

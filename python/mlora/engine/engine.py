@@ -38,9 +38,9 @@ class Engine:
     Accumulating and stepping are separate: call `forward_backward` once or several times, then `optim_step`
     for each adapter whose batch is complete. Nothing that happens to an adapter depends on the others.
 
-    Over several stages `start` and `finish` keep the pipeline full: batches may start while others are under
-    way. Until an adapter's batches are finished, it can start more and be evaluated; other calls for it raise
-    ValueError.
+    Over several stages, `start` and `finish` keep the pipeline full: batches may start while others are under
+    way. While an adapter's batches are under way, you can start more of them and evaluate the adapter; other
+    calls for it raise ValueError.
 
     Args:
         base_model: a folder, a hub id, or a Transformers model, which is converted in place.
@@ -48,23 +48,26 @@ class Engine:
         dtype: of the base's weights; adapters are fp32.
         fp16: short for `dtype=torch.float16`, which brings a dynamic loss scaler per adapter.
         gradient_checkpointing: recompute blocks in backward instead of keeping their activations.
-        frozen_weight: the kind of the frozen weights: `plain`, `packed` (for oneDNN too, on a CPU: faster,
-            for three times their memory), or a name of `register_frozen_weight`.
-        seed: initial weights and dropout of an adapter derive from it and the adapter's name.
-        stages: blocks of each stage of this process's pipeline, or a number of stages that share them alike.
+        frozen_weight: the kind of the frozen weights: `plain`, `packed` (also keeps them packed for oneDNN:
+            faster on a CPU, for three times their memory), or a name given to `register_frozen_weight`.
+        seed: the engine's seed. An adapter's initial weights and dropout derive from it and the adapter's
+            name.
+        stages: the number of blocks of each stage of this process's pipeline, or a number of stages that
+            share the blocks evenly.
         schedule: `lorapp`, `1f1b` or `gpipe`.
-        micro_batches: into how many each batch is cut.
+        micro_batches: the number of micro-batches that each batch is cut into.
         in_flight: for `lorapp`, the most micro-batches under way at once; see `Pipeline`.
-        trace: spans to keep of each stage, for `trace`.
-        stage_group: the stages, where other processes are among them; what concerns stages is then theirs.
+        trace: the number of spans to keep of each stage, for `trace`.
+        stage_group: the stages, if some of them are in other processes. Arguments about stages then have no
+            effect: the group decides.
 
     Raises:
         ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
 
     Attributes:
         model: the base model with the adapters, or the first stage's piece of it.
-        alone: whether there is one stage only, which is here, so that `model` is whole.
-        registry: a model that knows the config, layers and shapes of all adapters, also of those of other
+        alone: whether there is only one stage, in this process, so that `model` is whole.
+        registry: a model that knows the config, layers and shapes of all adapters, including those of other
             replicas.
 
     Example:
@@ -138,7 +141,7 @@ class Engine:
 
     @property
     def blocks(self) -> list[int]:
-        """Decoder blocks of each stage, where there are several."""
+        """The number of decoder blocks of each stage, if there are several stages."""
         return list(self._stage_group.blocks)
 
     @property
@@ -147,37 +150,42 @@ class Engine:
         return self._stage_group.spread
 
     def used_memory(self) -> list[int]:
-        """The memory that each stage of each replica has in use now, in bytes; stages that are threads of one
-        process name that of the whole process."""
+        """Returns the bytes that each stage of each replica has in use now.
+
+        Stages that are threads of one process report that of the whole process.
+        """
         replicas = range(self.replicas)
         return [
             used for replica in replicas for used in self._pipeline.control("memory", {}, replica=replica)
         ]
 
     def release_memory(self) -> None:
-        """Let each stage give memory back that nothing uses."""
+        """Makes each stage give back memory that nothing uses."""
         for replica in range(self.replicas):
             self._pipeline.control("release_memory", {}, replica=replica)
 
     @property
     def memory_after(self) -> list[int]:
-        """What each stage had in use after the micro-batch that came back last, in bytes; empty before, and
-        when adapters have come or gone since."""
+        """The bytes that each stage had in use after the last micro-batch that came back.
+
+        Empty before the first one, and after adapters have come or gone.
+        """
         return list(self._batcher.used_memory)
 
     @property
     def peak_memory(self) -> int:
-        """The most memory that a stage was known to have used when its last results came, in bytes."""
+        """The most bytes that any stage had used when its last results came."""
         return self._batcher.peak_memory
 
     @property
     def base_gemm(self) -> str | None:
-        """The library that multiplies by the frozen weights on a CPU, measured unless it was set.
+        """The library that multiplies by the frozen weights on a CPU: measured, unless it was set.
 
-        Rounding depends on it. It is the process's, by dtype; on other devices there is no choice.
+        Rounding depends on it. The choice holds for the whole process, by dtype; on other devices there is
+        none.
 
         Raises:
-            ValueError: on setting one that does not serve this model here.
+            ValueError: when set to a library that does not serve this model here.
         """
         return base_gemm_of(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
 
@@ -200,7 +208,7 @@ class Engine:
         seed: int | None = None,
         replica: int = 0,
     ) -> None:
-        """Put a new adapter on the base; others may be under way.
+        """Puts a new adapter on the base; others may be under way.
 
         Args:
             name: of the adapter.
@@ -209,7 +217,7 @@ class Engine:
             objective: what it is trained for; a name of `mlora.objectives.registry`.
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
-            replica: which pipeline shall train it.
+            replica: the index of the pipeline that trains it.
 
         Raises:
             ValueError: if the name is taken, a config is not supported, targets match nothing, or the folder
@@ -241,10 +249,13 @@ class Engine:
             self._control("create", name, arguments, first_done=self.registry is self.model)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter, its gradients and its optimizer.
+        """Forgets an adapter, its gradients and its optimizer.
+
+        Args:
+            name: of the adapter.
 
         Raises:
-            ValueError: if there is no adapter of this name.
+            ValueError: if there is no adapter of this name, or a batch of it is under way.
         """
         self._states.of(name)
         self._control("remove", name)
@@ -256,21 +267,21 @@ class Engine:
     def forward_backward(
         self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
     ) -> dict[str, BatchResult]:
-        """Run one batch and add each adapter's gradient, a sum over its tokens, to what it has.
+        """Runs one batch and adds each adapter's gradient, a sum over its tokens, to what it has.
 
         Args:
             batches: samples by adapter name.
-            ends: adapters whose accumulation this completes: it spares `optim_step` a journey through the
-                stages.
+            ends: adapters whose accumulation this batch completes. Naming them spares `optim_step` a journey
+                through the stages.
 
         Returns:
-            By adapter name. A loss that is not finite spoils that adapter's gradient only; call
+            Results by adapter name. A loss that is not finite spoils that adapter's gradient only; call
             `discard_gradients` or `remove_adapter` for it.
 
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
             Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
-                the batch's adapters have accumulated nothing, also of batches before it.
+                the batch's adapters lose what they have accumulated, also from earlier batches.
         """
         return self.finish(self.start(batches, ends=ends))
 
@@ -282,14 +293,17 @@ class Engine:
         measure: bool = False,
         whole: bool = False,
     ) -> BatchFuture:
-        """Let a batch enter the pipeline; returns at once. `finish` gives what `forward_backward` does.
+        """Lets a batch enter the pipeline and returns at once; `finish` returns its results.
 
         Args:
             batches: samples by adapter name, of adapters of one replica.
-            ends: adapters whose accumulation this completes.
+            ends: adapters whose accumulation this batch completes.
             measure: measure the memory of each micro-batch on each stage; after `finish` it is in
                 `BatchFuture.measured`.
-            whole: do not cut it into micro-batches.
+            whole: do not cut the batch into micro-batches.
+
+        Returns:
+            The batch's future, for `finish` and `first_done`.
 
         Raises:
             ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
@@ -298,13 +312,13 @@ class Engine:
         return self._batcher.start(batches, ends, measure, whole)
 
     def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
-        """Work until one of some batches has passed its pipeline.
+        """Works until one of these batches has passed its pipeline.
 
         Args:
             futures: of `start`, in the order in which they started; at least one.
 
         Returns:
-            The first of those that have.
+            The first of the batches that have passed.
 
         Raises:
             ValueError: if none of them is under way, as after an error.
@@ -312,28 +326,28 @@ class Engine:
         return self._batcher.first_done(futures)
 
     def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
-        """Wait until a batch has passed the pipeline.
+        """Waits until a batch has passed the pipeline.
 
         Args:
             future: of `start`; batches end in the order in which they started.
 
         Returns:
-            By adapter name.
+            Results by adapter name.
 
         Raises:
-            ValueError: if it is not under way, as after an error in one that started before it.
+            ValueError: if the batch is not under way, as after an error in one that started before it.
             Exception: as `forward_backward`.
         """
         return self._batcher.finish(future)
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
-        """Losses without gradients or dropout.
+        """Returns losses without gradients or dropout.
 
         Args:
             batches: samples by adapter name; None or `__base__` is the base model alone.
 
         Returns:
-            By name; `__base__` for the base model.
+            Results by name; `__base__` for the base model.
 
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
@@ -343,13 +357,13 @@ class Engine:
     def evaluate_each(
         self, batches: Iterable[Mapping[str | None, Sequence[Sample]]]
     ) -> Iterator[dict[str, BatchResult]]:
-        """`evaluate` of batch after batch; over several stages, some are under way at once.
+        """Evaluates batch after batch; over several stages, some are under way at once.
 
         Args:
-            batches: as for `evaluate`; taken as places in the pipeline become free.
+            batches: as for `evaluate`; taken as the pipeline has room for more.
 
         Yields:
-            The results of each, in their order.
+            The results of each batch, in their order.
 
         Raises:
             ValueError: as `evaluate`.
@@ -357,7 +371,7 @@ class Engine:
         return self._batcher.evaluate(batches, 2 * self.stages * self.replicas)
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """The most likely next token of sequences, without dropout.
+        """Returns the most likely next token of sequences, without dropout.
 
         Args:
             batches: token ids by adapter name; None or `__base__` is the base model alone.
@@ -371,18 +385,19 @@ class Engine:
         return self._batcher.next_tokens(batches)
 
     def optim_step(self, name: str) -> StepResult:
-        """Step an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
+        """Steps an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
 
-        Over several stages, each makes the update just before the adapter's next forward.
+        Over several stages, each stage makes the update just before the adapter's next forward.
 
         Args:
             name: of the adapter.
 
         Returns:
-            What was decided; the gradients are gone.
+            What was decided. The adapter's gradients are gone.
 
         Raises:
-            ValueError: if there is no such adapter, or it has accumulated no trained token.
+            ValueError: if there is no such adapter, a batch of it is under way, or it has accumulated no
+                trained token.
         """
         adapter = self._states.at_rest(name)
         if adapter.units == 0:
@@ -396,10 +411,13 @@ class Engine:
         return done
 
     def discard_gradients(self, name: str) -> None:
-        """Forget what an adapter has accumulated since its last step.
+        """Forgets what an adapter has accumulated since its last step.
+
+        Args:
+            name: of the adapter.
 
         Raises:
-            ValueError: if there is no adapter of this name.
+            ValueError: if there is no adapter of this name, or a batch of it is under way.
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
@@ -408,10 +426,15 @@ class Engine:
             self._flush(name)
 
     def state_dict(self, name: str) -> dict[str, Any]:
-        """Everything that continues an adapter bit for bit, as copies; also in the middle of an accumulation.
+        """Returns everything that continues an adapter bit for bit, as copies.
+
+        Works in the middle of an accumulation, too.
+
+        Args:
+            name: of the adapter.
 
         Raises:
-            ValueError: if there is no such adapter.
+            ValueError: if there is no such adapter, or a batch of it is under way.
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
@@ -421,10 +444,15 @@ class Engine:
         return {**merged, **adapter.state_dict(), "dropout_seed": seed}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
-        """Continue an adapter, created with the same configs, from `state_dict`, over any number of stages.
+        """Continues an adapter from `state_dict`, over any number of stages.
+
+        Args:
+            name: of the adapter, created with the same configs.
+            state: what `state_dict` returned.
 
         Raises:
-            ValueError: if there is no such adapter, or the state is that of another one.
+            ValueError: if there is no such adapter, a batch of it is under way, or the state is that of
+                another one.
         """
         adapter = self._states.of(name)
         weights = mlora_ext.adapter_parameters(self.registry, name)
@@ -445,10 +473,13 @@ class Engine:
         adapter.load_state_dict(state)
 
     def weights(self, name: str) -> dict[str, Tensor]:
-        """Return an adapter's weights under PEFT's keys, as copies on the CPU.
+        """Returns an adapter's weights under PEFT's keys, as copies on the CPU.
+
+        Args:
+            name: of the adapter.
 
         Raises:
-            ValueError: if there is no adapter of this name.
+            ValueError: if there is no adapter of this name, or a batch of it is under way.
         """
         self._states.at_rest(name)
         self._flush(name)
@@ -457,12 +488,12 @@ class Engine:
     def save(
         self, name: str, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write an adapter as a PEFT folder.
+        """Writes an adapter as a PEFT folder.
 
         Args:
             name: of the adapter.
-            folder: to write.
-            weights: what `weights` gave before; default: those of now.
+            folder: the folder to write.
+            weights: what `weights` returned before; default: today's weights.
 
         Raises:
             ValueError: if there is no adapter of this name, or the weights are those of another one.
@@ -472,7 +503,12 @@ class Engine:
         mlora_ext.save_adapter(self.registry, name, folder, weights)
 
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:
-        """Create an adapter from a PEFT folder: its config and weights, with a fresh optimizer.
+        """Creates an adapter from a PEFT folder: its config and weights, with a fresh optimizer.
+
+        Args:
+            name: of the adapter.
+            folder: the PEFT folder.
+            optim: its optimizer and schedule.
 
         Raises:
             ValueError: as `create_adapter`.
@@ -480,27 +516,27 @@ class Engine:
         self.create_adapter(name, None, optim, init_from=folder)
 
     def trace(self) -> tuple[list[Any], list[Entry]]:
-        """What the stages did when.
+        """Returns a timeline of each stage.
 
         Returns:
-            The spans of each stage of each replica, as `mlora.pipeline.trace.Trace.by_the_wall` gives them,
-            and the micro-batches that entered; the latest ones.
+            The spans of each stage of each replica, as `mlora.pipeline.trace.Trace.by_the_wall` returns them,
+            and the micro-batches that entered; the latest ones of both.
         """
         parts = [self._pipeline.control("spans", replica=replica) for replica in range(self.replicas)]
         return [spans for part in parts for spans in part], self._pipeline.entries()
 
     def close(self) -> None:
-        """End the pipeline; with one stage the model stays usable."""
+        """Ends the pipeline; with one stage the model stays usable."""
         self._pipeline.close()
 
     def __enter__(self) -> Engine:
-        """Return itself."""
+        """Returns itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it; an error ends the stages of other processes with an error, too."""
+        """Closes the engine; after an error, the stages of other processes end with an error, too."""
         if error is None:
             self.close()
         else:
@@ -509,13 +545,13 @@ class Engine:
     def _control(
         self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False
     ) -> list[Any]:
-        """Ask the stages that have an adapter."""
+        """Asks the stages that have an adapter."""
         arguments = {"name": name, **(arguments or {})}
         replica = self._states.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
 
     def _flush(self, name: str) -> None:
-        """Let the stages make the update that was decided, if they have not."""
+        """Makes the stages apply a decided update, if they have not."""
         updates = self._states.updates([name])
         if updates:
             self._pipeline.control("update", {"updates": updates}, replica=self._states[name].replica)

@@ -29,10 +29,9 @@ class StageOptions:
     """How each stage holds its piece of the base.
 
     Attributes:
-        device: where.
         dtype: of the base's weights.
         gradient_checkpointing: recompute blocks in backward.
-        frozen_weight: the kind of the frozen weights, by name; see `mlora_ext.set_frozen_weights`.
+        frozen_weight: name of the kind of frozen weights; see `mlora_ext.set_frozen_weights`.
     """
 
     device: torch.device
@@ -46,11 +45,11 @@ class StageGroup:
     """Stages that are ready to work.
 
     Attributes:
-        driver: feeds the first one.
-        first: the first one, in this process.
-        blocks: decoder blocks of each; of a single stage it need not be known.
-        replicas: how many pipelines there are, of as many stages each.
-        source: folder or hub id of the base, where there are several.
+        driver: feeds the first stage.
+        first: the first stage, in this process.
+        blocks: number of decoder blocks of each stage; may be 0 for a single stage.
+        replicas: number of pipelines; each has all stages.
+        source: folder or hub id of the base, if there are several replicas.
         spread: whether each stage is a process of its own.
     """
 
@@ -63,11 +62,11 @@ class StageGroup:
 
     @property
     def stages(self) -> int:
-        """Their number in each pipeline."""
+        """The number of stages in each pipeline."""
         return len(self.blocks)
 
     def skeleton(self) -> PreTrainedModel:
-        """The base without any weight, converted: adapters on it take no memory."""
+        """Returns the converted base without any weight; adapters on it take no memory."""
         model = skeleton(self.source, torch.float32)
         mlora_ext.convert_model(model, {}, every_linear=True)
         return model
@@ -82,19 +81,10 @@ def stage_group_of_threads(
     in_flight: int | None = None,
     trace: int = 0,
 ) -> StageGroup:
-    """Stages in this process; those after the first are threads.
+    """Makes all stages in this process; those after the first are threads.
 
-    Args:
-        source: a folder, a hub id, or a model; with one stage it is converted in place, with several each
-            stage is cut from a copy.
-        stages: blocks of each stage, or a number of stages that share them alike.
-        options: how each stage holds its piece.
-        schedule: `lorapp`, `1f1b` or `gpipe`.
-        in_flight: the most micro-batches under way at once; see `Pipeline`.
-        trace: spans to keep of each stage.
-
-    Raises:
-        ValueError: if the model cannot be loaded, cut or trained on packed rows.
+    A model given as `source` is converted in place for one stage, and copied for each of several. `stages` is
+    the blocks of each stage, or a number of stages. `trace` is the number of spans to keep of each stage.
     """
     spans = spans_of(stages, count_blocks(source)) if stages != 1 else [None]
     copies = len(spans) > 1 and isinstance(source, PreTrainedModel)
@@ -108,7 +98,7 @@ def stage_group_of_threads(
 
 
 def _on_its_device(options: StageOptions, stage: int) -> StageOptions:
-    """Stages of one process take its GPUs in turn, unless one of them is named."""
+    """Gives the stages of one process its GPUs in turn, unless the options name one."""
     if options.device != torch.device("cuda"):
         return options
     return replace(options, device=torch.device("cuda", stage % torch.cuda.device_count()))
@@ -125,25 +115,11 @@ def stage_of_this_process(
     in_flight: int | None = None,
     trace: int = 0,
 ) -> tuple[StageWorker, StageProcess]:
-    """This process's stage of a pipeline over processes; all of them call it.
+    """Makes this process's stage of a pipeline over processes; all of them must call it.
 
-    Args:
-        source: a folder or a hub id, of which only the stage's weights are loaded, or a model, which is cut
-            in place.
-        blocks: of each stage.
-        options: how each stage holds its piece.
-        schedule: `lorapp`, `1f1b` or `gpipe`.
-        world: the processes.
-        replicas: pipelines that they form.
-        in_flight: the most micro-batches under way at once; see `Pipeline`.
-        trace: spans to keep.
-
-    Returns:
-        The stage, and its process's place in the pipeline: the first one feeds it by `FirstStage`, the others
-        `serve`. NCCL carries tensors where each process has a GPU of its own, TCP elsewhere.
-
-    Raises:
-        ValueError: if the model cannot be loaded, cut or trained on packed rows.
+    Loads only the stage's weights from a folder or hub id; cuts a model in place. NCCL carries tensors if
+    each process has its own GPU, TCP otherwise. `FirstStage` feeds the first process's `StageProcess`; the
+    others `serve`.
     """
     count = len(blocks)
     stage = world.rank % count
@@ -170,16 +146,7 @@ def stage_of_this_process(
 
 
 def make_worker(source: Source, span: Span | None, options: StageOptions) -> StageWorker:
-    """Load a stage.
-
-    Args:
-        source: a folder, a hub id, or a model, which is cut and converted in place.
-        span: the stage; None = the whole model.
-        options: how it holds its piece.
-
-    Raises:
-        ValueError: if the model cannot be loaded, cut or trained on packed rows.
-    """
+    """Loads a stage; `span=None` is the whole model. Cuts and converts a given model in place."""
     source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
     base = load_base(source, options.device, options.dtype, span)
     router_of(base.model).accumulates = True
@@ -191,11 +158,7 @@ def make_worker(source: Source, span: Span | None, options: StageOptions) -> Sta
 
 
 def count_blocks(source: Source) -> int:
-    """The number of a model's decoder blocks, from its config.
-
-    Raises:
-        ValueError: if there is no such model.
-    """
+    """Returns the number of a model's decoder blocks, from its config."""
     if isinstance(source, PreTrainedModel):
         config = source.config
     else:
@@ -205,16 +168,7 @@ def count_blocks(source: Source) -> int:
 
 
 def spans_of(stages: int | Sequence[int], blocks: int) -> list[Span]:
-    """The stages of a model.
-
-    Args:
-        stages: blocks of each stage, or a number of stages that share them alike, the first ones one more
-            where it does not come out even.
-        blocks: of the model.
-
-    Raises:
-        ValueError: if a stage would have no block, or they are not as many as the model's.
-    """
+    """Returns the stages of a model; an int shares the blocks evenly, the first stages take the remainder."""
     if isinstance(stages, int):
         if not 1 <= stages <= blocks:
             raise ValueError(f"stages: expected 1 to {blocks}, as many as the model has blocks, got {stages}")

@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 class StageWorker(Hooks):
-    """What happens on one stage's device: forward, backward, updates, and what the first stage asks for.
-
-    Args:
-        base: the model, or the stage's piece of it.
-        device: where it is.
-    """
+    """Does one stage's work: forward, backward, updates, and what the first stage asks for."""
 
     def __init__(self, base: BaseModel, device: torch.device) -> None:
         self.base, self.device = base, device
@@ -50,14 +45,13 @@ class StageWorker(Hooks):
 
     @property
     def in_flight(self) -> list[str]:
-        """Names of the adapters that have been forward on this stage and not yet backward; if there are none,
-        those that were the last."""
+        """Names of the adapters between forward and backward on this stage; if none, the latest ones."""
         found = [name for name, count in list(self._in_flight.items()) if count]
         return found or [name for name in self._latest if name in self._in_flight]
 
     @contextmanager
     def around(self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]) -> Iterator[None]:
-        """Packed attention, the model's mode, and measuring; see `Hooks.around`."""
+        """Sets packed attention and the model's mode, and measures; see `Hooks.around`."""
         if self.base.model.training is not train:
             self.base.model.train(train)
         with self.base.packed(), ExitStack() as stack:
@@ -67,7 +61,7 @@ class StageWorker(Hooks):
 
     @contextmanager
     def _measuring(self, number: int, given: Sequence[Tensor]) -> Iterator[None]:
-        """Measure a micro-batch's forward, or its backward."""
+        """Measures a micro-batch's forward, or its backward."""
         if number not in self._measured:
             self._measured[number] = work_memory(self._peaks)
         else:
@@ -85,7 +79,7 @@ class StageWorker(Hooks):
             self._current.mark()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Squares of the gradients that are complete, and memory; see `Hooks.after_backward`."""
+        """Returns the squares of the complete gradients, and memory; see `Hooks.after_backward`."""
         names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
         for name in names:
             self._in_flight[name] -= 1
@@ -97,7 +91,7 @@ class StageWorker(Hooks):
         return note if memory is None else {**note, "memory": _phases(memory.peaks)}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """One of the verbs below; see `Hooks.control`."""
+        """Runs one of the verbs below; see `Hooks.control`."""
         verbs: dict[str, Callable[..., Any]] = {
             "create": self._create_again,
             "remove": self.remove,
@@ -117,23 +111,12 @@ class StageWorker(Hooks):
     def create(
         self, name: str, lora: LoraConfig | None, optim: OptimConfig, init_from: str | None, seed: int
     ) -> None:
-        """Put a new adapter on the model.
-
-        Args:
-            name: of the adapter.
-            lora: PEFT's config; None = that of `init_from`.
-            optim: its optimizer.
-            init_from: a PEFT folder with initial weights.
-            seed: of initial weights and dropout.
-
-        Raises:
-            ValueError: if the config is not supported, targets match nothing, or the folder does not fit.
-        """
+        """Puts a new adapter on the model; see `put_adapter`."""
         put_adapter(self.base.model, name, lora, init_from, seed)
         self.own(name, optim)
 
     def own(self, name: str, optim: OptimConfig) -> None:
-        """Take charge of an adapter that is on the model."""
+        """Takes charge of an adapter that is on the model."""
         self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
 
     def _create_again(
@@ -144,7 +127,7 @@ class StageWorker(Hooks):
         seed: int,
         weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
-        """What the first stage has created, on another one."""
+        """Creates here an adapter that the first stage has created."""
         from peft import LoraConfig
 
         self.create(name, LoraConfig(**lora), OptimConfig(**optim), None, seed)
@@ -152,7 +135,7 @@ class StageWorker(Hooks):
             write_weights(self.base.model, name, weights)
 
     def remove(self, name: str) -> None:
-        """Forget an adapter."""
+        """Forgets an adapter."""
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
         self._in_flight.pop(name, None)
@@ -164,14 +147,10 @@ class StageWorker(Hooks):
         measure: int | None = None,
         received: Tensor | None = None,
     ) -> None:
-        """Before a micro-batch goes forward: make the updates that were decided since.
+        """Makes the updates decided since the last forward, before a micro-batch goes forward.
 
-        Args:
-            names: owners of its rows.
-            updates: by adapter.
-            measure: number under which its memory is measured, which begins here: neither updates belong to
-                it nor gradients, which all exist from here on. None: it is not.
-            received: what the stage before gave.
+        With `measure` (a number), the micro-batch's memory counts from here: without updates, and without
+        gradients, which all exist from here on. `received`, the previous stage's output, counts.
         """
         self.update(updates)
         if measure is not None:
@@ -184,7 +163,7 @@ class StageWorker(Hooks):
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
 
     def update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make each adapter's update."""
+        """Makes each adapter's update."""
         for name, update in updates.items():
             self._optimizers[name].apply(Update(**update))
 
@@ -192,7 +171,7 @@ class StageWorker(Hooks):
         return self._optimizers[name].squares()
 
     def state(self, name: str) -> dict[str, Any]:
-        """An adapter's weights, gradients and moments on this stage by their names, as copies."""
+        """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
         parameters = self._parameters(name)
         return {
             "weights": {key: p.detach().clone() for key, p in parameters.items()},
@@ -201,16 +180,9 @@ class StageWorker(Hooks):
         }
 
     def load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
-        """Take over an adapter's state.
+        """Takes over an adapter's state, which may hold other stages' tensors too.
 
-        Args:
-            name: of the adapter.
-            state: what `state` gave, of this stage and maybe of others.
-            updates: that the optimizer has made.
-            seed: of its dropout.
-
-        Raises:
-            ValueError: if the moments are those of other Parameters.
+        `updates` is how many the optimizer has made; `seed` is of the adapter's dropout.
         """
         parameters = self._parameters(name)
         self._optimizers[name].load_state_dict(updates, state["moments"])
@@ -235,18 +207,18 @@ class StageWorker(Hooks):
         set_base_gemm({dtype: library})
 
     def _parameters(self, name: str) -> dict[str, nn.Parameter]:
-        """Those of an adapter's Parameters that are on this stage."""
+        """Returns those of an adapter's Parameters that are on this stage."""
         parameters = mlora_ext.adapter_parameters(self.base.model, name)
         return {key: p for key, p in parameters.items() if not p.is_meta}
 
     def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The pipeline's loss function.
+        """Computes the pipeline's loss.
 
         Args:
-            output: the last stage's, `[T, D]` or, where an adapter targets the head, the logits `[T, V]`.
+            output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head.
             targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
-                owner; `objectives` and `lengths`, where there are others than cross-entropy. Without
-                `targets`, the most likely next token of each row is asked for.
+                owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
+                asks for the most likely next token of each row.
 
         Returns:
             The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
@@ -279,12 +251,9 @@ class StageWorker(Hooks):
 
 
 class PackedStage(nn.Module):
-    """A stage's module: packed rows of several adapters in; hidden states out, or the head's input.
+    """A stage's module: takes packed rows of several adapters, returns hidden states or the head's input.
 
-    A head that an adapter targets belongs to the last stage, and whole logits come out.
-
-    Args:
-        part: whose model runs.
+    If an adapter targets the head, the head belongs to the last stage, which returns whole logits.
     """
 
     def __init__(self, part: StageWorker) -> None:
@@ -303,19 +272,18 @@ class PackedStage(nn.Module):
         ends: Sequence[str],
         measure: int | None = None,
     ) -> Tensor:
-        """Make the updates that were decided since, and run a micro-batch.
+        """Makes the updates decided since the last forward, and runs a micro-batch.
 
         Args:
-            received: `[T, D]` of the stage before; none at the first.
-            input_ids: `[1, T]` at the first.
+            received: `[T, D]` of the previous stage; None on the first.
+            input_ids: `[1, T]` on the first stage.
             rows: arguments of `PackedRows.of`.
             steps: dropout step of each adapter of the batch.
-            updates: by adapter.
             ends: adapters whose accumulation is complete after this micro-batch.
             measure: see `StageWorker.begin`.
 
         Returns:
-            `[T, D]`, or the logits `[T, V]` where an adapter targets the head.
+            `[T, D]`, or the logits `[T, V]` if an adapter targets the head.
         """
         part, base = self._part, self._part.base
         part.begin(rows["names"], updates, measure, received)
@@ -328,24 +296,18 @@ class PackedStage(nn.Module):
 
 
 def _phases(peaks: Sequence[int]) -> tuple[int, ...]:
-    """Peaks of forward, loss and backward; a stage that is not the last has no loss."""
+    """Returns the peaks of forward, loss and backward; the loss is 0 except on the last stage."""
     return (peaks[0], 0, *peaks[1:]) if len(peaks) == 2 else tuple(peaks)
 
 
 def put_adapter(
     model: nn.Module, name: str, lora: LoraConfig | None, init_from: str | None, seed: int
 ) -> None:
-    """Put an adapter on a converted model, or leave it as it was.
+    """Puts an adapter on a converted model or a stage's piece of it; on an error the model stays as it was.
 
-    Args:
-        model: or a stage's piece of it.
-        name: of the adapter.
-        lora: PEFT's config; None = that of `init_from`.
-        init_from: a PEFT folder with initial weights.
-        seed: of initial weights and dropout.
-
-    Raises:
-        ValueError: as `StageWorker.create`.
+    `lora=None` takes the config of `init_from`, a PEFT folder with initial weights. `seed` is of initial
+    weights and dropout. Raises ValueError if the config is not supported, targets match nothing, or the
+    folder does not fit.
     """
     if lora is not None:
         mlora_ext.add_adapter(model, name, lora, seed=seed)
@@ -359,7 +321,7 @@ def put_adapter(
 
 
 def plain_lora(config: LoraConfig) -> dict[str, Any]:
-    """A LoraConfig as plain values from which `LoraConfig(**values)` makes it again."""
+    """Returns a LoraConfig's values that are not defaults; `LoraConfig(**values)` makes it again."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     default = type(config)()
     return {

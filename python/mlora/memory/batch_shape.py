@@ -1,4 +1,4 @@
-"""How large micro-batches are: what their memory depends on."""
+"""The size of micro-batches, in the terms that their memory depends on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class BatchShape(NamedTuple):
-    """How large micro-batches are.
+    """The size of micro-batches, in rows.
 
-    Args:
+    Attributes:
         rows: of all sequences.
-        squares: of the rows of each sequence, summed.
+        squares: squared rows of each sequence, summed.
         longest: rows of the longest sequence.
-        even: rows where all sequences are equally long, else 0.
-        uneven: rows where they are not, else 0.
+        even: rows if all sequences are equally long, else 0.
+        uneven: rows if they are not, else 0.
         trained: rows with a token after them, which the loss takes.
     """
 
@@ -28,14 +28,7 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> BatchShape:
-        """Return that of one micro-batch.
-
-        Args:
-            lengths: of its sequences.
-
-        Raises:
-            ValueError: if there is no sequence, or a length is below 1.
-        """
+        """Returns the shape of one micro-batch with sequences of these lengths."""
         if not len(lengths) or not (shortest := min(lengths)) >= 1:
             raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
         rows, longest = sum(lengths), max(lengths)
@@ -44,19 +37,11 @@ class BatchShape(NamedTuple):
         return cls(rows, squares, longest, even, rows - even, rows - len(lengths))
 
     def with_(self, other: BatchShape) -> BatchShape:
-        """Return the larger of both, in each respect.
-
-        Args:
-            other: of other micro-batches.
-        """
+        """Returns the larger of both in each respect."""
         return BatchShape(*map(max, self, other))
 
     def doublings(self, of: BatchShape) -> float:
-        """Return how often another shape has to be doubled to hold this one; what is nothing counts as 1.
-
-        Args:
-            of: the other one.
-        """
+        """Returns how often `of` must be doubled to hold this shape; zeros count as 1."""
         return math.log2(max(1.0, *[own / (other or 1) for own, other in zip(self, of, strict=True)]))
 
 

@@ -1,4 +1,4 @@
-"""How much more than its fit predicts a micro-batch may need: little where others like it were measured."""
+"""How much more than predicted a micro-batch may need: little where similar ones were measured."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any
 from mlora.memory.batch_shape import NOTHING, BatchShape
 from mlora.memory.memory_model import PeakModel
 
-SEEDED_MARGIN = 0.04  # of a fit that samples alone have made, which are within 2%
+SEEDED_MARGIN = 0.04  # of a fit from samples alone, which are within 2%
 LEAST_MARGIN = 0.01
 PER_DOUBLING = 0.005
-"""For each doubling beyond the largest micro-batch that was seen: a law of the 1.007th power gains so
-much on a fit of the first."""
-_WORST_TIMES = 3.0  # the margin is so many times the worst error that was seen
-_FADES = 0.9  # of an error's weight, with each measurement that follows
+"""For each doubling beyond the largest micro-batch seen: x^1.007 outgrows a linear fit by this much."""
+_WORST_TIMES = 3.0  # the margin is this many times the worst error seen
+_FADES = 0.9  # what each further measurement multiplies the worst error by
 
 
 @dataclass
 class Bound:
     """A `PeakModel` with an error margin.
 
-    Args:
-        model: what predicts.
-        worst: the worst relative error of late, by which it predicted too little or too much.
-        seeds: shape of the seeds.
-        measured: shape of the measurements.
+    Attributes:
+        worst: the worst recent relative error of a prediction, too small or too large.
+        seeds: the shape that seeds reach.
+        measured: the shape that measurements reach.
     """
 
     model: PeakModel
@@ -37,28 +35,22 @@ class Bound:
 
     @property
     def seen(self) -> BatchShape:
-        """What seeds and measurements reach."""
+        """The shape that seeds and measurements reach."""
         return self.seeds.with_(self.measured)
 
     def beyond(self, shape: BatchShape) -> float:
-        """Return how far a micro-batch lies beyond what was measured, in doublings; 0 where it does not.
+        """Returns how far a micro-batch lies beyond the measurements, in doublings; 0 within them.
 
-        It may be larger than any, or of another form: many short sequences where few long ones were
-        measured. That shows in its leverage only.
-
-        Args:
-            shape: of the micro-batch.
+        It may be larger than any of them, or of another form, such as many short sequences where few long
+        ones were measured. Only its leverage shows the latter.
         """
         return max(shape.doublings(self.measured), math.log2(max(1.0, self.model.leverage(shape))) / 2)
 
     def margin(self, shape: BatchShape) -> float:
-        """Return what is added to a prediction, as a share.
+        """Returns the margin of a prediction, as a share of it.
 
-        It follows the errors that were seen as far as was measured, and is that of the seeds from twice as
-        far on. It grows where there are no seeds either.
-
-        Args:
-            shape: of a micro-batch.
+        Within the measurements it follows the errors seen. From twice as far on it is at least the seeds'
+        margin. It grows further where there are no seeds either.
         """
         return self._margin(shape, self.beyond(shape))
 
@@ -69,20 +61,13 @@ class Bound:
         return max(learned, SEEDED_MARGIN * min(1.0, beyond)) + PER_DOUBLING * shape.doublings(self.seen)
 
     def predict(self, lengths: Sequence[int]) -> int:
-        """Return the bytes that a micro-batch needs; 0 where nothing is known.
-
-        Args:
-            lengths: of its sequences.
-        """
+        """Returns the bytes that a micro-batch needs; 0 if nothing is known."""
         return self.model.predict(lengths) if self.model.known else 0
 
     def over(self, lengths: Sequence[int]) -> float:
-        """Return the bytes that a micro-batch needs at most, as far as is known; infinite where nothing is.
+        """Returns the most bytes that a micro-batch needs; infinite if nothing is known.
 
-        Beyond what was measured that is no less than what seeds alone say.
-
-        Args:
-            lengths: of its sequences.
+        Beyond the measurements this is no less than what seeds alone say.
         """
         if not self.model.known:
             return math.inf
@@ -93,39 +78,25 @@ class Bound:
         return (1 + self._margin(shape, beyond)) * size
 
     def by_samples(self, lengths: Sequence[int]) -> float:
-        """Return the bytes that a micro-batch needs at most as seeds say, whatever was measured since.
-
-        Args:
-            lengths: of its sequences.
-        """
+        """Returns the most bytes that a micro-batch needs by seeds alone, whatever was measured since."""
         shape = BatchShape.of(lengths)
         margin = SEEDED_MARGIN + PER_DOUBLING * shape.doublings(self.seeds)
         return (1 + margin) * self.model.at_by_seeds(shape)
 
     def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
-        """Take in a sample.
-
-        Args:
-            lengths: of a micro-batch's sequences.
-            phases: what it is said to need.
-        """
+        """Takes in the bytes of a sample's phases."""
         self.model.seed(lengths, phases)
         self.seeds = self.seeds.with_(BatchShape.of(lengths))
 
     def observe(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
-        """Take in a measurement.
-
-        Args:
-            lengths: of a micro-batch's sequences.
-            phases: what it needed.
-        """
+        """Takes in the bytes of a measured micro-batch's phases."""
         error = abs(self.predict(lengths) / max(phases) - 1)
         self.worst = max(error, _FADES * self.worst)
         self.model.observe(lengths, phases)
         self.measured = self.measured.with_(BatchShape.of(lengths))
 
     def state(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Returns plain values."""
         return {
             "model": self.model.state(),
             "worst": self.worst,
@@ -135,10 +106,6 @@ class Bound:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Bound:
-        """Make a bound again from its `state`.
-
-        Args:
-            state: plain values.
-        """
+        """Rebuilds a bound from its `state`."""
         model = PeakModel.from_state(state["model"])
         return cls(model, state["worst"], BatchShape(*state["seeds"]), BatchShape(*state["measured"]))

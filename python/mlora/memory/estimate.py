@@ -1,4 +1,4 @@
-"""Bounds on the memory of micro-batches, from fits that are adopted at iteration boundaries only."""
+"""Bounds the memory of micro-batches; new fits are adopted at iteration boundaries only."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mlora.memory.batch_shape import BatchShape
 from mlora.memory.bound import Bound
 from mlora.memory.memory_model import PeakModel
 
-_LEARNING = 10  # micro-batches of a mixture that are all measured
-_EVERY = 256  # of those that follow, one in so many is
+_LEARNING = 10  # first micro-batches of a mixture, all of which are measured
+_EVERY = 256  # of those that follow, one in this many is measured
 _GROWN = 1.0  # doublings beyond what was seen that are worth a new decision
-_REMEMBERED = 4096  # bounds: at a decision the same micro-batches are asked about again and again
+_REMEMBERED = 4096  # cached bounds: a decision asks about the same micro-batches again and again
 
 Phases = Sequence[int]
-"""Bytes of each phase of a micro-batch at a place; the largest counts."""
+"""Bytes of each phase of a micro-batch at a stage; the largest counts."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Micro-batches of a mixture of adapters that never trained anything.
+    """Samples of a mixture of adapters: micro-batches that never trained anything.
 
-    Args:
-        knees: of the `PeakModel` of each place.
-        samples: sequence lengths of each, and its phases at each place; none where nothing can be found out
-            for now.
+    Attributes:
+        knees: of each stage's `PeakModel`.
+        samples: sequence lengths of each, and its phases at each stage; empty if nothing can be found out
+            now.
     """
 
     knees: Sequence[Sequence[int | None]]
@@ -39,9 +39,9 @@ class DryRun:
 class Mixture:
     """What is known of a mixture of adapters.
 
-    Args:
-        places: a bound for each place.
-        longest: rows of the longest sequence that samples were wanted for.
+    Attributes:
+        places: a bound for each stage.
+        longest: rows of the longest sequence that samples were asked for.
         passed: micro-batches that have passed.
     """
 
@@ -50,60 +50,47 @@ class Mixture:
     passed: int = 0
 
     def seed(self, found: DryRun) -> None:
-        """Take in samples.
-
-        Args:
-            found: of this mixture.
-        """
+        """Takes in samples."""
         for lengths, places in found.samples:
             for bound, phases in zip(self.places, places, strict=True):
                 bound.seed(lengths, phases)
 
     def predict(self, lengths: Sequence[int]) -> list[int]:
-        """Return the bytes that a micro-batch needs at each place; 0 where nothing is known.
-
-        Args:
-            lengths: of its sequences.
-        """
+        """Returns the bytes that a micro-batch needs at each stage; 0 if nothing is known."""
         return [bound.predict(lengths) for bound in self.places]
 
     def state(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Returns plain values."""
         places = [bound.state() for bound in self.places]
         return {"places": places, "longest": self.longest, "passed": self.passed}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Mixture:
-        """Make a mixture again from its `state`.
-
-        Args:
-            state: plain values.
-        """
+        """Rebuilds a mixture from its `state`."""
         places = [Bound.from_state(place) for place in state["places"]]
         return cls(places, state["longest"], state["passed"])
 
 
 class MemoryEstimate:
-    """Bounds on the memory of micro-batches, at each place.
+    """Bounds the memory of micro-batches at each stage.
 
-    Tasks whose adapters lie on different layers, or have different ranks, are not independent: rows of all of
-    them are kept where any of them has an adapter. So each *mixture* of adapters has a `PeakModel` of its own
-    for each place. A mixture that is new is fitted to dry runs first, and again once sequences come that are
-    longer than those. Where there are none, it is taken to need more than there is, and is asked for anew the
-    next time.
+    Tasks are not independent if their adapters are on different layers or have different ranks: a layer keeps
+    the rows of all tasks if any of them has an adapter there. So each *mixture* of adapters has its own
+    `PeakModel` for each stage. A new mixture is fitted to dry runs first, and again once longer sequences
+    come. If a new one has no dry runs now, its bound is infinite, and the next call asks for them again.
 
-    All this, and `adopt`, happens where a run decides who is admitted, at iteration boundaries, and what is
-    adopted then is written down, so that it can be done again. In between it asks `as_adopted`, which does
-    not change.
+    Samples are taken, and `adopt` is called, only where a run decides on admission: at iteration boundaries.
+    The run journals what was adopted there, so that it can repeat the decision. In between it asks
+    `as_adopted`, which does not change.
 
     Args:
-        mixture: names the mixture that tasks make, by their names; what more tasks make takes no less.
+        mixture: names the mixture that tasks form, given their names. A mixture of more tasks takes no less.
         dry_run: runs micro-batches of a mixture dry, with sequences as long as the tasks' longest.
-        places: how many there are.
+        places: the number of stages.
 
     Attributes:
-        stale: whether what was learned since the last `adopt` is worth a new decision: a micro-batch needed
-            more than its bound, or was much larger than any that was seen until then.
+        stale: whether a new decision is worthwhile. Since the last `adopt` a micro-batch needed more than its
+            bound, or was much larger than any before.
     """
 
     def __init__(
@@ -123,14 +110,26 @@ class MemoryEstimate:
         self._keys: dict[tuple[str, ...], str] = {}
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
-        """Bound a micro-batch's bytes at each place; see `mlora.scheduler.admission.Estimate`."""
+        """Returns an upper bound on a micro-batch's bytes at each stage; see `mlora.scheduler.Estimate`.
+
+        Runs a new mixture dry first. The bound is infinite if nothing is known.
+
+        Args:
+            lengths: of the sequences of each task that takes part, by name.
+            among: names of all tasks that may take part, including those of `lengths`.
+        """
         together = _together(lengths)
         key = self._key(among), together
         mixture = self._adopted_of(key[0], among, max(together))
         return self._over(key, mixture) if key[0] in self._adopted else self._unknown()
 
     def by_samples(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
-        """As `activations`, from samples alone, so that it is the same before and after measurements."""
+        """Returns `activations` from samples alone: the same before and after measurements.
+
+        Args:
+            lengths: as for `activations`.
+            among: as for `activations`.
+        """
         together, key = _together(lengths), self._key(among)
         mixture = self._adopted_of(key, among, max(together))
         if key not in self._adopted:
@@ -149,11 +148,16 @@ class MemoryEstimate:
 
     @property
     def as_adopted(self) -> Adopted:
-        """The same bounds, for which nothing is run."""
+        """The same bounds as adopted last; asking them runs nothing."""
         return Adopted(self)
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
-        """As `activations`, without a margin; 0 where nothing is known."""
+        """Returns the predicted bytes at each stage, without a margin; 0 if nothing is known.
+
+        Args:
+            lengths: as for `activations`.
+            among: as for `activations`.
+        """
         return self._adopted_of(self._key(among), among).predict(_together(lengths))
 
     def _key(self, among: Sequence[str]) -> str:
@@ -165,7 +169,7 @@ class MemoryEstimate:
         return self._keys[names]
 
     def _adopted_of(self, key: str, among: Sequence[str], longest: int = 0) -> Mixture:
-        """A mixture as it was adopted, or, where it is new or has no samples as long, as samples say."""
+        """Returns a mixture as adopted; samples it first if it is new or its samples are too short."""
         known = self._adopted.get(key)
         if known is not None and longest <= known.longest:
             return known
@@ -183,12 +187,14 @@ class MemoryEstimate:
         return self._adopted[key]
 
     def worth_measuring(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> bool:
-        """Count a micro-batch, and say whether it should be measured: early ones, those beyond what was
-        measured, and now and then another one.
+        """Counts a micro-batch and returns whether to measure it.
+
+        Measures a mixture's first micro-batches, those beyond what was measured, and then one in many.
+        Micro-batches that form another mixture than `among` are not measured.
 
         Args:
-            lengths: of the sequences of each task that takes part in it.
-            among: all admitted tasks, of a mixture that was asked about.
+            lengths: of the sequences of each task that takes part in it, by name.
+            among: names of all admitted tasks; `activations` was asked about their mixture before.
         """
         key = self._key(among)
         known = self._learned.get(key)
@@ -203,12 +209,12 @@ class MemoryEstimate:
         return new or passed < _LEARNING or passed % _EVERY == 0
 
     def observe(self, lengths: Sequence[int], among: Sequence[str], places: Sequence[Phases]) -> None:
-        """Take in what a micro-batch needed.
+        """Takes in what a micro-batch needed.
 
         Args:
             lengths: of its sequences.
-            among: all tasks that were admitted.
-            places: its phases at each place.
+            among: names of all tasks that were admitted.
+            places: the bytes of its phases at each stage.
         """
         key, shape = self._key(among), BatchShape.of(lengths)
         if key not in self._adopted:
@@ -221,7 +227,7 @@ class MemoryEstimate:
         self._observed.add(key)
 
     def adopt(self) -> None:
-        """Let `activations` follow what was observed."""
+        """Lets bounds follow what was observed."""
         for key, mixture in self._learned.items():
             if key in self._observed:
                 self._adopted[key] = copy.deepcopy(mixture)
@@ -233,11 +239,11 @@ class MemoryEstimate:
         self.stale = False
 
     def state(self) -> dict[str, Any]:
-        """Return everything that was seen and adopted, as plain values."""
+        """Returns everything that was seen and adopted, as plain values."""
         return {"adopted": _states(self._adopted), "learned": _states(self._learned)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave.
+        """Takes over what `state` returned.
 
         Args:
             state: plain values.
@@ -247,16 +253,18 @@ class MemoryEstimate:
         self._bounds.clear()
 
     def changes(self) -> dict[str, Any]:
-        """Return what was adopted of the mixtures that have changed since the last call, as plain values; of
-        all of them after `load_state`."""
+        """Returns what was adopted of the mixtures that changed since the last call, as plain values.
+
+        After `load_state` these are all mixtures.
+        """
         changed, self._changed = sorted(self._changed), set()
         return {key: self._adopted[key].state() for key in changed}
 
     def load_changes(self, changes: Mapping[str, Any]) -> None:
-        """Adopt what was adopted before.
+        """Adopts what was adopted before.
 
         Args:
-            changes: what `changes` gave.
+            changes: what `changes` returned.
         """
         for mixtures in (self._learned, self._adopted):
             mixtures |= _mixtures(changes)
@@ -267,23 +275,19 @@ class MemoryEstimate:
 
 
 class Adopted:
-    """Bounds of a `MemoryEstimate` that change at boundaries only; see `mlora.scheduler.admission.Estimate`.
-
-    Args:
-        estimate: whose.
-    """
+    """The bounds of a `MemoryEstimate` as adopted last; see `mlora.scheduler.Estimate`."""
 
     def __init__(self, estimate: MemoryEstimate) -> None:
         self._estimate = estimate
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
-        """As of the estimate; infinite where nothing is known."""
+        """Returns the estimate's bounds; infinite if nothing is known."""
         key = self._estimate._key(among), _together(lengths)
         mixture = self._estimate._adopted.get(key[0])
         return self._estimate._unknown() if mixture is None else self._estimate._over(key, mixture)
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
-        """As `activations`, without a margin; 0 where nothing is known."""
+        """Returns the predicted bytes at each stage, without a margin; 0 if nothing is known."""
         mixture = self._estimate._adopted.get(self._estimate._key(among))
         if mixture is None:
             return [0] * self._estimate._places

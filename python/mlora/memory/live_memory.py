@@ -1,6 +1,6 @@
-"""Memory that a piece of work needs beyond what is there: exact on a CPU, by the allocator's count on a GPU.
+"""Measures the memory that work adds: exactly on a CPU, by the allocator's count on a GPU.
 
-Work comes in pieces, forward now and backward later, and other work's memory in between does not count.
+Work comes in pieces, forward now and backward later. Other work's memory in between does not count.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mlora.memory.process_memory import PeakMemory
 
 
 class WorkMemory(Protocol):
-    """What both kinds of measurement offer; the work is done inside of `with`, in any number of pieces.
+    """Measures work that is done inside `with`, in any number of pieces.
 
     Attributes:
         live: bytes that the work holds now.
-        peaks: the most that it held at once in each phase since `restart`, in bytes.
+        peaks: the most bytes that it held at once, for each phase since `restart`.
     """
 
     @property
@@ -33,13 +33,13 @@ class WorkMemory(Protocol):
     def peaks(self) -> list[int]: ...
 
     def mark(self) -> None:
-        """Begin a new phase."""
+        """Begins a new phase."""
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
-        """Forget what was, and count from now; `given` are tensors that the work was handed, and holds."""
+        """Counts from zero; `given` are tensors that the work received and holds."""
 
     def adopt(self, given: Iterable[Tensor]) -> None:
-        """Count tensors that the work was handed."""
+        """Counts tensors that the work received."""
 
     def __enter__(self) -> Self: ...
 
@@ -49,13 +49,11 @@ class WorkMemory(Protocol):
 
 
 class LiveMemory:
-    """Counts the storages that PyTorch's operators make in this thread inside of `with`, while they live.
+    """Counts the storages that PyTorch's operators make in this thread inside `with`, while they live.
 
     A storage counts from the call that made it until it is freed, wherever that happens. Scratch memory that
-    an operator takes and frees within one call is not seen. Works with fake tensors, too.
-
-    Args:
-        device: storages of other devices do not count.
+    an operator takes and frees within one call is not seen. Storages on other devices than `device` do not
+    count. Works with fake tensors too.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -67,36 +65,32 @@ class LiveMemory:
 
     @property
     def live(self) -> int:
-        """Bytes that are held now."""
+        """Bytes held now."""
         return sum(self._changes)
 
     @property
     def peaks(self) -> list[int]:
-        """The most bytes that were held at once in each phase since `restart`."""
+        """The most bytes held at once, for each phase since `restart`."""
         levels = [0, *accumulate(self._changes)]
         ends = [0, *self._marks, len(levels) - 1]
         return [max(levels[begin : end + 1]) for begin, end in pairwise(ends)]
 
     def mark(self) -> None:
-        """Begin a new phase."""
+        """Begins a new phase."""
         self._marks.append(len(self._changes))
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
-        """Forget what was, and count from now.
-
-        Args:
-            given: tensors that the work was handed, which count as if it had made them.
-        """
+        """Counts from zero; tensors of `given` count as if the work had made them."""
         self._seen, self._changes, self._marks = {}, [], []
         self.adopt(given)
 
     def adopt(self, given: Iterable[Tensor]) -> None:
-        """Count tensors that the work was handed, unless it has made them."""
+        """Counts tensors that the work received, unless it made them."""
         for tensor in given:
             self._count(tensor)
 
     def __enter__(self) -> Self:
-        """Begin a piece of work."""
+        """Begins a piece of work."""
         self._modes.append(_Watch(self._watch))
         self._modes[-1].__enter__()
         return self
@@ -104,11 +98,11 @@ class LiveMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it; what it made counts until it is freed."""
+        """Ends it; what it made counts until it is freed."""
         self._modes.pop().__exit__(kind, error, trace)
 
     def _watch(self, results: Any, arguments: Any) -> None:
-        """Count what an operator made; what is a view of an argument was there before."""
+        """Counts what an operator made; a view of an argument was there before."""
         made = [t for t in _tensors(results) if t.untyped_storage()._cdata not in self._seen]
         if made:
             there = {t.untyped_storage()._cdata for t in _tensors(arguments)}
@@ -125,7 +119,7 @@ class LiveMemory:
         seen, changes = self._seen, self._changes
 
         def freed(_: object) -> None:
-            # From any thread. A list's append is atomic, and the counts before `restart` are another list.
+            # Any thread may call this: a list's append is atomic, and `restart` makes new lists.
             del seen[key]
             changes.append(-size)
 
@@ -134,7 +128,7 @@ class LiveMemory:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells of every operator that was called."""
+    """Reports every operator call."""
 
     def __init__(self, tell: Callable[[Any, Any], None]) -> None:
         super().__init__()
@@ -144,13 +138,13 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        # What `torch.tensor` has made passes here for the first time, as an argument.
+        # The result of `torch.tensor` appears here for the first time, as an argument.
         self._tell(results, () if function is torch.ops.aten.lift_fresh.default else (args, kwargs))
         return results
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those that have a storage: oneDNN's packed weights have none."""
+    """Returns the tensors that have a storage; oneDNN's packed weights have none."""
     if isinstance(tree, Tensor):
         return [tree] if tree.layout is torch.strided else []
     if isinstance(tree, dict):
@@ -168,13 +162,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class AllocatedMemory:
-    """Counts what is asked of PyTorch's allocator of a GPU inside of `with`, whoever asks for it.
+    """Counts the bytes that anyone requests of PyTorch's GPU allocator inside `with`.
 
-    Bytes as they are asked for are a function of the work's shapes. Those of the blocks that are handed out
-    are not: a block is larger by up to 1 MiB, as the allocator's free blocks happen to be.
-
-    Args:
-        peaks: of the GPU, which remembers the peak over its resets.
+    Requested bytes depend only on the work's shapes. The blocks that are handed out do not: a block is up to
+    1 MiB larger, as the allocator's free blocks happen to be. `PeakMemory` keeps the GPU's peak over its
+    resets.
     """
 
     def __init__(self, peaks: PeakMemory) -> None:
@@ -185,34 +177,34 @@ class AllocatedMemory:
 
     @property
     def live(self) -> int:
-        """Bytes that the work's pieces have left behind so far."""
+        """Bytes that the work's pieces hold so far."""
         return self._left + (self._asked("current") - self._begin) * self._inside
 
     @property
     def peaks(self) -> list[int]:
-        """As `LiveMemory.peaks`."""
+        """The most bytes held at once, for each phase since `restart`."""
         now = self._asked("peak") - self._begin if self._inside else 0
         return [*self._most[:-1], max(self._most[-1], self._left + now)]
 
     def mark(self) -> None:
-        """Begin a new phase."""
+        """Begins a new phase."""
         self._pause()
         self._most.append(self._left)
         self._go_on()
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
-        """As `LiveMemory.restart`."""
+        """Counts from zero; tensors of `given` count as if the work had made them."""
         self._left, self._most = 0, [0]
         self._go_on()
         self.adopt(given)
 
     def adopt(self, given: Iterable[Tensor]) -> None:
-        """As `LiveMemory.adopt`; each tensor counts as often as it is given."""
+        """Counts tensors that the work received, each as often as it is given."""
         self._left += sum(tensor.nbytes for tensor in given if tensor.device.type == "cuda")
         self._most[-1] = max(self._most[-1], self.live)
 
     def __enter__(self) -> Self:
-        """Begin a piece of work."""
+        """Begins a piece of work."""
         self._inside = True
         self._go_on()
         return self
@@ -220,7 +212,7 @@ class AllocatedMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it."""
+        """Ends it."""
         self._pause()
         self._inside = False
 
@@ -232,14 +224,10 @@ class AllocatedMemory:
         self._gpu.restart()
 
     def _asked(self, which: str) -> int:
-        stats = torch.cuda.memory_stats(self._gpu.device)  # empty where nothing has been asked for
+        stats = torch.cuda.memory_stats(self._gpu.device)  # empty before the first request
         return int(stats.get(f"requested_bytes.all.{which}", 0))
 
 
 def work_memory(peaks: PeakMemory) -> WorkMemory:
-    """The measurement for a device: of the process's own work on a CPU, of the allocator on a GPU.
-
-    Args:
-        peaks: of the device.
-    """
+    """Returns the meter for a device: `LiveMemory` on a CPU, `AllocatedMemory` on a GPU."""
     return AllocatedMemory(peaks) if peaks.device.type == "cuda" else LiveMemory(peaks.device)

@@ -1,7 +1,7 @@
 """Memory of a micro-batch as a function of its sequences' lengths, fitted while it is measured.
 
-Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ², of the mLoRA paper (memory model of its scheduler), where all sequences are
-equally long and it reads β0 + β1·B·L + β2·B·L².
+Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ², from the mLoRA paper (memory model of its scheduler). There all sequences are
+equally long, and it reads β0 + β1·B·L + β2·B·L².
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ from scipy.optimize import lsq_linear
 from mlora.memory.batch_shape import BatchShape
 
 _SEED = 1e-3
-"""Weight of a dry run's square error. Small, so that it decides only about what measurements have not shown:
-with ten of them, a seed that is off by 2% moves the fit by less than 0.01%."""
-_ROWS = 1024.0  # unit of lengths, so that all features are about as large
+"""Weight of a dry run's squared error. Small, so that seeds decide only what measurements leave open: with
+ten measurements, a seed that is off by 2% moves the fit by less than 0.01%."""
+_ROWS = 1024.0  # unit of lengths; it makes all features about equally large
 
 
 class MemoryModel:
-    """Fits `Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ²` with `β ≥ 0` to measurements, least squares of relative errors.
+    """Fits `Mem = β0 + β1·ΣLᵢ + β2·ΣLᵢ²` with `β ≥ 0` to measurements, by least squares of relative errors.
 
-    Kept are sums over the measurements, as many after thousands as after one. The fit is a function of the
-    measurements and seeds in their order, and of nothing else.
+    Keeps sums over the measurements: as many after thousands as after one. The fit depends only on the
+    measurements and seeds in their order.
 
     Args:
-        knee: where memory has a part `κ·min(Σ(Lᵢ-1), knee)`, as of a loss that takes so many trained rows at
-            a time, `κ ≥ 0` is fitted, too. Default: there is none.
-        pieces: whether memory has a part `λ·ΣLᵢ` where not all sequences are equally long, `λ ≥ 0`: attention
-            is then called piece by piece, and what it gives is joined in other memory.
-        mask: whether memory has a part `μ·max Lᵢ²`, `μ ≥ 0`: a mask that all sequences and layers share.
+        knee: fits a part `κ·min(Σ(Lᵢ-1), knee)`, `κ ≥ 0`, too: a loss that takes this many trained rows at a
+            time. Default: no such part.
+        pieces: fits a part `λ·ΣLᵢ`, `λ ≥ 0`, of batches with sequences of different lengths: attention is
+            then called piece by piece, and its results are joined in other memory.
+        mask: fits a part `μ·max Lᵢ²`, `μ ≥ 0`: a mask that all sequences and layers share.
 
     Attributes:
         count: measurements taken in.
-        error: the largest relative error of a prediction of a measurement that was then taken in; predictions
-            count from the first one if there was a seed, else from the fourth.
+        error: the largest relative error of a prediction made just before its measurement came. With a seed
+            it counts from the first measurement on, else once there are as many as coefficients.
+
+    Raises:
+        ValueError: if `knee` is below 1.
 
     Example:
         >>> model = MemoryModel()
@@ -64,11 +67,11 @@ class MemoryModel:
         return self._seeds.count > 0
 
     def seed(self, lengths: Sequence[int], bytes: int) -> None:
-        """Take in what a dry run says. It counts where measurements leave the fit open.
+        """Takes in the result of a dry run. It counts where measurements leave the fit open.
 
         Args:
             lengths: of the sequences of a micro-batch.
-            bytes: that it is said to take.
+            bytes: what the dry run took.
 
         Raises:
             ValueError: as `observe`.
@@ -77,14 +80,15 @@ class MemoryModel:
         self._found = self._by_seeds = None
 
     def observe(self, lengths: Sequence[int], bytes: int) -> None:
-        """Take in a measurement.
+        """Takes in a measurement.
 
         Args:
             lengths: of the sequences of a micro-batch.
-            bytes: that it took.
+            bytes: what it took.
 
         Raises:
-            ValueError: if there is no sequence, a length is below 1, or `bytes` is no number of at least 1.
+            ValueError: if there is no sequence, a length is below 1, or `bytes` is no finite number of at
+                least 1.
         """
         features, size = self._features(BatchShape.of(lengths)), _positive(bytes)
         if self.seeded or self.count >= len(features):
@@ -94,7 +98,7 @@ class MemoryModel:
         self._found = self._whitening = None
 
     def predict(self, lengths: Sequence[int]) -> int:
-        """Return the bytes that a micro-batch will take.
+        """Returns the bytes that a micro-batch will take.
 
         Args:
             lengths: of its sequences.
@@ -106,7 +110,7 @@ class MemoryModel:
         return self.at(BatchShape.of(lengths))
 
     def at(self, shape: BatchShape) -> int:
-        """As `predict`, of what is known of the lengths.
+        """Returns the bytes that a micro-batch of a shape will take; see `predict`.
 
         Args:
             shape: of a micro-batch.
@@ -117,8 +121,9 @@ class MemoryModel:
         return math.ceil(float(self._features(shape) @ self._fit()))
 
     def at_by_seeds(self, shape: BatchShape) -> int:
-        """As `at`, from seeds alone: measurements that say nothing about such a micro-batch may have bent the
-        fit there.
+        """Returns what `at` returns, but from seeds alone.
+
+        Measurements that say nothing about such a micro-batch may have bent the fit there.
 
         Args:
             shape: of a micro-batch.
@@ -133,16 +138,17 @@ class MemoryModel:
         return math.ceil(float(self._features(shape) @ self._by_seeds))
 
     def leverage(self, shape: BatchShape) -> float:
-        """Return how far a micro-batch lies from those that were measured, as the fit sees it: its leverage
-        (Hoaglin and Welsch, "The hat matrix in regression and ANOVA", 1978).
+        """Returns how far a micro-batch lies from the measured ones, as the fit sees it.
+
+        This is its leverage (Hoaglin and Welsch, "The hat matrix in regression and ANOVA", 1978). The fit's
+        error there is √leverage times that of a measurement.
 
         Args:
             shape: of the micro-batch.
 
         Returns:
-            About the number of coefficients over the number of measurements for one like them, at most 1 for
-            each of them, and more than 1 where they say little: the fit's error there is its square root
-            times that of a measurement. Infinite where there is none.
+            About the number of coefficients over the number of measurements for one like the measured ones;
+            at most 1 for each of these; more than 1 where they say little; infinite without any.
 
         Raises:
             RuntimeError: as `at`.
@@ -155,7 +161,7 @@ class MemoryModel:
         return float(parts @ parts)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
-        """Return the mean absolute error of predictions, in percent of what was measured.
+        """Returns the mean absolute error of predictions, in percent of the measured bytes.
 
         Args:
             samples: pairs of lengths and bytes; at least one.
@@ -171,7 +177,7 @@ class MemoryModel:
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """β0, β1 and β2, in bytes, bytes per row and bytes per square of rows; without κ, λ and μ.
+        """β0, β1 and β2 in bytes, bytes per row and bytes per squared row; without κ, λ and μ.
 
         Raises:
             RuntimeError: as `predict`.
@@ -180,7 +186,7 @@ class MemoryModel:
         return float(found[0]), float(found[1] / _ROWS), float(found[2] / _ROWS**2)
 
     def state(self) -> dict[str, Any]:
-        """Everything that `from_state` needs to go on alike, as plain numbers and lists."""
+        """Returns all that `from_state` needs to go on alike, as plain numbers and lists."""
         return {
             "knee": self.knee,
             "pieces": self.pieces,
@@ -193,7 +199,11 @@ class MemoryModel:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MemoryModel:
-        """Make a model again from its `state`."""
+        """Rebuilds a model from its `state`.
+
+        Args:
+            state: what `state` returned.
+        """
         model = cls(state["knee"], state["pieces"], state["mask"])
         model.count, model.error = state["count"], state["error"]
         model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
@@ -210,7 +220,7 @@ class MemoryModel:
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:
-        """The coefficients in units of the features."""
+        """Returns the coefficients in units of the features."""
         if self._found is not None:
             return self._found
         if not (self._sums.count or self._seeds.count):
@@ -221,13 +231,13 @@ class MemoryModel:
 
 
 class PeakModel:
-    """A micro-batch's peak, the largest of what its phases take, with a `MemoryModel` for each.
+    """Predicts a micro-batch's peak: the largest of its phases, each with its own `MemoryModel`.
 
-    The peak itself is no such sum: a short micro-batch's lies in the loss, whose workspace is bounded, a long
-    one's in backward.
+    The peak itself is no such sum: a short micro-batch peaks in the loss, whose workspace is bounded, and a
+    long one in backward.
 
     Args:
-        knees: of each phase's model, or None where it has none.
+        knees: of each phase's model; None = that phase has no knee.
         pieces: see `MemoryModel`.
         mask: see `MemoryModel`.
     """
@@ -251,55 +261,65 @@ class PeakModel:
         return max(model.error for model in self.models)
 
     def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
-        """As `MemoryModel.seed`; a phase of 0 bytes is one that this stage does not have."""
+        """Takes in the result of a dry run; see `MemoryModel.seed`.
+
+        Args:
+            lengths: of the sequences of a micro-batch.
+            phases: the bytes of each phase; 0 = this stage does not have the phase.
+        """
         for model, size in zip(self.models, phases, strict=True):
             if size:
                 model.seed(lengths, size)
 
     def observe(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
-        """As `MemoryModel.observe`, of each phase."""
+        """Takes in a measurement; see `MemoryModel.observe`.
+
+        Args:
+            lengths: of the sequences of a micro-batch.
+            phases: the bytes of each phase; 0 = this stage does not have the phase.
+        """
         for model, size in zip(self.models, phases, strict=True):
             if size:
                 model.observe(lengths, size)
 
     def predict(self, lengths: Sequence[int]) -> int:
-        """As `MemoryModel.predict`: the largest of the phases."""
+        """Returns the largest `MemoryModel.predict` of the phases."""
         return self.at(BatchShape.of(lengths))
 
     def at(self, shape: BatchShape) -> int:
-        """As `MemoryModel.at`: the largest of the phases."""
+        """Returns the largest `MemoryModel.at` of the phases."""
         known = [model for model in self.models if model.count or model.seeded]
         return max(model.at(shape) for model in known or self.models)
 
     def at_by_seeds(self, shape: BatchShape) -> int:
-        """As `MemoryModel.at_by_seeds`: the largest of the phases; 0 where there are no seeds."""
+        """Returns the largest `MemoryModel.at_by_seeds` of the phases; 0 without seeds."""
         return max([0, *(model.at_by_seeds(shape) for model in self.models if model.seeded)])
 
     def leverage(self, shape: BatchShape) -> float:
-        """As `MemoryModel.leverage`: the largest of the phases that were measured."""
+        """Returns the largest `MemoryModel.leverage` of the measured phases; infinite without any."""
         return max((model.leverage(shape) for model in self.models if model.count), default=math.inf)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
-        """As `MemoryModel.mape`, of the peaks."""
+        """Returns the mean absolute error of predicted peaks, in percent; see `MemoryModel.mape`."""
         if not samples:
             raise ValueError("samples: expected at least one, got none")
         errors = [abs(self.predict(lengths) / size - 1.0) for lengths, size in samples]
         return 100.0 * sum(errors) / len(errors)
 
     def state(self) -> list[dict[str, Any]]:
-        """As `MemoryModel.state`."""
+        """Returns the `MemoryModel.state` of each phase."""
         return [model.state() for model in self.models]
 
     @classmethod
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> PeakModel:
-        """Make a model again from its `state`."""
+        """Rebuilds a model from its `state`."""
         model = cls()
         model.models = [MemoryModel.from_state(each) for each in state]
         return model
 
 
 class _Sums:
-    """AᵀA and Aᵀ1, where A's rows are features over bytes."""
+    """Sums AᵀA and Aᵀ1; A's rows are features over bytes."""
 
     def __init__(self, size: int) -> None:
         self.count = 0
@@ -323,8 +343,8 @@ class _Sums:
 
 
 def _solve(gram: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Minimise |A β - 1|² with β >= 0, where only AᵀA and Aᵀ1 are known; a root of AᵀA takes A's place."""
-    scale = np.sqrt(np.maximum(np.diag(gram), np.finfo(float).tiny))  # a feature may be 0 throughout
+    """Minimises |A β - 1|² with β >= 0, given only AᵀA and Aᵀ1; a root of AᵀA takes A's place."""
+    scale = np.sqrt(np.maximum(np.diag(gram), np.finfo(float).tiny))  # a feature may always be 0
     values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
     kept = values > values[-1] * 1e-13
     roots = np.sqrt(values[kept])
@@ -335,9 +355,9 @@ def _solve(gram: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarra
 
 
 def _whitening(gram: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """W with |W x|² = xᵀ(AᵀA)⁻¹x, where x lies among A's rows, and much more where it does not."""
+    """Returns W with |W x|² = xᵀ(AᵀA)⁻¹x for x in the span of A's rows, and much more for other x."""
     scale = np.sqrt(np.diag(gram))
-    scale = np.maximum(scale, 1e-6 * scale.max())  # a feature may be 0 throughout
+    scale = np.maximum(scale, 1e-6 * scale.max())  # a feature may always be 0
     values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
     found: np.ndarray[Any, Any] = (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1]))).T / scale
     return found

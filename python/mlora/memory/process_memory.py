@@ -1,4 +1,4 @@
-"""How much memory a process has used."""
+"""Memory of this process: free, in use, and its peak."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return how much memory is free, in bytes, or none where the system does not tell.
-
-    Args:
-        device: a CUDA device, or the CPU: what the machine can give without swapping.
-    """
+    """Returns the free bytes, or None if the system does not tell; on a CPU, those without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
@@ -26,11 +22,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most memory that was in use so far, in bytes.
-
-    Args:
-        device: a CUDA device counts its own allocations; the CPU the process's resident memory.
-    """
+    """Returns the most bytes in use so far: a CUDA device's own allocations, or the CPU's resident memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
@@ -38,14 +30,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the memory that is in use now, in bytes.
+    """Returns the bytes in use now; on a CPU, the process's resident memory.
 
-    Args:
-        device: of a CUDA device, what PyTorch's allocator cannot give back: blocks in use, and what is free
-            beside them in their segments; of the CPU, what the process has resident.
+    On a CUDA device it is what PyTorch's allocator cannot give back: blocks in use, and the free parts of
+    their segments.
     """
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)  # empty where nothing has been asked for
+        stats = torch.cuda.memory_stats(device)  # empty before the first request
         kinds = ("active_bytes", "inactive_split_bytes")
         return sum(int(stats.get(f"{kind}.all.current", 0)) for kind in kinds)
     try:
@@ -57,32 +48,21 @@ def used_memory(device: torch.device) -> int:
 
 @cache
 def used_at_first(device: torch.device) -> int:
-    """Return the memory that was in use when this was first asked, before the first of the process's runs.
-
-    Args:
-        device: as for `used_memory`.
-    """
+    """Returns the bytes in use when this was first called, before the first of the process's runs."""
     return used_memory(device)
 
 
 def left_by_runs(device: torch.device) -> int:
-    """Return the memory that earlier runs of this process have left in use, in bytes, and what else the
-    process has taken since the first of them began.
-
-    Args:
-        device: as for `used_memory`.
-    """
+    """Returns the bytes that this process has taken, and not given back, since its first run began."""
     first = used_at_first(device)
     release_memory(device)
     return max(0, used_memory(device) - first)
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory that nothing uses back to the system, or to the device's driver.
+    """Gives unused memory back to the system or the device's driver.
 
-    Args:
-        device: a CUDA device, or the CPU: what glibc's malloc holds in free pages; another C library decides
-            for itself.
+    On a CPU this is what glibc's malloc holds in free pages; other C libraries decide for themselves.
     """
     gc.collect()
     if device.type == "cuda":
@@ -92,23 +72,19 @@ def release_memory(device: torch.device) -> None:
 
 
 class PeakMemory:
-    """The most memory that was in use, also where the device's own peak is reset between.
-
-    Args:
-        device: as for `peak_memory`.
-    """
+    """The most memory in use, kept across resets of the device's own peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._before = 0
 
     def read(self) -> int:
-        """Return it, in bytes."""
+        """Returns the peak in bytes."""
         self._before = max(self._before, peak_memory(self.device))
         return self._before
 
     def restart(self) -> None:
-        """Let the device count its peak from now on; a CPU's goes on."""
+        """Restarts the device's own peak; a CPU's goes on."""
         self.read()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

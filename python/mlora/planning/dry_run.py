@@ -1,6 +1,7 @@
-"""Memory of a stage before anything runs: the same code on fake tensors, which have shapes but no numbers.
+"""Predicts a stage's memory before anything runs: runs the same code on fake tensors.
 
-The model is a skeleton on the meta device, of which a run makes some blocks fake; no weight is read or made.
+Fake tensors have shapes but no numbers. The model is a skeleton on the meta device; a run makes some of its
+blocks fake. No weight is read or made.
 """
 
 from __future__ import annotations
@@ -40,18 +41,16 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
-_NAME = "dry"  # of an adapter that nobody sees
+_NAME = "dry"  # a placeholder; error messages leave it out
 
 
 @dataclass(frozen=True)
 class States:
-    """Memory of one adapter on one stage, whether or not it has a micro-batch there, in bytes.
+    """Bytes that one adapter takes on one stage, whether or not it has a micro-batch there.
 
     Attributes:
-        weights: in whole pages of the layers' banks.
-        gradients: of its Parameters.
-        moments: of its optimizer.
-        update: what the optimizer takes during an update, and gives back.
+        weights: rounded up to whole pages of the layers' banks.
+        update: what the optimizer takes during an update and then gives back.
     """
 
     weights: int
@@ -61,24 +60,16 @@ class States:
 
     @property
     def total(self) -> int:
-        """What it holds between updates at most."""
+        """The most that the adapter holds between updates."""
         return self.weights + self.gradients + self.moments
 
 
 class DryStage:
-    """A stage that never runs.
-
-    Args:
-        source: a folder, a hub id or a model, of which nothing but shapes is used.
-        options: how the stage would hold its piece.
-        span: its blocks; None = the whole model.
-
-    Raises:
-        ValueError: if the model cannot be loaded or cut.
+    """Predicts the memory of one stage from the model's shapes; `span=None` is the whole model.
 
     Attributes:
-        base_bytes: of the stage's frozen weights and buffers, without what `pack_base` adds.
-        knees: of a `PeakModel` for its micro-batches.
+        base_bytes: the stage's frozen weights and buffers, without what `pack_base` adds.
+        knees: `PeakModel` knees of its micro-batches' phases (forward, loss, backward).
     """
 
     def __init__(self, source: Source, options: StageOptions, span: Span | None = None) -> None:
@@ -97,15 +88,7 @@ class DryStage:
         self.knees = (None, rows, None)
 
     def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
-        """What an adapter takes beside its micro-batches.
-
-        Args:
-            lora: PEFT's config.
-            optim: its optimizer.
-
-        Raises:
-            ValueError: if the config is not supported or matches nothing.
-        """
+        """Returns what an adapter takes on this stage besides its micro-batches."""
         specs = self._specs(lora)
         shapes, pages = [], []
         for name, spec in specs.items():
@@ -118,16 +101,10 @@ class DryStage:
         return States(4 * elements(pages), 4 * elements(shapes), moments, update)
 
     def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
-        """Equal for sets of adapters under which equal rows take equal memory.
+        """Returns a key that is equal for sets of adapters under which equal rows take equal memory.
 
-        Rows of all adapters are saved in each layer that any of them targets, and their products with the
-        widest A; backward holds a layer's gradients for a moment.
-
-        Args:
-            loras: of the adapters, in any order.
-
-        Raises:
-            ValueError: as `states`.
+        A layer that any adapter targets saves the rows of all adapters, and their products with the widest A.
+        Backward holds a layer's gradients for a moment.
         """
         ranks: dict[str, list[int]] = {}
         for lora in loras:
@@ -142,22 +119,13 @@ class DryStage:
         *,
         whole: bool = False,
     ) -> list[tuple[int, ...]]:
-        """What micro-batches take, as a measured one does: forward, loss and backward, see `MeasuredBatch`.
+        """Returns the bytes of each micro-batch's forward, loss and backward, as `MeasuredBatch` has them.
 
-        Of blocks that repeat, one and two periods are run, and the rest follows: each more takes the same.
+        Where blocks repeat, runs one and two periods only: each further period takes the same. `whole` runs
+        every block. `shapes` has each micro-batch's sequence lengths by adapter name.
 
-        Args:
-            loras: PEFT's configs by adapter name.
-            shapes: of each micro-batch the lengths of its sequences by adapter name.
-            whole: run every block.
-
-        Returns:
-            The phases' bytes for each micro-batch.
-
-        Raises:
-            ValueError: as `states`, if PyTorch cannot fake something that the model does, such as the
-                product with a mixture's experts in fp32, or if the device is not a CPU: the GPU's kernels
-                take no fake tensors.
+        Raises ValueError on a GPU, whose kernels take no fake tensors, and where PyTorch cannot fake an
+        operation of the model, such as the product with a mixture's experts in fp32.
         """
         if self._options.device.type != "cpu":
             raise ValueError(f"device: dry runs serve the CPU, got {self._options.device}; measure instead")
@@ -176,7 +144,7 @@ class DryStage:
         ]
 
     def _find_blocks(self) -> tuple[str, Mapping[str, frozenset[str]]]:
-        """As `Cut` needs them; a whole model need not be one that can be cut."""
+        """Returns what `Cut` needs of the blocks; nothing for a whole model that cannot be cut."""
         if self._span is not None:
             cut = cut_model(self._model, self._span)
             return cut.blocks, cut.outer
@@ -187,7 +155,7 @@ class DryStage:
             return "", {}
 
     def _cut(self, model: PreTrainedModel, blocks: int | None = None) -> Cut | None:
-        """What runs the stage's last blocks, by default all of them; None for a model that cannot be cut."""
+        """Returns the cut that runs the stage's last blocks (default: all); None for an uncuttable model."""
         if not self._blocks:
             return None
         span = self._span or Span(0, 1, 0, len(model.get_submodule(self._blocks)))  # type: ignore[arg-type]
@@ -196,7 +164,7 @@ class DryStage:
         return Cut(model, span, self._blocks, self._outer)
 
     def _specs(self, lora: LoraConfig) -> dict[str, LayerSpec]:
-        """An adapter's layers on this stage."""
+        """Returns the layers on this stage that an adapter targets."""
         cut = self._cut(self._model)
         try:
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
@@ -205,7 +173,7 @@ class DryStage:
         return {name: spec for name, spec in found.items() if cut is None or cut.holds(f"{name}.weight")}
 
     def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
-        """What blocks of equal memory have in common, for each block of the stage."""
+        """Returns a key for each block of the stage; blocks with equal keys take equal memory."""
         cut = self._cut(model)
         if cut is None:
             return []
@@ -223,7 +191,7 @@ class DryStage:
         shapes: Sequence[Mapping[str, Sequence[int]]],
         counts: Sequence[int],
     ) -> list[list[tuple[int, ...]]]:
-        """Run so many of the stage's last blocks; the first count is the largest."""
+        """Runs the stage's last `count` blocks for each count; the first count must be the largest."""
         index, stages = (0, 1) if self._span is None else (self._span.stage, self._span.stages)
         found = []
         mode = FakeTensorMode()
@@ -244,7 +212,7 @@ class DryStage:
         return found
 
     def _fill(self, model: PreTrainedModel, cut: Cut | None, mode: FakeTensorMode) -> BaseModel:
-        """Make the tensors fake that a cut holds."""
+        """Replaces this stage's tensors with fake ones."""
 
         def fake(tensor: Tensor) -> Tensor:
             with mode:
@@ -265,7 +233,7 @@ class DryStage:
         return torch.empty(rows, width, dtype=self._options.dtype, device=self._options.device)
 
     def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
-        """A micro-batch whose rows are all trained, but for the last ones of its sequences."""
+        """Returns a micro-batch that trains all rows but each sequence's last."""
         total = sum(map(sum, shape.values()))
         rows = {
             "names": tuple(shape),
@@ -285,14 +253,14 @@ class DryStage:
 
 
 def _held(cut: Cut, module: str) -> bool:
-    """Whether a stage has a module's own tensors; adapters are where their layers are."""
+    """Whether the stage holds a module's own tensors; adapters are held where their layers are."""
     if module.startswith(f"{cut.blocks}."):
         return cut.holds(f"{module}.weight")
     return all(cut.holds(f"{name}.weight") for name in cut.outer if f"{module}.".startswith(f"{name}."))
 
 
 def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
-    """The phases of a micro-batch that goes forward and backward, where `gradient` comes back."""
+    """Runs a micro-batch forward and backward from `gradient`; returns the bytes of its phases."""
     if stage.is_last:
         done = stage.unit(message)
     else:
@@ -304,7 +272,7 @@ def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
 
 
 def _shapes(block: nn.Module) -> Iterator[Hashable]:
-    """Shapes of a block's weights, and its layers' adapters."""
+    """Yields the shapes of a block's weights and its layers' adapters."""
     for name, parameter in block.named_parameters():
         yield name, parameter.shape
     for name, module in block.named_modules():
@@ -313,7 +281,7 @@ def _shapes(block: nn.Module) -> Iterator[Hashable]:
 
 
 def _period(kinds: Sequence[Hashable]) -> int:
-    """The smallest number of blocks that repeats, or 0 if one and two of it are no less than all."""
+    """Returns the shortest repeating number of blocks; 0 if running one and two periods saves nothing."""
     for period in range(1, len(kinds) // 3 + 1):
         if kinds[period:] == kinds[:-period] and 3 * period + 2 * (len(kinds) % period) < len(kinds):
             return period

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: by what the processes measure together."""
+"""Cuts a model into stages by what the processes measure together."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ from mlora.tasks.groups import most_under_way
 
 
 def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths: Sequence[int]) -> list[int]:
-    """Return how many blocks each stage gets; all processes call it, and all get the same.
+    """Returns the number of blocks of each stage; all processes must call it, and all get the same.
 
-    Args:
-        config: the run's.
-        world: its processes.
-        options: how this one holds its stage.
-        lengths: rows of the sequences of a usual micro-batch.
-
-    Raises:
-        ValueError: no cut fits the memory that is free.
+    `lengths` are the sequence lengths of a usual micro-batch. Raises ValueError if no cut fits the free
+    memory.
     """
     table = profile_base(
         config.base_model,
@@ -52,17 +46,16 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
 
 
 def _tables(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[Table]:
-    """One for each stage: of the same stages of all replicas, the slowest."""
+    """Returns one table per stage: the slowest replica's."""
     measured = [(entry["kind"], table_of(entry["table"])) for entry in found]
-    # what devices of one kind differ by is noise
+    # differences between devices of one kind are noise
     least = {kind: fastest([table for other, table in measured if other == kind]) for kind, _ in measured}
     tables = [least[kind] for kind, _ in measured]
     return [max(tables[stage :: pipeline.stages], key=_seconds) for stage in range(pipeline.stages)]
 
 
 def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[int | None]:
-    """Free bytes for each stage: processes that share a device share its memory, and the least of the same
-    stages of all replicas counts."""
+    """Returns each stage's free bytes, the least of its replicas; processes on a device share its memory."""
     places = [tuple(entry["memory"][:2]) for entry in found]
     sharing = Counter(places)
     free = [entry["memory"][2] for entry in found]
@@ -72,11 +65,7 @@ def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> lis
 
 
 def held_by(config: RunConfig) -> list[int]:
-    """Micro-batches whose activations each stage holds at once, by the run's schedule.
-
-    Args:
-        config: the run's.
-    """
+    """Returns how many micro-batches' activations each stage holds at once under the run's schedule."""
     pipeline, stages = config.pipeline, config.pipeline.stages
     most = most_under_way(config)
     if pipeline.schedule == "lorapp":

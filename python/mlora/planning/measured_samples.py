@@ -1,8 +1,8 @@
-"""Samples of micro-batches that run for real, for devices whose kernels take no fake tensors.
+"""Measures samples of micro-batches by running them, for devices whose kernels take no fake tensors.
 
-One adapter of each kind is put on the engine for a moment, and trained on micro-batches that begin with six
-rows and grow as far as what was seen bounds the next ones: memory is a sum of terms that are never negative,
-`β0 + β1·ΣL + β2·ΣL² + ...`, so none grows by more than the term that grows most.
+Puts one adapter of each kind on the engine for a moment and trains it. The first micro-batches have six rows.
+Later ones grow as far as the earlier measurements bound them: memory is a sum of terms that are never
+negative, `β0 + β1·ΣL + β2·ΣL² + ...`, so it grows at most by the factor of the fastest-growing term.
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 PIECES = 32
-"""A GPU's allocator cuts segments of 2 MiB and more into blocks; what is left over between them is assumed to
-be one part in so many of the limit. Not measured yet."""
+"""One part in `PIECES` of the limit is assumed lost to fragmentation: a GPU's allocator cuts segments of
+2 MiB and more into blocks, and gaps remain between them. Not measured yet."""
 
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
-_SMALLEST = 4  # rows of the longest sequence of the first micro-batches
-_CAREFUL = 0.5  # share of what is free that a micro-batch may be bounded by
+_SMALLEST = 4  # longest sequence of the first micro-batches, in rows
+_CAREFUL = 0.5  # share of the free memory that a micro-batch's bound may reach
 
 
 class MeasuredSamples:
     """Measures mixtures of adapters on an engine; see `mlora.planning.task_memory.MemorySamples`.
 
-    The engine is left as it was: adapters' weights, gradients, moments and counts, random states, and all
-    pages but those that the adapters had. Peaks of memory are kept, since the limit holds for these, too.
-
-    Args:
-        engine: of one replica.
-        limit: bytes that each stage's process may use.
+    Leaves the engine as it was: adapters' weights, gradients, moments and counts, random states, and all
+    pages except those that its adapters had. Peaks of memory are kept, since the limit holds for them too.
+    The engine must have one replica; `limit` is in bytes per stage's process.
     """
 
     def __init__(self, engine: Engine, limit: int) -> None:
@@ -50,20 +47,11 @@ class MeasuredSamples:
     def __call__(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
     ) -> Sequence[MemorySample]:
-        """Measure micro-batches of adapters.
+        """Measures micro-batches shaped as `seed_shapes` says; returns those of the two largest safe sizes.
 
-        Args:
-            loras: PEFT's configs by adapter name.
-            states: bytes of the adapters' weights and gradients at each stage.
-            longest: rows of the longest sequence that they will have.
-
-        Returns:
-            Those of the two largest sizes that were certainly safe, shaped as `seed_shapes` says: at best,
-            the larger ones have sequences of `longest` rows. None while batches are under way, and where
-            memory is too short even for the smallest.
-
-        Raises:
-            ValueError: an adapter cannot be put on the base.
+        At best the larger ones have sequences of `longest` rows. Returns none while batches are under way, or
+        if memory is too short even for the smallest. `states` are the bytes of the adapters' weights and
+        gradients at each stage.
         """
         if not self._engine.idle or min(self._free(states)) <= 0:
             return []
@@ -77,11 +65,7 @@ class MeasuredSamples:
             return []
 
     def warm_up(self) -> None:
-        """Run a micro-batch of six rows, so that libraries take what they keep for good.
-
-        Raises:
-            ValueError: the model has no layer for an adapter, or there is no memory even for that.
-        """
+        """Runs a micro-batch of six rows, so that libraries take what they keep for good."""
         from peft import LoraConfig
 
         layers = [name for name, m in self._engine.registry.named_modules() if isinstance(m, MultiLoRALinear)]
@@ -104,14 +88,14 @@ class MeasuredSamples:
         return name
 
     def _free(self, states: Sequence[int]) -> list[int]:
-        """What is free at each stage beside such states and the reserve."""
+        """Returns the bytes free at each stage besides `states` and the reserve."""
         used = self._engine.used_memory()
         return [self._limit - RESERVED - now - more for now, more in zip(used, states, strict=True)]
 
     def _climb(self, names: Sequence[str], longest: int) -> list[MemorySample]:
-        """Measure shapes of larger and larger size."""
+        """Measures shapes of growing size while they are safe; returns those of the last two sizes."""
         smallest = min(_SMALLEST, longest)
-        self._measure(names, seed_shapes(smallest)[0])  # makes gradients, and what is kept
+        self._measure(names, seed_shapes(smallest)[0])  # makes the gradients and all else that is kept
         budget = [_CAREFUL * free for free in self._free([0] * self._engine.stages)]
         found: list[MemorySample] = []
         sizes = [smallest]
@@ -129,7 +113,7 @@ class MeasuredSamples:
         return found[-2 * len(seed_shapes(longest)) :]
 
     def _measure(self, names: Sequence[str], shape: Sequence[int]) -> MemorySample:
-        """Run a micro-batch forward and backward, all of whose tokens but the first ones are trained."""
+        """Runs a micro-batch forward and backward; trains all tokens but each sequence's first."""
         batch = {
             name: [_tokens(length, self._vocabulary) for length in lengths]
             for name, lengths in spread(names, shape).items()
@@ -146,7 +130,7 @@ def _tokens(length: int, vocabulary: int) -> Sample:
 
 
 def _halved(longest: int, size: int) -> list[int]:
-    """`longest`, its half, and so on, as far as that is more than `size`."""
+    """Returns `longest`, its half (rounded up) and so on, as long as they are more than `size`."""
     found = []
     while longest > size:
         found.append(longest)
@@ -155,7 +139,7 @@ def _halved(longest: int, size: int) -> list[int]:
 
 
 def _safe(shape: Sequence[int], found: Sequence[MemorySample], budget: Sequence[float]) -> bool:
-    """Whether what was found bounds a shape within a budget, at each stage."""
+    """Whether the measurements bound a shape within the budget at each stage."""
     bounds = [
         [_growth(lengths, shape) * max(phases) for lengths, phases in ((own, p[place]) for own, p in found)]
         for place in range(len(budget))
@@ -164,9 +148,9 @@ def _safe(shape: Sequence[int], found: Sequence[MemorySample], budget: Sequence[
 
 
 def _growth(before: Sequence[int], after: Sequence[int]) -> float:
-    """How many times what one micro-batch takes another one takes at most, by the terms of `MemoryModel`."""
+    """Returns the most by which memory can grow between two micro-batches, as a factor, by `MemoryModel`."""
     if min(before) == max(before) and min(after) < max(after):
-        return float("inf")  # of pieces of unequal lengths nothing was seen
+        return float("inf")  # nothing is known of unequal lengths
     terms = [
         (
             sum(lengths),

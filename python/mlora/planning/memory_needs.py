@@ -1,4 +1,4 @@
-"""What the scheduler is told of a task: lengths of its micro-batches, and work that is left."""
+"""What the scheduler is told of a task: lengths of its micro-batches, and the work left."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from mlora.data.record import sequence_lengths
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
 
-MOST_LOOKED_AT = 20_000  # micro-batches to come
+MOST_LOOKED_AT = 20_000  # micro-batches of a task
 
 
 def memory_need(
     task: Task, arrival: int, states: Sequence[int] = (), largest: Sequence[int] = ()
 ) -> MemoryNeed:
-    """Say what a task needs.
+    """Returns the scheduler's view of a task; `arrival` is its index in the order in which tasks came.
 
-    Args:
-        task: with its data.
-        arrival: its place among all tasks of the run, as they came.
-        states: bytes of its states at each place.
-        largest: of `largest_lengths`; where there is no limit, nobody asks.
-
-    Returns:
-        The scheduler's view of it.
+    Without a memory limit nobody reads `states` (bytes at each stage) and `largest`.
     """
     usual = task.usual_lengths
     left = sum(usual) * max(batches_left(task), 0)
@@ -34,21 +27,12 @@ def memory_need(
 
 
 def batches_left(task: Task) -> int:
-    """Return how many micro-batches a task has still to take, about: its last steps are counted as full.
-
-    Args:
-        task: with its plan.
-    """
+    """Returns about how many micro-batches a task has still to take; counts its last steps as full."""
     return (task.total_steps - task.progress.step) * task.plan.accumulation
 
 
 def with_batches_of(task: Task, count: int) -> Task:
-    """Return a task as it would be with another ``per_device_train_batch_size``, for its lengths.
-
-    Args:
-        task: with its data.
-        count: samples of a micro-batch.
-    """
+    """Returns a task with another ``per_device_train_batch_size``; only its lengths are of use."""
     plan = replace(task.plan, batch_size=count)
     config = task.config
     total = config.max_steps if config.max_steps > 0 else plan.steps_of(config.num_train_epochs)
@@ -56,17 +40,11 @@ def with_batches_of(task: Task, count: int) -> Task:
 
 
 def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[int]:
-    """Return the sequence lengths of the largest micro-batch that a task takes in all of its run.
+    """Returns the sequence lengths of the largest micro-batch of a task's whole run, by `size`.
 
-    That of the most rows or that of the most squares of rows: memory grows with both and nothing else.
-
-    Args:
-        task: with its data.
-        size: of a micro-batch.
-
-    Returns:
-        Those of the largest of its micro-batches; of a task with very many, those of its longest samples,
-        which none exceeds. An evaluation may be cut, but not into less than a sample.
+    Memory grows only with rows and squares of rows, so the micro-batches with the most of either are
+    compared. A task with more than `MOST_LOOKED_AT` micro-batches gets its longest samples, which none
+    exceeds. An evaluation can be cut down to single samples, so its longest sample counts.
     """
     samples = sorted(task.data.samples, key=lambda sample: -sample.rows)
     count = task.plan.batch_size

@@ -1,4 +1,4 @@
-"""What a run will need of memory, before anything runs: who runs together, who waits, who never fits."""
+"""Predicts a run's memory before it starts: which tasks run together, wait, or never fit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class TaskPlan:
     """What a task needs.
 
     Attributes:
-        name: of the task.
         priority: a higher one goes first.
-        states: bytes at each stage while it is admitted.
-        largest: bytes at each stage of its largest micro-batch.
+        states: bytes at each stage while the task is admitted.
+        largest: bytes of its largest micro-batch at each stage.
         verdict: `runs`, `waits`, or why it never fits.
     """
 
@@ -34,7 +33,7 @@ class TaskPlan:
 
     @property
     def peak(self) -> tuple[int, ...]:
-        """Bytes at each stage beyond the base model, at most."""
+        """The most bytes at each stage beyond the base model."""
         return tuple(a + b for a, b in zip(self.states, self.largest, strict=True))
 
 
@@ -45,8 +44,8 @@ class MemoryPlan:
     Attributes:
         base: bytes of each stage's process without any task.
         tasks: in the order of the config.
-        limit: bytes, or none.
-        places: how many run at once at most, as those of a sweep; none = as many as fit.
+        limit: bytes, or None.
+        places: the most tasks that run at once, as a sweep's trials; None = as many as fit.
     """
 
     base: tuple[int, ...]
@@ -60,7 +59,7 @@ class MemoryPlan:
         return [task for task in self.tasks if task.verdict not in ("runs", "waits")]
 
     def table(self) -> list[list[str]]:
-        """Rows of text, titles first."""
+        """Returns rows of text, titles first."""
         stages = range(len(self.base))
         titles = ["memory"] if len(self.base) == 1 else [f"stage {stage}" for stage in stages]
         rows = [["", "priority", *titles, ""]]
@@ -71,7 +70,7 @@ class MemoryPlan:
         return rows
 
     def lines(self) -> list[str]:
-        """Lines for the user, but for tasks that never fit."""
+        """Returns lines for the user, except about tasks that never fit."""
         if self.limit is None:
             how = "all adapters run together" if self.places is None else f"trials run {self.places} at once"
             return [f"no scheduler.memory_limit: {how}"]
@@ -86,19 +85,10 @@ class MemoryPlan:
 def memory_plan(
     config: RunConfig, tasks: Sequence[Task], memory: TaskMemory, base: Sequence[int]
 ) -> MemoryPlan:
-    """Predict what a run needs.
+    """Predicts what a run needs; without a limit all tasks run.
 
-    Args:
-        config: the run's.
-        tasks: with their data.
-        memory: knows none of them yet.
-        base: bytes that each stage's process has before any task.
-
-    Returns:
-        The plan. Without a limit all tasks run; what micro-batches need is that of each task alone.
-
-    Raises:
-        ValueError: an adapter cannot be put on the base.
+    Micro-batches are predicted for each task alone. `memory` must know none of the tasks yet; `base` has the
+    bytes of each stage's process before any task.
     """
     for task in tasks:
         memory.know(task)
@@ -118,7 +108,7 @@ def memory_plan(
 def _never(
     config: RunConfig, tasks: Sequence[Task], memory: TaskMemory, base: Sequence[int]
 ) -> dict[str, str]:
-    """Why tasks never fit: those that a run refuses before its first step."""
+    """Returns why tasks never fit, by name: those that a run refuses before its first step."""
     run = RunMemory(config, memory, base, 0)
     found = {}
     for task in tasks:

@@ -1,6 +1,6 @@
-"""Which decoder blocks each stage gets: the slowest stage as fast as possible, within every stage's memory.
+"""Decides which decoder blocks each stage gets: fastest slowest stage, within every stage's memory.
 
-Pure data: what a block costs is measured elsewhere.
+Pure data: costs are measured elsewhere.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cost:
-    """What one part of a model costs a stage.
+    """What one part of a model costs a stage for one micro-batch.
 
     Attributes:
-        seconds: forward and backward of one micro-batch.
-        weight_bytes: of its weights.
-        activation_bytes: kept from forward to backward, for one micro-batch.
+        seconds: of forward and backward.
+        activation_bytes: kept from forward to backward.
     """
 
     seconds: float
@@ -31,9 +30,8 @@ class Table:
     """What a model's parts cost on one stage's device.
 
     Attributes:
-        embedding: all that comes before the blocks; the first stage's.
-        blocks: the decoder blocks, in order.
-        head: final norm, head and loss; the last stage's.
+        embedding: everything before the blocks; on the first stage.
+        head: final norm, head and loss; on the last stage.
     """
 
     embedding: Cost
@@ -41,19 +39,18 @@ class Table:
     head: Cost
 
     def parts(self, first: int, last: int, is_first: bool, is_last: bool) -> list[Cost]:
-        """What a stage with the blocks `first` to `last - 1` consists of."""
+        """Returns the parts of a stage with the blocks `first` to `last - 1`."""
         return [*[self.embedding] * is_first, *self.blocks[first:last], *[self.head] * is_last]
 
 
 def table_of(entry: Mapping[str, Any]) -> Table:
-    """A table again, of what `dataclasses.asdict` made of it."""
+    """Rebuilds a table from what `dataclasses.asdict` made of it."""
     embedding, head = Cost(**entry["embedding"]), Cost(**entry["head"])
     return Table(embedding, tuple(Cost(**block) for block in entry["blocks"]), head)
 
 
 def fastest(tables: Sequence[Table]) -> Table:
-    """What equal devices have measured of one model, without what disturbed some of them: the least of each
-    part."""
+    """Merges equal devices' tables of one model: keeps each part's fastest measurement, which drops noise."""
 
     def least(costs: Sequence[Cost]) -> Cost:
         return min(costs, key=lambda cost: cost.seconds)
@@ -86,28 +83,20 @@ def partition(
     limits: Sequence[int | None] | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> Partition:
-    """Cut a model's blocks into contiguous, non-empty runs, one per stage.
+    """Cuts a model's blocks into contiguous, non-empty runs, one per stage.
 
     Minimises the largest `seconds` of a stage; among equal ones the sum of squares, which spreads the rest
-    evenly; among those it takes the one with the earliest cuts, from the last stage on. Memory of a stage is
-    `Σ weight_bytes + in_flight · Σ activation_bytes`. Exact, by dynamic programming over the blocks.
+    evenly; among those it takes the earliest cuts, from the last stage on. A stage's memory is `Σ
+    weight_bytes + in_flight · Σ activation_bytes`. Exact, by dynamic programming over the blocks.
 
     Args:
         tables: one per stage, as measured on its device; all of the same model.
         limits: bytes that each stage may take; None = any.
         in_flight: micro-batches whose activations each stage holds at once; default 1.
 
-    Returns:
-        The partition.
-
     Raises:
-        ValueError: if the arguments do not fit together, there are fewer blocks than stages, or no partition
-            stays within the limits; says what the least of them would need.
-
-    Example:
-        >>> table = Table(Cost(0.1, 10), (Cost(1.0, 5),) * 5, Cost(1.2, 10))
-        >>> partition([table, table]).blocks
-        ((0, 3), (3, 5))
+        ValueError: if no partition stays within the limits (the message says what the closest one needs),
+            there are fewer blocks than stages, or the arguments do not fit together.
     """
     stages, count = len(tables), len(tables[0].blocks) if tables else 0
     bounds = [None] * stages if limits is None else list(limits)
@@ -160,7 +149,7 @@ def _best(
     cost: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """The partition of least cost: `best[s][j]` is that of the first j blocks over the stages up to s."""
+    """Returns the partition of least cost; `best[j]` is that of the first j blocks over the stages so far."""
     best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {
         last: (cost(0, 0, last), ((0, last),)) for last in range(1, count - stages + 2)
     }

@@ -1,6 +1,6 @@
-"""What a model's parts cost on this device: a block of each kind, the embedding, and the head with the loss.
+"""Measures a model's parts on this device: a block of each kind, the embedding, and the head with the loss.
 
-One part at a time is here, with random weights; the rest of the model is a skeleton.
+Only one part at a time has weights, random ones; the rest of the model is a skeleton.
 """
 
 from __future__ import annotations
@@ -40,24 +40,10 @@ def profile_base(
     gradient_checkpointing: bool = False,
     repeats: int = 3,
 ) -> Table:
-    """Measure a model's parts without loading it.
+    """Measures what each part of a model costs for one micro-batch, without loading the model.
 
     Blocks are of one kind if their class, their `layer_types` entry and the shapes of their weights agree.
-
-    Args:
-        source: a folder or a hub id, of which the config is read.
-        lengths: rows of the sequences of the micro-batch.
-        device: where to measure.
-        dtype: of the base's weights.
-        lora: an adapter that owns all rows; default: none.
-        gradient_checkpointing: as in training.
-        repeats: measurements of each part, of which the fastest counts.
-
-    Returns:
-        What each part costs for one micro-batch.
-
-    Raises:
-        ValueError: if the model's config cannot be read, or its blocks cannot be told apart from the rest.
+    The fastest of `repeats` measurements counts. `lora` is an adapter that owns all rows; default: none.
     """
     profile = _Profile(take_apart(skeleton(str(source), dtype)), lengths, device, dtype, lora, repeats)
     if gradient_checkpointing:
@@ -72,7 +58,7 @@ def profile_base(
 
 
 class _Profile:
-    """A skeleton of which one part at a time is real."""
+    """A skeleton in which one part at a time has weights."""
 
     def __init__(
         self,
@@ -98,7 +84,7 @@ class _Profile:
         self._positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(device)
 
     def kinds(self) -> list[Hashable]:
-        """What blocks of equal cost have in common, for each block."""
+        """Returns a key for each block; blocks with equal keys cost the same."""
         types = getattr(self.base.model.config.get_text_config(), "layer_types", None)
         return [
             (
@@ -110,7 +96,7 @@ class _Profile:
         ]
 
     def block(self, index: int) -> Cost:
-        """One block, called as the model's loop calls it."""
+        """Measures one block, called as the model's own loop calls it."""
         block = self.base.model.get_submodule(f"{self._blocks}.{index}")
         calls: list[tuple[Any, Any]] = []
         handle = block.register_forward_pre_hook(
@@ -135,7 +121,7 @@ class _Profile:
         return Cost(seconds, weights, activations)
 
     def embedding(self) -> Cost:
-        """What comes before the blocks; nothing of it is trained."""
+        """Measures what comes before the blocks, forward only: nothing there is trained."""
         modules = self._modules(BEFORE)
         weights = self._materialise(modules)
         ids = torch.zeros(1, self._rows, dtype=torch.int64, device=self._device)
@@ -144,7 +130,7 @@ class _Profile:
         return Cost(seconds, weights)
 
     def head(self) -> Cost:
-        """What comes behind the blocks, and the loss over all rows."""
+        """Measures what comes after the blocks, and the loss over all rows."""
         modules = self._modules(BEHIND)
         weights = self._materialise(modules)
         base, count = self.base, self._count
@@ -164,7 +150,7 @@ class _Profile:
 
         seconds, activations = self._measure(loss, lambda total: total.backward())
         if base.frozen_head() is not None:
-            # The chunked loss makes the gradient of its input in forward.
+            # The chunked loss computes the gradient of its input in forward.
             activations += self._states().nbytes
         self._drop(modules)
         return Cost(seconds, weights, activations)
@@ -175,7 +161,7 @@ class _Profile:
         return states.to(self._device, self._dtype)
 
     def _run(self, span: Span, given: Tensor) -> Tensor:
-        """Blocks of a span, or what is around them, on ids or on hidden states."""
+        """Runs a span's blocks, or the parts around them, on ids or on hidden states."""
         self.base.cut = Cut(self.base.model, span, self._blocks, self._outer)
         pair = (given, None) if span.is_first else (None, given)
         return self.base.hidden(pair[0], self._positions, self._sequences, pair[1])
@@ -183,7 +169,7 @@ class _Profile:
     def _measure(
         self, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]
     ) -> tuple[float, int]:
-        """Seconds of both, and bytes that forward keeps for backward."""
+        """Returns the seconds of forward and backward, and the bytes that forward keeps for backward."""
         seconds = []
         kept = _Kept(self.base.model)
         with self.base.packed():
@@ -213,7 +199,7 @@ class _Profile:
         return [self.base.model.get_submodule(n) for n, places in self._outer.items() if place in places]
 
     def _materialise(self, modules: list[nn.Module]) -> int:
-        """Give modules random weights; returns their bytes without those of adapters."""
+        """Gives modules random weights; returns their bytes without those of adapters."""
         for module in modules:
             module._apply(self._random)
         frozen = [p for m in modules for p in m.parameters() if not p.requires_grad]
@@ -231,7 +217,7 @@ class _Profile:
 
 
 class _Kept:
-    """Counts the memory of tensors that are saved for backward, but for the model's own."""
+    """Counts the bytes of tensors that are saved for backward, without the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}

@@ -1,12 +1,12 @@
-"""The memory of a run: what its limit leaves for tasks, and what they need of it.
+"""What a run's memory limit leaves for tasks, and what tasks need of it.
 
-On a CPU the limit is on what a process has resident, on a GPU on what its allocator holds. What the base
-model and the libraries take is measured once the model is there; what tasks need is predicted by samples
-before the first step (dry runs on a CPU), and then by what micro-batches are measured to need.
+The limit is on a process's resident memory on a CPU, and on the allocator's memory on a GPU. The base model
+and the libraries are measured once the model is loaded. Tasks' needs are predicted from samples before the
+first step (dry runs on a CPU), and then from measured micro-batches.
 
-Whether a task is refused for good depends on what no other process would change: the smallest base that a
-process of the run has had as it was loaded, and samples. What a process has taken beyond that only makes a
-task wait.
+A task is refused for good only by facts that no other process would change: samples, and the smallest base
+that any process of the run had when it was loaded. What a process has taken beyond that only makes a task
+wait.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mlora.tasks.task import Task
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
-_LEAST_RESERVED = 32 * MIB  # once it has, and the base is known
-_WARM = 8  # micro-batches
-_TOLD = 8 * MIB  # growth of what is kept that is worth a new decision
+_LEAST_RESERVED = 32 * MIB  # the same after training has begun and the base is known
+_WARM = 8  # micro-batches after which training has begun
+_TOLD = 8 * MIB  # growth of the base that is worth a new decision
 
 Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
-"""Bounds a micro-batch, as `MemoryEstimate.activations`."""
+"""Bounds a micro-batch's bytes at each stage, as `MemoryEstimate.activations`."""
 
 
 class RunMemory:
@@ -40,21 +40,17 @@ class RunMemory:
 
     Args:
         config: with a limit on memory.
-        tasks: knows what they need.
-        base: bytes that each stage's process has before any task, but after a small micro-batch, for which
+        base: bytes of each stage's process before any task, but after a small micro-batch, for which
             libraries take what they keep for good.
-        peak: the most that one has had until then.
+        peak: the most bytes that a process has had until then.
         pieces: bytes that an allocator may hold in pieces too small to be of use; always kept free.
-        look: lets each stage give back what nobody uses, and returns what it has in use then, in bytes;
-            none = nothing runs.
-        earlier: bytes of `base` at the first place that runs have left there which this process made before.
+        look: makes each stage give back unused memory and returns its bytes in use; None = nothing runs.
+        earlier: the bytes of `base` on the first stage that this process's earlier runs left there.
 
     Attributes:
-        tasks: knows what they need.
-        estimate: of micro-batches.
-        base: bytes at each place without any task.
+        base: bytes at each stage without any task.
         fresh: whether no micro-batch of a task has passed in this process.
-        reserved: bytes at each place for what nobody foresees.
+        reserved: bytes kept free at each stage for needs that nobody foresees.
     """
 
     def __init__(
@@ -78,18 +74,17 @@ class RunMemory:
         self.fresh = True
 
     def room(self) -> Room:
-        """Return what tasks may use."""
+        """Returns what tasks may use."""
         return Room(tuple(self.limit - base - self.reserved for base in self.base), self._held)
 
     def took(self, tasks: Sequence[Task], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
-        """Compare what processes had with what was foreseen: what they keep is the new base, and what they
-        took beyond it for a moment is reserved.
+        """Compares processes' memory with the prediction: what they keep joins the base, peaks are reserved.
 
         Args:
-            tasks: that are on the engine.
-            foreseen: bytes of what was under way at each place.
-            peak: the most that a stage has had so far, in bytes.
-            after: what each stage had when nothing was under way any more; empty where something still is.
+            tasks: those on the engine.
+            foreseen: predicted bytes of what was under way, at each stage.
+            peak: the most bytes that a stage has had so far.
+            after: bytes of each stage once nothing was under way; empty while something is.
         """
         states = sum_of([self.tasks.at_rest(task.name) for task in tasks], len(self.base))
         if after:
@@ -98,7 +93,7 @@ class RunMemory:
             if any(now > base + _TOLD for now, base in zip(grown, self.base, strict=True)):
                 by = min(now - base for now, base in zip(grown, self.base, strict=True))
                 self._grown += by
-                self._more = max(0, self._more - by)  # what was seen of it as a peak
+                self._more = max(0, self._more - by)  # this part was seen as a peak before
                 self.base = grown
                 self.estimate.stale = True
         most = max(sum(parts) for parts in zip(self.base, states, foreseen, strict=True))
@@ -110,19 +105,17 @@ class RunMemory:
         self.estimate.stale |= self._reserve()
 
     def _reserve(self) -> bool:
-        """Reserve what is still to come, and say whether that is another amount than before."""
+        """Sets the reserve for what is still to come; returns whether it changed."""
         warm = self._passed >= _WARM
-        still = 0 if warm else RESERVED - self._grown  # what has come of it is part of the base
+        still = 0 if warm else RESERVED - self._grown  # what was taken since is part of the base
         reserved = max(self._more, still, _LEAST_RESERVED) + self._pieces
         changed, self.reserved = reserved != self.reserved, reserved
         return changed
 
     def look_again(self, tasks: Sequence[Task]) -> None:
-        """Let processes give back what nobody uses, and measure the base anew: it may be less than before.
-        What was learned in another process is forgotten where nothing has passed in this one.
+        """Makes processes give back unused memory and measures the base anew; it may be less than before.
 
-        Args:
-            tasks: that are on the engine; nothing is under way.
+        Nothing may be under way. If nothing has passed in this process yet, forgets what another one learned.
         """
         if self._look is None:
             return
@@ -135,12 +128,14 @@ class RunMemory:
         self._reserve()
 
     def state(self) -> dict[str, Any]:
-        """Return what was learned, as plain values, for a checkpoint."""
+        """Returns what was learned, as plain values, for a checkpoint."""
         return {"estimate": self.estimate.state(), **self._figures()}
 
     def entry(self) -> dict[str, Any]:
-        """Return what was adopted since the last entry, as plain values, for the journal: fits that have not
-        changed would make it grow with the square of their number."""
+        """Returns what was adopted since the last entry, as plain values, for the journal.
+
+        Leaves out unchanged fits: the journal would grow with the square of their number.
+        """
         return {"changes": self.estimate.changes(), **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
@@ -154,10 +149,9 @@ class RunMemory:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave, or `entry`, in the order in which entries were written.
+        """Takes over what `state` or `entry` returned; entries in the order in which they were written.
 
-        Args:
-            state: plain values; of other stages than the run has now, it is left out.
+        Ignores values of another number of stages.
         """
         if len(state["base"]) != len(self.base):
             return
@@ -171,15 +165,10 @@ class RunMemory:
         self._smallest = list(map(min, self._smallest, state["smallest"]))
 
     def check(self, task: Task) -> None:
-        """Refuse a task that fits alone in no process: beside the smallest base that one of the run's has had
-        as it was loaded, by samples and with the least reserve. A task of which there are no samples for now
-        is refused where none can be taken.
+        """Raises ValueError (see `refusal`) for a task that fits alone in no process.
 
-        Args:
-            task: that `know` was told of.
-
-        Raises:
-            ValueError: it does not; see `refusal`.
+        Goes by samples, the least reserve, and the smallest base that any process of the run had when it was
+        loaded. A task without samples is refused if its weights and gradients leave no memory to take any.
         """
         bounds = self._by_samples(task)
         if math.inf in bounds:
@@ -192,28 +181,22 @@ class RunMemory:
             raise ValueError(self.refusal(task, for_good=True))
 
     def fits(self, task: Task) -> bool:
-        """Say whether a task fits alone, with today's base and reserve.
-
-        Args:
-            task: that `know` was told of.
-        """
+        """Whether a task fits alone, with today's base and reserve."""
         taken = [base + self.reserved for base in self.base]
         return max(self._together(task, self._bounds(task), taken)) <= self.limit
 
     def fits_barely(self, task: Task) -> bool:
-        """Say whether a task fits where it is alone and stays alone: growth of the base takes from the least
-        reserve, and samples count where measurements have only widened the margin.
+        """Whether a task fits if it is alone and stays alone.
 
-        Args:
-            task: that `know` was told of.
+        The base may then grow into the least reserve, and samples count where measurements only widened the
+        margin.
         """
         return self._barely(task) <= self.limit
 
     def no_room(self, tasks: Sequence[Task]) -> str:
-        """Say why none of some tasks begins in this process though `check` lets them pass, and what would do.
+        """Returns why no task can begin in this process though `check` passes them, and what would help.
 
-        Args:
-            tasks: that `know` was told of; none of them fits barely.
+        None of `tasks` may fit barely.
         """
         if not self.fresh:
             return (
@@ -231,7 +214,7 @@ class RunMemory:
         )
 
     def _barely(self, task: Task) -> float:
-        """What is in use at the fullest place while a task is there alone, and stays alone."""
+        """Returns the bytes in use at the fullest stage while a task is alone and stays alone."""
         lengths = {task.name: self.tasks.largest(task)}
         likely = self.estimate.predict(lengths, [task.name])
         known = zip(self._bounds(task), self._by_samples(task), likely, strict=True)
@@ -245,7 +228,7 @@ class RunMemory:
         return _LEAST_RESERVED + self._pieces
 
     def _together(self, task: Task, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
-        """What is in use at each place with a task."""
+        """Returns the bytes in use at each stage with a task."""
         parts = zip(bounds, self.tasks.admitted(task.name), taken, strict=True)
         return [bound + states + used for bound, states, used in parts]
 
@@ -256,11 +239,9 @@ class RunMemory:
         return self.estimate.by_samples({task.name: self.tasks.largest(task)}, [task.name])
 
     def refusal(self, task: Task, *, for_good: bool = False) -> str:
-        """Say why a task does not fit, and what would: the largest batch, or a limit.
+        """Returns why a task does not fit and what would: the largest batch, or a limit.
 
-        Args:
-            task: that `know` was told of.
-            for_good: by what `check` goes by, not by what is known today.
+        `for_good` goes by what `check` goes by, otherwise by what is known today.
         """
         bounds_of = self.estimate.by_samples if for_good else self.estimate.activations
         at_base = self._smallest if for_good else self.base
@@ -289,7 +270,7 @@ class RunMemory:
         )
 
     def _most_that_fit(self, task: Task, count: int, taken: Sequence[int], bounds_of: Bounds) -> int:
-        """The largest batch below `count` with which all micro-batches of a task would fit, or 0."""
+        """Returns the largest batch below `count` with which all micro-batches of a task fit, or 0."""
 
         def fits(batch: int) -> bool:
             lengths = largest_lengths(with_batches_of(task, batch), partial(self.tasks.size, task.name))
@@ -300,7 +281,7 @@ class RunMemory:
 
 
 def in_units(size: float) -> str:
-    """Return bytes as ``1.50 GiB``, ``300 MiB``, ``20 KiB`` or ``7 bytes``."""
+    """Returns bytes as ``1.50 GiB``, ``300 MiB``, ``20 KiB`` or ``7 bytes``."""
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
     if size >= MIB:

@@ -1,6 +1,6 @@
-"""What tasks need of the memory of each stage, by samples before they have run and by measurements after.
+"""What tasks need at each stage: predicted from samples before they run, from measurements after.
 
-Samples are micro-batches of each mixture of adapters: run dry where that can be, else measured
+Samples are micro-batches of each mixture of adapters, run dry if possible, else measured
 (`mlora.planning.measured_samples`).
 """
 
@@ -25,20 +25,20 @@ from mlora_ext.nn.interop.peft_folder import read_config
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_SHORT = 32  # rows of the sequences of samples that are many and short
-LEAST = 2  # rows of a sequence: one that is trained needs a token after it
+_SHORT = 32  # rows of each sequence in a sample of many short ones
+LEAST = 2  # rows of the shortest sequence: a trained row needs a token after it
 
 MemorySample = tuple[Sequence[int], Sequence[Phases]]
-"""Lengths of a micro-batch's sequences, and its phases at each stage."""
+"""Lengths of a micro-batch's sequences, and the bytes of its phases at each stage."""
 
 
 class MemorySamples(Protocol):
-    """Where samples of a mixture come from."""
+    """Takes samples of a mixture."""
 
     def __call__(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
     ) -> Sequence[MemorySample]:
-        """Return micro-batches of adapters, and what they take; none where that cannot be found out now.
+        """Returns micro-batches of adapters and what they take; none if that cannot be found out now.
 
         Args:
             loras: PEFT's configs by adapter name.
@@ -48,15 +48,7 @@ class MemorySamples(Protocol):
 
 
 class TaskMemory:
-    """What tasks need at each stage.
-
-    Args:
-        stages: of the model, none of which runs.
-        samples: of mixtures; default: the stages' dry runs, which serve the CPU.
-
-    Attributes:
-        estimate: of micro-batches.
-    """
+    """What tasks need at each stage; `samples` defaults to dry runs of the stages, which serve the CPU."""
 
     def __init__(self, stages: Sequence[DryStage], samples: MemorySamples | None = None) -> None:
         self.estimate = MemoryEstimate(self._mixture, self._dry_run, len(stages))
@@ -69,13 +61,9 @@ class TaskMemory:
         self._largest: dict[str, list[int]] = {}
 
     def know(self, task: Task) -> None:
-        """Look at a task's adapter and data.
+        """Reads a task's adapter and data; most other methods need this first.
 
-        Args:
-            task: new to this run, or to this process.
-
-        Raises:
-            ValueError: the adapter cannot be put on the base.
+        Raises ValueError if the adapter cannot be put on the base.
         """
         lora = task.lora or read_config(Path(str(task.config.init_from)))
         self._states[task.name] = [stage.states(lora, task.optim) for stage in self._stages]
@@ -84,62 +72,40 @@ class TaskMemory:
         self._longest[task.name] = max(sequence_lengths(samples))
 
     def knows(self, name: str) -> bool:
-        """Say whether `know` was told of a task.
-
-        Args:
-            name: of the task.
-        """
+        """Whether `know` was told of a task."""
         return name in self._states
 
     def admitted(self, name: str) -> tuple[int, ...]:
-        """Return the bytes that a task's states need at each stage while it is admitted: with the copy that a
-        checkpoint writes, or that its optimizer makes for a moment.
+        """Returns the bytes of a task's states at each stage while it is admitted.
 
-        Args:
-            name: of a task that `know` was told of.
+        That includes the copy that a checkpoint writes, or what the optimizer takes for a moment if that is
+        more.
         """
         return tuple(state.total + max(state.total, state.update) for state in self._states[name])
 
     def begun(self, name: str) -> tuple[int, ...]:
-        """Return the bytes that a task's weights and gradients take at each stage.
-
-        Args:
-            name: of a task that `know` was told of.
-        """
+        """Returns the bytes of a task's weights and gradients at each stage."""
         return tuple(state.weights + state.gradients for state in self._states[name])
 
     def at_rest(self, name: str) -> tuple[int, ...]:
-        """Return the bytes that a task's states take at each stage between micro-batches.
-
-        Args:
-            name: of a task that `know` was told of.
-        """
+        """Returns the bytes of a task's states at each stage between micro-batches."""
         return tuple(state.weights + state.moments for state in self._states[name])
 
     def largest(self, task: Task) -> list[int]:
-        """Return the sequence lengths of a task's largest micro-batch.
-
-        Args:
-            task: that `know` was told of.
-        """
+        """Returns the sequence lengths of a task's largest micro-batch."""
         if task.name in self._largest:
             return self._largest[task.name]
         found = largest_lengths(task, partial(self.size, task.name))
-        if self.size(task.name, found):  # else nothing is known yet
+        if self.size(task.name, found):  # 0 while nothing is known yet
             self._largest[task.name] = found
         return found
 
     def size(self, name: str, lengths: Sequence[int]) -> float:
-        """Return what a micro-batch of a task alone needs, in bytes, at the stage where that is most.
-
-        Args:
-            name: of the task.
-            lengths: of its sequences.
-        """
+        """Returns the bytes that a micro-batch of a task alone needs, at the stage that needs most."""
         return max(self.estimate.predict({name: lengths}, [name]))
 
     def _mixture(self, names: Sequence[str]) -> str:
-        """Equal where rows take equally much: by layers that have adapters, and the highest rank there."""
+        """Returns a key, equal where rows take equal memory: the adapted layers and their highest ranks."""
         ranks: dict[str, int] = {}
         for key in {self._key(name) for name in names}:
             for layer, rank in key:
@@ -156,7 +122,7 @@ class TaskMemory:
         return self._keys[name]
 
     def _dry_run(self, names: Sequence[str]) -> DryRun:
-        """Of one task for each kind of adapter: how many of a kind there are does not matter."""
+        """Samples one task for each kind of adapter; how many of a kind there are does not matter."""
         kinds = {self._key(name): name for name in reversed(names)}
         loras = {name: self._loras[name] for name in kinds.values()}
         states = [sum(self.begun(name)[place] for name in loras) for place in range(len(self._stages))]
@@ -176,11 +142,9 @@ class TaskMemory:
 
 
 def seed_shapes(longest: int) -> list[list[int]]:
-    """Return the sequence lengths of micro-batches: short and long sequences, few and many, alike and mixed,
-    which tell the coefficients of a `MemoryModel` apart.
+    """Returns the sequence lengths of sampled micro-batches: short and long, few and many, alike and mixed.
 
-    Args:
-        longest: rows of the longest sequence.
+    Together they tell the coefficients of a `MemoryModel` apart. `longest` is in rows.
     """
     longest = max(LEAST, longest)
     short = max(LEAST, min(_SHORT, longest // 2))
@@ -195,25 +159,11 @@ def seed_shapes(longest: int) -> list[list[int]]:
 
 
 def dry_stages(config: RunConfig, options: StageOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
-    """Return the stages of a run's base model, of which none runs.
-
-    Args:
-        config: the run's.
-        options: how each would hold its piece.
-        blocks: of each stage, or how many stages there are.
-
-    Raises:
-        ValueError: the model cannot be loaded, cut, or run dry.
-    """
+    """Returns a run's stages for dry runs; `blocks` of each stage, or the number of stages."""
     spans = spans_of(blocks, count_blocks(config.base_model))
     return [DryStage(config.base_model, options, span if len(spans) > 1 else None) for span in spans]
 
 
 def spread(names: Sequence[str], lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Return sequence lengths by adapter name, given to each in turn.
-
-    Args:
-        names: of the adapters.
-        lengths: of all sequences.
-    """
+    """Deals sequence lengths to adapters in turn; returns them by name."""
     return {name: list(lengths[place :: len(names)]) for place, name in enumerate(names)}

@@ -1,1 +1,1 @@
-"""What users ask of a run at work, and what it tells them."""
+"""What users ask of a run at work, and what the run tells them."""

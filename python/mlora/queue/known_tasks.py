@@ -1,4 +1,4 @@
-"""The tasks of a run as its files tell of them: those of its config, and those that were submitted to it."""
+"""The tasks of a run as its files describe them: those of its config, and those submitted to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ _BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
 class KnownTask:
     """A task of a run.
 
-    Args:
-        name: its name.
-        priority: in the run's YAML, or in its own.
-        state: ``running`` (the run may be dead), ``waiting`` for memory, ``queued`` where the run has not
-            taken its submission, ``paused``, ``finished``, ``stopped``, ``cancelled``, ``pruned`` or
-            ``refused``.
-        max_steps: as far as its submission says.
-        asked: what was asked of it that the run has not taken, beside its submission.
+    Attributes:
+        priority: in the run's YAML, or in the task's own.
+        state: ``running`` (the run may be dead), ``waiting`` for memory, ``queued`` if the run has not taken
+            its submission, ``paused``, ``finished``, ``stopped``, ``cancelled``, ``pruned`` or ``refused``.
+        max_steps: from its submission; None if that sets none.
+        asked: requests that the run has not taken, without its submission.
         view: what the run has published of it.
     """
 
@@ -36,7 +34,7 @@ class KnownTask:
 
     @property
     def will_be(self) -> str:
-        """Its state once the run has taken everything that was asked."""
+        """Its state once the run has taken all requests."""
         state = "running" if self.state in ("waiting", "queued") else self.state
         for kind in self.asked:
             if state not in ENDED:
@@ -47,18 +45,9 @@ class KnownTask:
 def known_tasks(
     own: Iterable[tuple[str, int]], summary: Mapping[str, Any] | None, queue: TaskQueue | None
 ) -> dict[str, KnownTask]:
-    """Return the tasks of a run.
+    """Returns a run's tasks by name: those of its config first, then the submitted ones in their order.
 
-    Args:
-        own: names and priorities of those of its config.
-        summary: its ``summary.json``, where there is one.
-        queue: its queue, where there is one.
-
-    Returns:
-        All of them by name, those of the config first, then those that were submitted as they came.
-
-    Raises:
-        RunError: the queue cannot be read.
+    `own` are the names and priorities of the config's tasks. Raises RunError if the queue cannot be read.
     """
     tasks = {name: KnownTask(name, priority) for name, priority in own}
     taken, requests = (queue.taken(), queue.requests()) if queue else (0, [])

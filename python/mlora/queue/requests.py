@@ -1,4 +1,4 @@
-"""What users ask of a run: tasks that are submitted, cancelled, paused and let go on. Imports no torch."""
+"""What users ask of a run: to submit, cancel, pause and unpause tasks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,15 @@ from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import TaskQueue
 
 Change = Literal["cancel", "pause", "unpause"]
-PATIENCE = 5.0  # seconds: a run that begins takes its folder, removes an earlier run, and writes its config
+PATIENCE = 5.0  # seconds for a new run to take its folder, remove an earlier run, and write its config
 _WANTED = {"cancel": "cancelled", "pause": "paused", "unpause": "running"}
 _WORDS = {"cancel": "be cancelled", "pause": "be paused", "unpause": "go on"}
 
 
 def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
-    """Submit tasks to a run: all of them, or none where one is wrong.
+    """Submits tasks, a YAML file each: all of them, or none if one is wrong; returns lines for the user.
 
-    Args:
-        run_dir: the run's ``output_dir``.
-        files: a YAML each, see :func:`mlora.queue.submission.read_submission`.
-
-    Returns:
-        Lines that say what will happen.
-
-    Raises:
-        RunError: there is no run, a file is wrong, a name is taken, or the queue cannot be written.
-
-    Example:
-        >>> submit("runs/mine", [Path("task.yaml")])
-        ['sums-r4: submitted', 'the run is at work and takes this at its next iteration']
+    Raises RunError if there is no run, a file is wrong, a name is taken, or the queue cannot be written.
     """
     folder, config = _run(run_dir)
     with TaskQueue(folder.queue) as queue:
@@ -61,24 +49,10 @@ def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
 
 
 def change(run_dir: Path | str, kind: Change, names: Sequence[str]) -> list[str]:
-    """Ask a run to cancel, pause or let go on tasks: all of them, or none where one is wrong.
+    """Asks a run to cancel, pause or unpause tasks: all, or none if one is wrong; returns lines for the user.
 
-    What is so already, or will be by what was asked before, is told of and not asked for again.
-
-    Args:
-        run_dir: the run's ``output_dir``.
-        kind: what is asked for.
-        names: of the tasks.
-
-    Returns:
-        Lines that say what will happen.
-
-    Raises:
-        RunError: there is no run or no such task, a task has ended, or the queue cannot be written.
-
-    Example:
-        >>> change("runs/mine", "pause", ["sums-r8"])
-        ['sums-r8: will be paused', 'the run is at work and takes this at its next iteration']
+    Does not ask again for what is so already, or will be by earlier requests; a line says so. Raises RunError
+    if there is no run or no such task, a task has ended, or the queue cannot be written.
     """
     folder, config = _run(run_dir)
     with TaskQueue(folder.queue) as queue, queue.alone():
@@ -131,14 +105,7 @@ def _line(task: KnownTask, kind: Change) -> str:
 
 
 def outlook(folder: RunFolder) -> str:
-    """Say who takes what was asked of a run.
-
-    Args:
-        folder: the run's.
-
-    Raises:
-        RunError: the folder cannot be read.
-    """
+    """Returns a line that says who takes the requests: the run at work, or `mlora resume`."""
     if is_running(folder.metrics):
         return "the run is at work and takes this at its next iteration"
     return f"the run is not at work; `mlora resume {folder.path}` takes this"

@@ -1,4 +1,4 @@
-"""What `mlora status` shows of a run at work beside its metrics: who waits, and what memory is foreseen."""
+"""Publishes what `mlora status` shows of a run at work besides metrics: who waits, predicted memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.scheduler import Admission
 from mlora.tasks.task import Task
 
-EVERY = 5.0  # seconds: no more often is anything published
+EVERY = 5.0  # seconds between two publications, at least
 
 
 class StatusPublisher:
-    """Publishes what changes, in the run's queue.
+    """Publishes changes in the run's queue; no decision of the run depends on it.
 
-    Nothing that a run decides depends on it: predictions are asked only of fits that are there.
-
-    Args:
-        queue: the run's.
-        engine: whose peak is told.
-        memory: of a run with a limit.
-        limit: in bytes.
-        warn: told once when the queue cannot be written; nothing more is published then.
+    Predictions ask only fits that exist already. `memory` and `limit` (bytes) are None without a limit.
+    `warn` is called once if the queue cannot be written; nothing more is published then.
     """
 
     def __init__(
@@ -43,13 +37,7 @@ class StatusPublisher:
         self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def show(self, tasks: Sequence[Task], admission: Admission, *, now: bool = False) -> None:
-        """Publish what has changed, if some time has passed.
-
-        Args:
-            tasks: those that have not ended.
-            admission: who is admitted.
-            now: however little time has passed.
-        """
+        """Publishes changes if some time has passed or `now`; `tasks` are those that have not ended."""
         if self._failed or (time.monotonic() < self._next and not now):
             return
         shown = {task.name: self._view(task, admission) for task in tasks}, self._run(tasks, admission)
@@ -90,12 +78,12 @@ class StatusPublisher:
         }
 
     def _foreseen(self, tasks: Sequence[Task], admission: Admission, place: int) -> float:
-        """Bytes of all states at a place, and of the usual micro-batches that it holds at once."""
+        """Returns a stage's predicted bytes: all states, and the usual micro-batches held at once."""
         assert self._memory is not None
         batches: dict[int, dict[str, Sequence[int]]] = {}
         for task in tasks:
             batches.setdefault(admission.slots[task.name], {})[task.name] = task.usual_lengths
-        # with who has just ended: the estimate knows this mixture
+        # includes tasks that have just ended: the estimate knows this mixture
         among = [name for name in admission.slots if self._memory.tasks.knows(name)]
         sizes = [self._predicted(batch, among, place) for batch in batches.values()]
         held = self._memory.room().held[place]

@@ -1,4 +1,4 @@
-"""A task that is submitted to a run: an adapter as it would stand in the run's YAML, and its data."""
+"""A task that is submitted to a run: an adapter as in the run's YAML, and its data."""
 
 from __future__ import annotations
 
@@ -19,21 +19,12 @@ from mlora.errors import RunError, first_fault, first_line
 
 
 def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> dict[str, Any]:
-    """Read a task's YAML and check it as part of a run.
+    """Reads a task's YAML, checks it as part of a run, and returns its resolved adapter and datasets.
 
-    It holds what stands below ``adapters`` for one task, and ``datasets`` where it needs some that the run
-    does not have. What it leaves out comes from the run's ``defaults``; paths are relative to the file.
-
-    Args:
-        path: the file.
-        config: the run's.
-        taken: names of all tasks that the run has had.
-
-    Returns:
-        The request's content: plain values of the resolved ``adapter``, and of its ``datasets``.
-
-    Raises:
-        RunError: the file is wrong, its names are taken, or files that it names are not there.
+    The file holds what stands below ``adapters`` for one task, and ``datasets`` that the run does not have.
+    The run's ``defaults`` fill in missing keys; paths are relative to the file. `taken` names all tasks that
+    the run has had. Raises RunError if the file is wrong, its names are taken, or files that it names are
+    missing.
     """
     data = read_yaml(path, "name, dataset and lora")
     if "adapters" in data:
@@ -60,16 +51,7 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
 
 
 def check_name(name: Any, taken: Collection[str], where: str) -> None:
-    """Check that a task's name is free; names that differ by case only would share a folder on some disks.
-
-    Args:
-        name: what the task's YAML says.
-        taken: names of all tasks that the run has had.
-        where: the file, for the error.
-
-    Raises:
-        RunError: it is not.
-    """
+    """Checks that a name is free; names that differ by case only would share a folder on some disks."""
     for other in taken:
         if isinstance(name, str) and name.casefold() == other.casefold():
             case = "" if name == other else f", which differs from {name!r} by case only"
@@ -77,14 +59,14 @@ def check_name(name: Any, taken: Collection[str], where: str) -> None:
 
 
 def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: list[Any]) -> RunConfig:
-    """The run's config with the task as its last adapter."""
+    """Returns the run's config with the task as its last adapter."""
     base = config.model_dump()
     for own in datasets:
         if isinstance(own, dict) and own.get("name") in [dataset["name"] for dataset in base["datasets"]]:
             raise RunError(
                 f"{path}: datasets: the run has a dataset {own['name']!r}; leave it out, or take another name"
             )
-    base["sweep"] = None  # which allows no adapters beside
+    base["sweep"] = None  # a sweep allows no other adapters
     whole = {**base, "adapters": [*base["adapters"], data], "datasets": [*base["datasets"], *datasets]}
     try:
         return resolve_config(whole, folder=path.parent, where=str(path))
@@ -97,14 +79,9 @@ def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: lis
 
 
 def submitted(name: str, content: Mapping[str, Any]) -> tuple[AdapterConfig, list[DatasetConfig]]:
-    """Return what a submission asks for.
+    """Returns a submission's adapter and datasets.
 
-    Args:
-        name: of the task.
-        content: of the request.
-
-    Raises:
-        RunError: it is none of this version, or values of a trial that no adapter may have.
+    Raises RunError if it is not of this version, or is a trial with values that no adapter may have.
     """
     try:
         adapter = AdapterConfig.model_validate(content["adapter"])

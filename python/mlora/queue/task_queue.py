@@ -1,8 +1,8 @@
-"""What users ask of a run while it trains, and what the run decided: an SQLite file in its folder.
+"""An SQLite file in a run's folder: what users ask of the run at work, and what the run decided.
 
-Requests come from any process at any time. The run takes them at an iteration boundary and writes down,
-before it acts, at which one and what followed: the journal. A run that was killed goes on from a checkpoint
-and does the same again at the same iterations, so that what it computes depends on no clock.
+Requests come from any process at any time. The run takes them at an iteration boundary. Before it acts, it
+writes to the journal at which iteration it took them and what it decided. A run that was killed goes on from
+a checkpoint and repeats its decisions at the same iterations, so that its results depend on no clock.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ _TABLES = f"""
 class Request:
     """What a user asked for.
 
-    Args:
+    Attributes:
         number: grows from request to request.
-        kind: ``submit``, ``cancel``, ``pause`` or ``unpause``.
-        task: whose.
         content: of a submission, the task's resolved config.
         at: seconds since 1970.
     """
@@ -61,17 +59,9 @@ class Request:
 
 
 class TaskQueue:
-    """The file; made where it is not there.
+    """A run's ``queue.sqlite``; made if it is missing.
 
-    Args:
-        path: the run's ``queue.sqlite``.
-
-    Raises:
-        RunError: it cannot be opened or made, or is of another version of mlora.
-
-    Example:
-        >>> with TaskQueue(folder.queue) as queue:
-        ...     queue.ask("pause", "sums-r8")
+    Raises RunError if the file cannot be opened or made, or is of another version of mlora.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,11 +103,7 @@ class TaskQueue:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other process asks for anything; all that is asked for inside is taken together.
-
-        Raises:
-            RunError: the file cannot be written; then nothing inside was asked for.
-        """
+        """Keeps other processes out; requests made inside are taken together, or not at all on an error."""
         with self._transaction():
             yield
 
@@ -134,23 +120,11 @@ class TaskQueue:
             unless_done.pop_all()
 
     def _take_back(self) -> None:
-        if self._connection.in_transaction:  # after some errors SQLite has done so
+        if self._connection.in_transaction:  # after some errors SQLite has rolled back already
             self._connection.execute("ROLLBACK")
 
     def ask(self, kind: RequestType, task: str, content: Mapping[str, Any] | None = None) -> int:
-        """Put a request into the queue; it is durable when this returns.
-
-        Args:
-            kind: what is asked for.
-            task: whose.
-            content: of a submission, the task's resolved config.
-
-        Returns:
-            The request's number.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Adds a request and returns its number; the request is durable then."""
         with self._transaction():
             values = (kind, task, json.dumps(content or {}), time.time())
             cursor = self._connection.execute(
@@ -160,25 +134,14 @@ class TaskQueue:
         return cursor.lastrowid
 
     def changed(self) -> bool:
-        """Say whether another process may have asked for something since the last call; takes microseconds.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """Whether another process may have asked for something since the last call; takes microseconds."""
         with self._told():
             version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
         before, self._seen = self._seen, version
         return version != before
 
     def requests(self, after: int = 0) -> list[Request]:
-        """Return what was asked for.
-
-        Args:
-            after: leaves out requests up to this number.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """Returns the requests with numbers above `after`, in their order."""
         with self._told():
             rows = self._connection.execute(
                 "SELECT number, kind, task, content, at FROM requests WHERE number > ? ORDER BY number",
@@ -187,29 +150,14 @@ class TaskQueue:
         return [Request(n, kind, task, self._read(content), at) for n, kind, task, content, at in rows]
 
     def write_entry(self, iteration: int, entry: Mapping[str, Any]) -> None:
-        """Write down what was decided at an iteration boundary; it is durable when this returns.
-
-        Args:
-            iteration: how many the run has made.
-            entry: plain values.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Writes down what was decided after `iteration` iterations; the entry is durable then."""
         with self._transaction():
             self._connection.execute(
                 "INSERT OR REPLACE INTO journal VALUES (?, ?)", (iteration, json.dumps(entry))
             )
 
     def entries(self, after: int = -1) -> dict[int, dict[str, Any]]:
-        """Return what was decided, by iteration, in their order.
-
-        Args:
-            after: leaves out iterations up to this one.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """Returns what was decided after iteration `after`, by iteration, in their order."""
         with self._told():
             rows = self._connection.execute(
                 "SELECT iteration, entry FROM journal WHERE iteration > ? ORDER BY iteration", (after,)
@@ -217,11 +165,7 @@ class TaskQueue:
         return {iteration: self._read(entry) for iteration, entry in rows}
 
     def taken(self) -> int:
-        """Return the number of the last request that the run has taken; 0 before the first.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """Returns the number of the last request that the run has taken; 0 before the first."""
         with self._told():
             query = "SELECT entry FROM journal ORDER BY iteration DESC LIMIT 1"
             row = self._connection.execute(query).fetchone()
@@ -231,38 +175,19 @@ class TaskQueue:
         return taken
 
     def forget_entries(self, after: int = -1) -> None:
-        """Forget what was decided, for a run that will decide anew.
-
-        Args:
-            after: keeps iterations up to this one.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Forgets what was decided after iteration `after`, for a run that will decide anew."""
         with self._transaction():
             self._connection.execute("DELETE FROM journal WHERE iteration > ?", (after,))
 
     def show(self, views: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any] | None = None) -> None:
-        """Publish what `mlora status` shows of each task.
-
-        Args:
-            views: plain values by task, of all tasks.
-            run: those of the whole run.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Publishes what `mlora status` shows: plain values of all tasks by name, and of the whole run."""
         with self._transaction():
             self._connection.execute("DELETE FROM tasks")
             rows = [(name, json.dumps(view)) for name, view in [*views.items(), (_RUN, run or {})]]
             self._connection.executemany("INSERT INTO tasks VALUES (?, ?)", rows)
 
     def views(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Return what was published last: by task, in its order, and of the whole run.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """Returns what was published last: by task, in its order, and of the whole run."""
         with self._told():
             rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
         views = {name: self._read(view) for name, view in rows}
@@ -279,27 +204,20 @@ class TaskQueue:
         return found
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._connection.close()
 
     def __enter__(self) -> TaskQueue:
-        """Return itself."""
+        """Returns itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the file."""
+        """Closes the file."""
         self.close()
 
 
 def has_news(path: Path) -> bool:
-    """Say whether something was asked of a run that it has not taken.
-
-    Args:
-        path: its ``queue.sqlite``, which may be missing.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
+    """Whether a run has requests that it has not taken; its queue at `path` may be missing."""
     if not path.is_file():
         return False
     with TaskQueue(path) as queue:

@@ -1,4 +1,4 @@
-"""Which tasks run when: memory predicted, admission, preemptive priorities. Knows no model."""
+"""Which tasks run when: predicted memory, admission, preemptive priorities. Knows no model."""
 
 from mlora.memory.estimate import MemoryEstimate
 from mlora.memory.memory_model import MemoryModel, PeakModel

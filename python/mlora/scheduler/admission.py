@@ -1,10 +1,10 @@
-"""Who is admitted, and who takes part in a micro-batch: pure functions of plain data.
+"""Decides which tasks are admitted and which take part in a micro-batch: pure functions of plain data.
 
-Both go through the tasks in the order of a policy and take each that fits beside those taken before it. So a
-task never runs while one that stands before it, and would fit, waits; and a large task that waits for others
-to end does not keep smaller ones from using what is free until then.
+Both go through the tasks in the order of a policy and take each one that fits beside those taken before it.
+So a task never runs while an earlier one that would fit waits. A large task that waits for others to end does
+not keep smaller ones from using the memory that is free until then.
 
-Admitted tasks have their states at hand. Admission counts a usual micro-batch of each. A task whose next
+Admitted tasks keep their states in memory. Admission counts a usual micro-batch of each. A task whose next
 micro-batch is longer may have to skip an iteration; `next_batch` decides that. Every admitted task fits alone
 with its largest micro-batch, so the first task of each slot always runs.
 """
@@ -23,26 +23,25 @@ T = TypeVar("T")
 
 
 class Estimate(Protocol):
-    """How much memory micro-batches need."""
+    """Predicts how much memory micro-batches need."""
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
-        """Return the bytes that a micro-batch needs at each place beyond what states take, error margin
-        included.
+        """Returns the bytes that a micro-batch needs at each stage besides the states, with an error margin.
 
         Args:
-            lengths: of the sequences of each task that takes part.
-            among: tasks of which any may take part beside them; those of `lengths` included.
+            lengths: of the sequences of each task that takes part, by name.
+            among: names of all tasks that may take part, including those of `lengths`.
         """
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Who is admitted.
+    """Which tasks are admitted.
 
     Args:
-        slots: of each admitted task, by name, in the order of the policy.
-        count: of slots that are in use.
-        budget: bytes that a micro-batch may need at each place.
+        slots: the slot of each admitted task, by name, in the order of the policy.
+        count: slots in use.
+        budget: bytes that a micro-batch may need at each stage.
     """
 
     slots: dict[str, int]
@@ -62,21 +61,21 @@ def admit(
     estimate: Estimate,
     fixed: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decide who is admitted.
+    """Decides which tasks are admitted.
 
     Args:
         needs: of all tasks that want to run.
-        room: what they may use.
-        slots: micro-batches of different tasks that fill the pipeline; fewer are used where the first task
-            would not fit beside others.
-        order: who comes first.
-        placement: who shares a slot.
-        estimate: of memory.
-        fixed: slots of tasks that cannot change theirs.
+        room: the memory that they may use.
+        slots: micro-batches of different tasks that fill the pipeline. Fewer are used if the first task would
+            not fit otherwise.
+        order: decides which task comes first.
+        placement: decides which tasks share a slot.
+        estimate: predicts memory.
+        fixed: slots of tasks that must keep theirs.
 
     Returns:
-        The admitted. Where none fits even alone, the first one: tasks that never fit are not asked for, and
-        an estimate that grew too careful must not keep the others waiting for ever.
+        The admission. If no task fits even alone, it holds the first one. Callers leave out tasks that never
+        fit, and an estimate that has become too careful must not make the others wait for ever.
     """
     ranked = sorted(needs, key=order.key)
     fixed = fixed or {}
@@ -112,7 +111,7 @@ def _admit(
         batches: list[dict[str, Sequence[int]]] = [{} for _ in range(count)]
         for need in needs:
             batches[places[need.name]][need.name] = need.usual
-        # the largest first: they may let the estimate learn more, which the others should follow
+        # the largest first: for them the estimate may take new samples, which the others should follow
         asked = [{need.name: need.largest} for need in needs] + [batch for batch in batches if batch]
         names = list(places)
         if not all(within(estimate.activations(lengths, names), budget) for lengths in asked):
@@ -121,7 +120,7 @@ def _admit(
         return True
 
     _beside(ranked, fit)
-    return found  # as the last that fit; asked again, the estimate may have learned meanwhile
+    return found  # the last that fit; asked again, the estimate might have learned something
 
 
 def next_batch(
@@ -130,16 +129,16 @@ def next_batch(
     estimate: Estimate,
     among: Sequence[str],
 ) -> list[str]:
-    """Decide which tasks of a slot take part in its next micro-batch.
+    """Decides which tasks of a slot take part in its next micro-batch.
 
     Args:
-        lengths: of the sequences of the next micro-batch of each, the first one first.
-        budget: bytes that it may need at each place.
-        estimate: of memory.
-        among: all admitted tasks.
+        lengths: of the sequences of each task's next micro-batch, the first task first.
+        budget: bytes that the micro-batch may need at each stage.
+        estimate: predicts memory.
+        among: names of all admitted tasks.
 
     Returns:
-        Those that do, in their order; the first one always.
+        Names of the tasks that take part, in their order; always the first one.
     """
 
     def fit(names: Sequence[str]) -> bool:
@@ -150,13 +149,9 @@ def next_batch(
 
 
 def _beside(items: Sequence[T], fit: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Take each item that fits beside those taken before it.
+    """Takes each item that fits beside those taken before it; `fit` was last true of exactly these.
 
-    How many of the first ones fit together is found by bisection: of what fits, less does.
-
-    Args:
-        items: in their order.
-        fit: says whether some of them fit together; the last of which it does are those that are returned.
+    Bisects for how many of the first items fit together: if some items fit, fewer of them do, too.
     """
     if not items or fit(items):
         return list(items)

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What a task asks for. Sequence lengths are in rows, sizes in bytes; a *place* is a memory of its own,
-    such as a device: each stage of a pipeline has one.
+    """What a task asks for. Sequence lengths are in rows, sizes in bytes.
+
+    Each stage of a pipeline is a memory of its own, such as a device.
 
     Args:
         name: of the task.
         priority: a higher one goes first.
-        arrival: a number that grows from task to task as they come.
-        work: rows that it has yet to train.
-        states: bytes at each place while it is admitted: weights, optimizer's moments, kept gradients.
+        arrival: a number that grows from task to task in the order in which they come.
+        work: rows still to train.
+        states: bytes at each stage while the task is admitted: weights, optimizer moments, kept gradients.
         usual: sequence lengths of a usual micro-batch.
-        largest: those of the largest one that is still to come.
+        largest: sequence lengths of the largest micro-batch still to come.
     """
 
     name: str
@@ -37,25 +38,25 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class Room:
-    """What tasks may use together.
+    """The memory that tasks may use together.
 
     Args:
-        free: bytes at each place for states and activations; none = no limit.
-        held: micro-batches whose activations each place holds at once, where all slots are in use.
+        free: bytes at each stage for states and activations; None = no limit.
+        held: micro-batches whose activations each stage holds at once while all slots are in use.
     """
 
     free: tuple[int, ...] | None = None
     held: tuple[int, ...] = (1,)
 
     def budget(self, states: Sequence[int], slots: int) -> tuple[float, ...]:
-        """What one micro-batch may use.
+        """Returns what one micro-batch may use.
 
         Args:
-            states: bytes that the states of all admitted tasks take at each place.
-            slots: in use.
+            states: bytes that the states of all admitted tasks take at each stage.
+            slots: slots in use.
 
         Returns:
-            Bytes at each place; infinite without a limit, negative where states alone are too much.
+            Bytes at each stage; infinite without a limit, negative if the states alone are too much.
         """
         if self.free is None:
             return (float("inf"),) * len(self.held)
@@ -66,10 +67,10 @@ class Room:
 
 
 def within(sizes: Sequence[float], budget: Sequence[float]) -> bool:
-    """Say whether sizes are at most a budget, at each place."""
+    """Whether sizes are at most a budget at each stage."""
     return all(size <= most for size, most in zip(sizes, budget, strict=True))
 
 
 def sum_of(states: Sequence[Sequence[int]], places: int) -> tuple[int, ...]:
-    """Add sizes up, place by place."""
+    """Adds sizes up, stage by stage."""
     return tuple(sum(state[place] for state in states) for place in range(places))

@@ -1,7 +1,7 @@
-"""Replaceable policies: who comes first, and who shares a slot.
+"""Replaceable policies: which task comes first, and which tasks share a slot.
 
-A policy is a small class without state. Whatever it says, the memory limit holds: `mlora.scheduler.admission`
-sees to that.
+A policy is a small class without state. `mlora.scheduler.admission` keeps the memory limit, whatever a policy
+says.
 """
 
 from __future__ import annotations
@@ -13,60 +13,62 @@ from mlora.scheduler.memory_need import MemoryNeed
 
 
 class Order(Protocol):
-    """Who comes first."""
+    """Decides which task comes first."""
 
     def key(self, need: MemoryNeed) -> tuple[float, ...]:
-        """Return what tasks are sorted by, the first one first.
+        """Returns what tasks are sorted by; the smallest key comes first.
 
         Args:
-            need: the task's; its arrival, which no other task has, should be the last word.
+            need: the task's. Its arrival is unique and should be the key's last entry.
         """
 
 
 class FirstComeFirstServed:
-    """The mLoRA paper's: higher priorities first, and within one the task that came first."""
+    """The mLoRA paper's order: higher priorities first, and within one the task that came first."""
 
     def key(self, need: MemoryNeed) -> tuple[float, ...]:
-        """By priority, then by arrival."""
+        """Sorts by priority, then by arrival."""
         return -need.priority, need.arrival
 
 
 class ShortestFirst:
     """Within a priority the task with the least work left, which lowers the mean time to completion.
 
-    As long as shorter ones come, a long task waits.
+    A long task waits as long as shorter ones come.
     """
 
     def key(self, need: MemoryNeed) -> tuple[float, ...]:
-        """By priority, then by rows that are left, then by arrival."""
+        """Sorts by priority, then by rows left, then by arrival."""
         return -need.priority, need.work, need.arrival
 
 
 class Placement(Protocol):
-    """Who shares a slot: the tasks of a slot are batched together, and slots fill a pipeline in turn."""
+    """Decides which tasks share a slot.
+
+    Tasks of a slot are batched together; the slots fill a pipeline in turn.
+    """
 
     def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
-        """Give each task a slot.
+        """Gives each task a slot.
 
         Args:
-            needs: of tasks, the first one first.
-            slots: how many there are.
-            fixed: tasks that have to stay in their slots.
+            needs: of the tasks, the first one first.
+            slots: how many slots there are.
+            fixed: slots of tasks that must keep theirs.
 
         Returns:
-            The slot of each task by name; there is no empty slot before one that is in use, unless by what is
-            fixed.
+            The slot of each task by name. No slot before a used one is empty, unless `fixed` makes it so.
         """
 
 
 class TokenBalanced:
-    """Slots of about equally many rows, so that no micro-batch keeps a pipeline waiting.
+    """Fills slots with about equally many rows, so that no micro-batch keeps a pipeline waiting.
 
     Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
 
     def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
-        """The task with the most rows first, each into the slot with the fewest so far."""
+        """Puts the task with the most rows first, each into the slot with the fewest rows so far."""
         found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
         rows = [0] * slots
         for need in needs:
@@ -81,10 +83,10 @@ class TokenBalanced:
 
 
 class InOrder:
-    """Slots in turn, in the order of the tasks, whatever their rows; where some are fixed, the emptiest."""
+    """Fills slots in turn, in the order of the tasks, whatever their rows; with fixed tasks, the emptiest."""
 
     def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
-        """The first task into the first slot, the next one into the next."""
+        """Puts each task into the slot with the fewest tasks so far."""
         found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
         counts = [list(found.values()).count(slot) for slot in range(slots)]
         for need in needs:

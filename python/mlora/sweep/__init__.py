@@ -1,1 +1,1 @@
-"""A search for the best hyperparameters: trials are adapters in one batch, proposed and pruned by Optuna."""
+"""Searches for the best hyperparameters: trials are adapters in one batch, proposed and pruned by Optuna."""

@@ -1,4 +1,4 @@
-"""What a sweep leaves in its run's folder: ``sweep.csv``, ``sweep.png`` and ``best``, a PEFT folder."""
+"""Writes a sweep's results in its run's folder: ``sweep.csv``, ``sweep.png`` and ``best``, a PEFT folder."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
 
 
 def write_outcome(folder: RunFolder, sweep: SweepConfig) -> None:
-    """Write the table, the plot and the best adapter, as far as there are trials.
-
-    Args:
-        folder: the run's.
-        sweep: of its config.
-
-    Raises:
-        RunError: a file cannot be read or written.
-    """
+    """Writes the table, the plot and the best adapter, as far as there are trials."""
     trials = rank_trials(folder, sweep)
     try:
         write_file(folder.trials, lambda file: file.write(_csv(trials, sweep).encode()))
@@ -54,15 +46,15 @@ def _cell(value: Any) -> Any:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a folder; what is at its target stays until the copy is whole, and is durable.
+    """Copies a folder durably; the old target stays until the copy is complete.
 
-    A process that is killed just between the two may leave nothing there; the next outcome mends it.
+    A process that is killed just between the two may leave no target; the next outcome mends it.
     """
     scratch, old = target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
     for folder in (scratch, old):
         shutil.rmtree(folder, ignore_errors=True)
     scratch.mkdir()
-    for file in source.iterdir():  # one by one: of several errors `copytree` makes one without a cause
+    for file in source.iterdir():  # one by one: `copytree` turns several errors into one without a cause
         shutil.copyfile(file, scratch / file.name)
         with open(scratch / file.name, "rb") as handle:
             os.fsync(handle.fileno())

@@ -1,4 +1,4 @@
-"""``sweep.png``: the losses of a sweep's trials over their steps, and their metric over each parameter."""
+"""Draws ``sweep.png``: losses of a sweep's trials over steps, and their metric over each parameter."""
 
 from __future__ import annotations
 
@@ -17,21 +17,12 @@ if TYPE_CHECKING:
 
 _COLORS = {"finished": "tab:blue", "pruned": "tab:orange"}
 _BEST = "tab:red"
-_LONGEST = 18  # letters of a choice
-_WIDE = 20  # largest over smallest loss that takes a logarithmic axis
+_LONGEST = 18  # letters that are shown of a choice
+_WIDE = 20  # ratio of the largest to the smallest loss above which the axis is logarithmic
 
 
 def plot_trials(path: Path, trials: Sequence[RankedTrial], sweep: SweepConfig) -> None:
-    """Draw the trials of a sweep.
-
-    Args:
-        path: the PNG file to write.
-        trials: ranked.
-        sweep: whose.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Draws ranked trials into a PNG file."""
     from matplotlib.figure import Figure
 
     count = 1 + len(sweep.space)
@@ -49,7 +40,7 @@ def plot_trials(path: Path, trials: Sequence[RankedTrial], sweep: SweepConfig) -
 
 
 def _kind(trial: RankedTrial) -> tuple[str, str]:
-    """The color of a trial, and what it is called."""
+    """Returns a trial's color and label."""
     if trial.rank == 1:
         return _BEST, f"best: {trial.name}"
     if trial.state in _COLORS:

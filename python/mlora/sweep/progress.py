@@ -14,11 +14,10 @@ from mlora.sweep.ranking import RankedTrial, rank_trials, shown
 class SweepProgress:
     """How far a sweep has come.
 
-    Args:
+    Attributes:
         begun: trials that have begun.
         count: trials that there will be.
-        metric: that ranks them.
-        best: the best of those that have finished; none before there is one.
+        best: the best of those that have finished; None before there is one.
     """
 
     begun: int
@@ -36,7 +35,7 @@ class SweepProgress:
         return f"{found}; best so far {self.best.name}, {self.metric} {self.best.value:.4g}: {params}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for scripts, as plain values."""
+        """Returns the same for scripts, as plain values."""
         best = self.best and {
             "trial": self.best.name,
             self.metric: self.best.value,
@@ -46,15 +45,7 @@ class SweepProgress:
 
 
 def sweep_progress(folder: RunFolder, sweep: SweepConfig) -> SweepProgress:
-    """Read how far a sweep has come.
-
-    Args:
-        folder: the run's.
-        sweep: of its config.
-
-    Raises:
-        RunError: as `rank_trials`.
-    """
+    """Reads how far a sweep has come."""
     trials = rank_trials(folder, sweep)
     best = trials[0] if trials and trials[0].rank == 1 else None
     return SweepProgress(len(trials), max(sweep.count, len(trials)), sweep.metric, best)

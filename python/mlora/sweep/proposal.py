@@ -11,11 +11,11 @@ from mlora.queue.task_queue import TaskQueue
 
 @dataclass(frozen=True)
 class Proposal:
-    """A trial that shall begin, or be pruned; part of the journal's entries.
+    """A trial to begin or to prune; part of the journal's entries.
 
-    Args:
+    Attributes:
         task: its name.
-        trial: what a submission would hold, and what Optuna keeps of the trial; none where it is pruned.
+        trial: what a submission would hold, and what Optuna keeps of the trial; None = prune it.
     """
 
     task: str
@@ -23,15 +23,7 @@ class Proposal:
 
 
 def trials_begun(queue: TaskQueue, until: int | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the trials that a run has begun, by what it has journaled: their names, and what they hold.
-
-    Args:
-        queue: the run's.
-        until: the last iteration that counts; none = all.
-
-    Raises:
-        RunError: the queue cannot be read.
-    """
+    """Yields name and content of each trial that a run began, by its journal up to iteration `until`."""
     for iteration, entry in queue.entries().items():
         if until is None or iteration <= until:
             for proposal in entry.get("proposals", ()):

@@ -1,4 +1,4 @@
-"""What came of a sweep's trials, from the files of its run."""
+"""The results of a sweep's trials, from the files of its run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from mlora.sweep.proposal import trials_begun
 
 @dataclass(frozen=True)
 class RankedTrial:
-    """A trial and what came of it.
+    """A trial and its results.
 
-    Args:
-        rank: from 1, among those that are finished; none of others.
-        name: of its adapter.
-        state: of its task.
+    Attributes:
+        rank: from 1 among finished trials; None for others.
         step: optimizer steps made.
-        value: the sweep's metric of the adapter as it was saved; if that is ``eval_loss``, of a trial that
-            has not finished, the one that was measured last.
+        value: the sweep's metric of the saved adapter. If that is ``eval_loss``, the last one measured of a
+            trial that has not finished.
         loss: its ``eval_loss`` likewise.
         seconds: wall time in training.
         params: values of the search space by their paths.
@@ -44,36 +42,17 @@ class RankedTrial:
     message: str
 
     def metrics(self, sweep: SweepConfig) -> list[float | None]:
-        """Return the values of `shown_metrics`; none where there is none.
-
-        Args:
-            sweep: whose trial it is.
-        """
+        """Returns the values of `shown_metrics`; None where there is none."""
         return [self.value, self.loss][: len(shown_metrics(sweep))]
 
 
 def shown_metrics(sweep: SweepConfig) -> list[str]:
-    """Return the metrics that tables show: the sweep's, and the loss.
-
-    Args:
-        sweep: whose.
-    """
+    """Returns the metrics that tables show: the sweep's, and the loss."""
     return list(dict.fromkeys([sweep.metric, "eval_loss"]))
 
 
 def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
-    """Rank the trials of a sweep.
-
-    Args:
-        folder: the run's.
-        sweep: of its config.
-
-    Returns:
-        The finished ones, the best first; then the others, those that came furthest first.
-
-    Raises:
-        RunError: a file of the run is missing or cannot be read.
-    """
+    """Ranks a sweep's trials: the finished ones, best first; then the others, furthest first."""
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in read_metrics(folder.metrics):
@@ -95,7 +74,7 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
 
 
 def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:
-    """The values of each trial that the run has begun, by its name."""
+    """Returns each begun trial's values by its name."""
     space = sweep.space
     if not folder.queue.is_file():
         return {}
@@ -132,12 +111,7 @@ def _trial(
 
 
 def ranked_table(trials: Sequence[RankedTrial], sweep: SweepConfig) -> list[list[str]]:
-    """Return the rows of a sweep's table, titles first.
-
-    Args:
-        trials: ranked.
-        sweep: whose.
-    """
+    """Returns the rows of a sweep's table, titles first."""
     rows = [["rank", "trial", "state", "step", *shown_metrics(sweep), *sweep.space]]
     for trial in trials:
         numbers = ["" if value is None else f"{value:.4f}" for value in trial.metrics(sweep)]
@@ -147,7 +121,7 @@ def ranked_table(trials: Sequence[RankedTrial], sweep: SweepConfig) -> list[list
 
 
 def shown(value: Any) -> str:
-    """Return a value of a search space as text: numbers in short, lists as JSON."""
+    """Returns a value of a search space as text: numbers in short, lists as JSON."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,7 @@
-"""The trials of a sweep as Optuna knows them: who is proposed, and who is pruned.
+"""A sweep's trials as Optuna knows them: proposes trials, and decides which to prune.
 
-What is proposed is a function of the trials before it and of the trial's number: each has a sampler with a
-seed of its own, so that a run that was killed goes on as if nothing had happened.
+Each trial has a sampler with its own seed. A proposal thus depends only on the earlier trials and its own
+number, and a run that was killed goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 End = Literal["complete", "pruned", "fail"]
 
-_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}  # which grid never asks
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}  # grid asks none
 _PRUNERS = {
     "none": "NopPruner",
     "median": "MedianPruner",
@@ -45,14 +45,8 @@ _PRUNERS = {
 class Study:
     """Optuna's study, held in memory.
 
-    Args:
-        sweep: the sweep.
-        seed: of the run.
-        pruning: arguments of the pruner.
-        trials: what `state` gave, of a run that goes on.
-
-    Raises:
-        RunError: Optuna refuses ``sampler_kwargs`` or ``pruner_kwargs``.
+    `pruning` are the pruner's arguments; `trials` is what `state` returned, for a run that goes on. Raises
+    RunError if Optuna refuses ``sampler_kwargs`` or ``pruner_kwargs``.
     """
 
     def __init__(
@@ -73,15 +67,11 @@ class Study:
             self._add(trial)
 
     def __len__(self) -> int:
-        """Return how many trials there are."""
+        """Returns the number of trials."""
         return len(self._study.get_trials(deepcopy=False))
 
     def propose(self) -> dict[str, Any]:
-        """Begin the next trial.
-
-        Returns:
-            Plain values: its ``number``, its ``params`` by their paths, and what Optuna keeps of it.
-        """
+        """Begins the next trial; returns its ``number``, its ``params`` by path, and Optuna's attributes."""
         number = len(self)
         if self._sweep.sampler == "grid":
             trial = {"number": number, "params": grid_point(self._space, number), "attributes": {}}
@@ -94,42 +84,23 @@ class Study:
         return {"number": number, "params": dict(params), "attributes": dict(attributes)}
 
     def begin(self, trial: Mapping[str, Any]) -> None:
-        """Begin a trial that was proposed before, in an earlier part of the run.
-
-        Args:
-            trial: what `propose` returned; one that has begun is left as it is.
-        """
+        """Begins a trial that an earlier part of the run proposed; leaves one that has begun as it is."""
         if trial["number"] == len(self):
             self._add({**trial, "state": "running", "value": None, "reports": {}})
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Report a trial's evaluation.
-
-        Args:
-            number: of a trial that runs.
-            step: optimizer steps made.
-            value: its ``eval_loss``.
-
-        Returns:
-            Whether the trial is to be pruned.
-        """
+        """Reports a trial's ``eval_loss`` after `step` steps; returns whether to prune the trial."""
         trial = optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
         with _refused("pruner_kwargs"):
             trial.report(value, step)
             return trial.should_prune()
 
     def end(self, number: int, state: End, value: float | None = None) -> None:
-        """End a trial.
-
-        Args:
-            number: of a trial that runs.
-            state: how.
-            value: its metric, of one that is complete.
-        """
+        """Ends a trial; `value` is the metric of a complete one."""
         self._study.tell(number, value, state=TrialState[state.upper()])
 
     def state(self) -> list[dict[str, Any]]:
-        """Return all trials as plain values."""
+        """Returns all trials as plain values."""
         return [
             {
                 "number": trial.number,
@@ -174,25 +145,17 @@ def _made(module: Any, name: str, kwargs: Mapping[str, Any], key: str) -> Any:
 
 @contextmanager
 def _refused(key: str) -> Iterator[None]:
-    """Tell which key of the config it is that Optuna does not take, some of them only when they are used."""
+    """Names the config key that Optuna refuses; Optuna notices some only when it uses them."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is experimental
+            warnings.simplefilter("ignore")  # about experimental features
             yield
     except (TypeError, ValueError) as error:
         raise RunError(f"sweep.{key}: Optuna refuses them: {first_line(error)}") from error
 
 
 def check_arguments(sweep: SweepConfig, pruning: Mapping[str, Any]) -> None:
-    """Try Optuna's arguments on trials that nobody trains, as some are looked at only when they are used.
-
-    Args:
-        sweep: whose.
-        pruning: arguments of the pruner.
-
-    Raises:
-        RunError: Optuna refuses them.
-    """
+    """Tries Optuna's arguments on trials that nobody trains; Optuna checks some only when it uses them."""
     study = Study(sweep, 0, pruning)
     startup = sweep.sampler_kwargs.get("n_startup_trials", 10)
     for number in range(min(sweep.count, 50, startup + 2 if isinstance(startup, int) else 2)):

@@ -1,4 +1,4 @@
-"""The trials of a sweep in its run: which tasks they are, and what the run asks of itself for them."""
+"""The trials of a sweep in its run: their tasks, and what the sweep asks of the run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from mlora.tasks.task import Task
 
 
 class Sweep:
-    """Fills the places of a sweep with trials.
+    """Keeps a sweep's `places` filled with trials.
 
-    At an iteration boundary it first judges what has come of its trials, then makes its proposals. A run that
-    makes decisions again judges at the same boundaries, and the proposals come from its journal.
-
-    Args:
-        config: of a run with a sweep.
-
-    Raises:
-        RunError: Optuna refuses what the config says.
+    At an iteration boundary it first judges its trials' results, then makes proposals. A resumed run judges
+    at the same boundaries, and takes the proposals from its journal. Raises RunError if Optuna refuses the
+    config.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -40,11 +35,11 @@ class Sweep:
 
     @property
     def left(self) -> int:
-        """How many trials are still to begin."""
-        return max(0, self._count - len(self._study))  # fewer may be wanted now than have begun
+        """The number of trials still to begin."""
+        return max(0, self._count - len(self._study))  # the config may now want fewer than have begun
 
     def due(self) -> bool:
-        """Say whether there is something to judge, or a place is free for a trial; takes microseconds."""
+        """Whether there is something to judge or room for a trial; takes microseconds."""
         if self.left and len(self._open) < self._sweep.places:
             return True
         return any(not task.alive or self._new(name, task) for name, task in self._open.items())
@@ -56,19 +51,11 @@ class Sweep:
         return bool(evaluations) and evaluations[-1]["step"] > self._judged[name]
 
     def ended(self) -> bool:
-        """Say whether a trial has ended that was not judged since."""
+        """Whether a trial has ended since the last `judge`."""
         return any(not task.alive for task in self._open.values())
 
     def begun(self, trial: Mapping[str, Any], task: Task | None) -> str:
-        """Take note of a trial that the run has taken.
-
-        Args:
-            trial: that was proposed.
-            task: of the trial; none = it was refused.
-
-        Returns:
-            A line that says what it tries.
-        """
+        """Notes a trial that the run has taken (`task=None`: refused); returns a line with its values."""
         self._study.begin(trial)
         if task is None:
             self._study.end(trial["number"], "fail")
@@ -78,22 +65,13 @@ class Sweep:
         return ", ".join(f"{path} {shown(value)}" for path, value in values.items())
 
     def taken_off(self, name: str, *, pruned: bool = False) -> None:
-        """Take note of a trial that does not train any more: it was refused, cancelled or pruned.
-
-        Args:
-            name: of any task.
-            pruned: whether it was.
-        """
+        """Notes that a trial no longer trains: refused, cancelled or pruned; ignores other tasks."""
         if name in self._open:
             self._study.end(_number(name), "pruned" if pruned else "fail")
             del self._open[name], self._judged[name]
 
     def judge(self) -> list[str]:
-        """Look at what has come of the trials since the last time.
-
-        Returns:
-            The names of those that are to be pruned.
-        """
+        """Reports new results to Optuna; returns the names of trials to prune."""
         behind = []
         for name, task in list(self._open.items()):
             late = self._reports(name, task)
@@ -105,7 +83,7 @@ class Sweep:
         return behind
 
     def _reports(self, name: str, task: Task) -> bool:
-        """Report a trial's new evaluations after steps, and say whether it falls behind."""
+        """Reports a trial's new evaluations after steps; returns whether it falls behind."""
         new = [entry for entry in task.progress.evaluations if entry["step"] > self._judged[name]]
         if new:
             self._judged[name] = new[-1]["step"]
@@ -119,13 +97,12 @@ class Sweep:
             self._study.end(_number(task.name), "fail")
 
     def proposals(self, behind: list[str]) -> Iterator[Proposal]:
-        """Yield what the sweep asks of its run; each is carried out before the next.
+        """Yields what the sweep asks of its run; each is carried out before the next.
 
-        Args:
-            behind: what `judge` returned.
+        `behind` is what `judge` returned.
         """
         for name in behind:
-            if name in self._open:  # nobody has cancelled it meanwhile
+            if name in self._open:  # it was not cancelled meanwhile
                 yield Proposal(name, None)
         while self.left and len(self._open) < self._sweep.places:
             yield self._submission(self._study.propose())
@@ -136,16 +113,11 @@ class Sweep:
         return Proposal(name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, as plain values."""
+        """Returns what a checkpoint holds, as plain values."""
         return {"trials": self._study.state(), "judged": dict(self._judged)}
 
     def load_state(self, state: Mapping[str, Any], tasks: Iterable[Task]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: what `state` gave.
-            tasks: of the run.
-        """
+        """Goes on from a checkpoint."""
         self._study = Study(self._sweep, self._seed, self._pruning, state["trials"])
         self._judged = dict(state["judged"])
         self._open = {task.name: task for task in tasks if task.name in self._judged}
