@@ -1,4 +1,4 @@
-"""Modules: `MultiLoRALinear`, converting models, routes, and PEFT's folders."""
+"""Layers with adapters: conversion, routes, adding and removing adapters, PEFT's folders and models."""
 
 from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts

@@ -1,4 +1,4 @@
-"""Storage of one layer's adapters: pages of rows, and a Parameter of its own for each adapter."""
+"""Stores one layer's adapters: each has a Parameter of its own on the rows of a shared page."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class _Rows:
 
 
 class AdapterSlot(nn.Module):
-    """One adapter's matrix as the Parameter `weight`: its key is `<bank>.<name>.weight`, as PEFT's."""
+    """Holds one adapter's matrix as `weight`, so that its key is PEFT's `<bank>.<name>.weight`."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """A contiguous copy: a view would carry the whole page, and the other adapters, into every file."""
+        """Saves a contiguous copy: a view would put the whole page, with other adapters, into the file."""
         values = self.weight.detach().clone(memory_format=torch.contiguous_format)
         destination[prefix + "weight"] = self.weight if keep_vars else values
 
 
 class AdapterBank(nn.Module):
-    """Pages `[rows, width]` in which each adapter is a run of rows. Joining and leaving moves nobody.
+    """Stores the adapters of one layer as rows of pages `[rows, width]`.
 
-    Rows run along d_in for A and along d_out for B (`transposed=True`: the Parameter is the transposed view
-    `[d_out, r]`), so that every access is contiguous for any rank. Each adapter's Parameter has its own
-    version
-    counter: an optimizer step of one leaves the saved tensors of the others valid.
+    Adding or removing an adapter moves no other adapter. Rows run along d_in for A. For B they run along
+    d_out (`transposed=True`): the Parameter is the transposed view `[d_out, r]`. So every access is
+    contiguous, for any rank. Each Parameter has its own version counter: an optimizer step of one adapter
+    keeps the tensors that autograd saved for the others valid.
 
     Args:
         width: d_in for A, d_out for B.
@@ -71,20 +71,20 @@ class AdapterBank(nn.Module):
         return name in self._modules
 
     def names(self) -> Iterator[str]:
-        """Names of the adapters, in the order in which they joined."""
+        """Returns the names of the adapters, in the order in which they were added."""
         return iter(self._modules)
 
     def parameter_of(self, name: str) -> nn.Parameter:
-        """The adapter's Parameter: `[r, width]`, or `[width, r]` if transposed."""
+        """Returns the adapter's Parameter: `[r, width]`, or `[width, r]` if transposed."""
         return self._modules[name]._parameters["weight"]  # type: ignore[union-attr, return-value]
 
     def reserve(self, rows: int) -> None:
-        """Make one page with room for `rows` more rows, so that adapters added next lie together."""
+        """Makes one page with room for `rows` more rows, so that adapters added next lie together."""
         if rows > 0:
             self._new_page(rows, self.dtype, self.device)
 
     def add(self, name: str, rank: int) -> nn.Parameter:
-        """Give an adapter the first free run of `rank` rows, filled with zeros.
+        """Gives an adapter the first free run of `rank` rows, filled with zeros.
 
         Args:
             name: of the adapter; not in the bank yet.
@@ -103,8 +103,10 @@ class AdapterBank(nn.Module):
         return self.parameter_of(name)
 
     def remove(self, name: str) -> None:
-        """Free the adapter's rows, and the last pages where nobody is left on them. Whoever still holds its
-        Parameter goes on with a copy."""
+        """Frees the adapter's rows, and the last pages if no adapter is left on them.
+
+        Code that still holds the adapter's Parameter keeps a copy of its values.
+        """
         parameter = self.parameter_of(name)
         parameter.data = parameter.data.clone()
         del self._modules[name], self._places[name]
@@ -112,7 +114,7 @@ class AdapterBank(nn.Module):
         del self._pages[used:]
 
     def owns(self, name: str) -> bool:
-        """Whether the adapter's Parameter lies where the bank put it."""
+        """Whether the adapter's Parameter lies on the rows that the bank gave it."""
         view, data = self._view(self._places[name]), self.parameter_of(name).data
         return (view.data_ptr(), view.shape, view.stride(), view.dtype) == (
             data.data_ptr(),
@@ -146,7 +148,7 @@ class AdapterBank(nn.Module):
         return rows.t() if self.transposed else rows
 
     def _rebind(self) -> None:
-        """Put every Parameter back on its rows, after the pages have been replaced."""
+        """Points every Parameter at its rows again, after the pages have been replaced."""
         for name, place in self._places.items():
             _set_data(self._modules[name], self._view(place))
 
@@ -183,7 +185,7 @@ class AdapterBank(nn.Module):
 
 
 def _set_data(slot: nn.Module | None, view: Tensor) -> None:
-    """Point a slot at other memory: the same Parameter where PyTorch allows it."""
+    """Points a slot at other memory; keeps the same Parameter where PyTorch allows it."""
     assert slot is not None
     parameter = slot._parameters["weight"]
     assert parameter is not None
@@ -194,13 +196,13 @@ def _set_data(slot: nn.Module | None, view: Tensor) -> None:
 
 
 def _adopt_after_load(bank: AdapterBank, _: object) -> None:
-    """`load_state_dict(assign=True)` brings Parameters with memory of their own."""
+    """Runs after a load: `load_state_dict(assign=True)` brings Parameters with their own memory."""
     _adopt(bank)
 
 
 @torch.no_grad()
 def _adopt(bank: AdapterBank) -> None:
-    """Move Parameters that were given memory of their own, as by `p.data = ...`, into the bank."""
+    """Moves Parameters that got their own memory, as by `p.data = ...`, back onto the bank's pages."""
     for name in list(bank._places):
         if bank.owns(name):
             continue

@@ -1,4 +1,4 @@
-"""Dropouts of the base model: set to 0, with one warning."""
+"""Sets the base model's dropouts to 0, with one warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RANDOM = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter_no
 
 
 def stop_base_dropout(model: nn.Module) -> None:
-    """Set every dropout of the base to 0: a mask drawn for a whole batch ties its adapters together."""
+    """Sets every base dropout to 0: one mask for a whole batch makes its adapters depend on each other."""
     stopped = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -26,7 +26,7 @@ def stop_base_dropout(model: nn.Module) -> None:
 
 
 def _zero_dropout_fields(owner: object) -> int:
-    """Probabilities such as `attention_dropout`, which attention functions read; counts are left alone."""
+    """Sets floats such as `attention_dropout`, which attention functions read, to 0; returns how many."""
     found = [
         key
         for key, value in getattr(owner, "__dict__", {}).items()

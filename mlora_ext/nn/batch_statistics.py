@@ -1,4 +1,4 @@
-"""Batch statistics of the base model: normalisation layers are put into evaluation mode, with one warning."""
+"""Keeps the base model's batch normalisation layers in evaluation mode, with one warning."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from torch import nn
 
 
 class StaysInEvaluation:
-    """A module's `train` that keeps it in evaluation mode.
+    """Replaces a module's `train` and keeps the module in evaluation mode, from now on.
 
-    An object on the instance and not a method, so that it is copied and pickled with its module.
-
-    Args:
-        module: put into evaluation mode at once.
+    An object on the instance, not a method, so that it is copied and pickled with its module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -21,12 +18,12 @@ class StaysInEvaluation:
         module.eval()
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        """Returns the module, as it was: the base is frozen, and its statistics are part of it."""
+        """Returns the module unchanged: the base is frozen, and its statistics are part of it."""
         return self.module
 
 
 def uninstall(model: nn.Module) -> None:
-    """Let the layers of a copy that is to be a plain model train again."""
+    """Gives the layers their own `train` back, in a copy that becomes a plain model."""
     for module in model.modules():
         if isinstance(vars(module).get("train"), StaysInEvaluation):
             del module.__dict__["train"]
@@ -34,11 +31,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse layers that know no statistics but those of the batch.
-
-    Raises:
-        ValueError: naming the layer.
-    """
+    """Raises ValueError, naming the layer, for a BatchNorm without running statistics."""
     for key, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise ValueError(
@@ -49,7 +42,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 
 
 def stop_batch_statistics(model: nn.Module) -> None:
-    """Put every BatchNorm into evaluation mode for good: a batch's mean ties its adapters together."""
+    """Puts every BatchNorm into evaluation mode for good: a batch's mean depends on all its adapters."""
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:
         layer.__dict__["train"] = StaysInEvaluation(layer)

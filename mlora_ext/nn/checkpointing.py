@@ -1,4 +1,4 @@
-"""Activation checkpointing: a recomputation inside backward runs along the route of its forward pass."""
+"""Activation checkpointing: recomputation inside backward uses the route of its forward pass."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def install(model: nn.Module) -> None:
-    """Let Transformers' own checkpointing of a freshly converted model capture its routes."""
+    """Makes Transformers' own checkpointing of a freshly converted model capture routes."""
     for name in _NAMES:
         if _calls_the_model_itself(type(model), name):
             model.__dict__[f"{name}_enable"] = EnableCheckpointing(model, name)
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take all that off a copy that is to be a plain model."""
+    """Undoes `install` on a copy that becomes a plain model."""
     for name in _NAMES:
         model.__dict__.pop(f"{name}_enable", None)
 
 
 def _calls_the_model_itself(kind: type, name: str) -> bool:
-    """Whether the method exists and is not Transformers' alias of the other one."""
+    """Whether the class has the method, and not only as Transformers' alias of the other one."""
     definers = [_definer(kind, f"{other}_enable") for other in _NAMES]
     return _definer(kind, f"{name}_enable") is not None and (name == _NAMES[0] or definers[0] != definers[1])
 
@@ -37,13 +37,9 @@ def _definer(kind: type, method: str) -> type | None:
 
 
 class EnableCheckpointing:
-    """A converted model's `activation_checkpointing_enable`: the model's own, with `context_fn`.
+    """Replaces a model's `<name>_enable` method: calls the original with a `context_fn`.
 
-    An object and not a method, so that it is copied and pickled with its model.
-
-    Args:
-        model: with such a method of its own.
-        name: of the method, without `_enable`.
+    An object, not a method, so that it is copied and pickled with its model.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -51,15 +47,10 @@ class EnableCheckpointing:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Enable checkpointing.
+        """Enables checkpointing by the model's own method; `use_reentrant` defaults to False.
 
-        Args:
-            args: as the model's own method; first the options of `torch.utils.checkpoint.checkpoint`. Default
-                of `use_reentrant`: False; then `context_fn` is `checkpoint_contexts(model)` unless given.
-            kwargs: as the model's own method.
-
-        Returns:
-            What the model's own method returns.
+        The first argument holds options of `torch.utils.checkpoint.checkpoint`. If checkpointing is not
+        reentrant, `context_fn` defaults to `checkpoint_contexts(model)`.
         """
         keyword = f"{self.name}_kwargs"
         given: Mapping[str, Any] | None = args[0] if args else kwargs.pop(keyword, None)
@@ -71,7 +62,7 @@ class EnableCheckpointing:
 
 
 class _Reenter(AbstractContextManager[None]):
-    """Enters a captured route, as often as recomputation asks."""
+    """Enters a captured route, once for every recomputation."""
 
     def __init__(self, router: Router) -> None:
         self._router, self._route = router, router.active
@@ -86,22 +77,22 @@ class _Reenter(AbstractContextManager[None]):
 
 
 class CheckpointContexts:
-    """What `checkpoint_contexts` returns: an object, so that it is copied and pickled with its model."""
+    """The result of `checkpoint_contexts`: an object, so that it is copied and pickled with its model."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts of a forward pass, whose route is captured now, and of its recomputation."""
+        """Captures the active route; returns the contexts of a forward pass and of its recomputation."""
         return nullcontext(), _Reenter(self._router)
 
 
 def checkpoint_contexts(model: nn.Module) -> CheckpointContexts:
-    """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
+    """Returns a `context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
-    Recomputation runs inside backward, outside the route's context. This captures the active route at each
-    forward and enters it again for its recomputation, so several forward passes may be in flight.
-    Transformers' checkpointing of a converted model uses it by itself, unless it is reentrant.
+    Recomputation runs inside backward, after the route's context has ended. The function captures the active
+    route at each forward and enters it again for the recomputation, so several forward passes may be in
+    flight. Transformers' own checkpointing of a converted model already uses it, unless it is reentrant.
 
     Args:
         model: converted by `convert_model`, or a part of such a model.

@@ -1,4 +1,4 @@
-"""Which adapters count in a forward call, and how many parameters train; for any converted model."""
+"""Chooses and disables a converted model's adapters, and counts its trainable parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from .weights import adapter_parameters
 
 
 def refuse_bypassed_head(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse TRL's fused head, which multiplies by the head's weight itself, past an adapter on it.
-
-    Raises:
-        ValueError: if it was asked for, and an adapter is on the head.
-    """
+    """Raises ValueError if TRL's fused head, which reads the head's weight itself, would skip an adapter."""
     head = model.get_output_embeddings() if arguments.get("fused_lm_head") else None  # type: ignore[operator]
     if isinstance(head, MultiLoRALinear) and head.specs:
         raise ValueError(
@@ -28,10 +24,9 @@ def refuse_bypassed_head(model: nn.Module, arguments: Mapping[str, Any]) -> None
 
 
 def one_adapter(model: nn.Module, name: str | None) -> str:
-    """The adapter of that name; for None the one that `set_adapter` named, or the only one.
+    """Returns the adapter of that name; for None the one that `set_adapter` named, or the only one.
 
-    Raises:
-        ValueError: if the model has no such adapter, or it has several and none is named.
+    Raises ValueError if the model has no such adapter, or has several and none is named.
     """
     if name is not None and not isinstance(name, str):
         raise ValueError(f"adapter_name: expected the name of one adapter, got {name!r}")
@@ -47,9 +42,9 @@ def one_adapter(model: nn.Module, name: str | None) -> str:
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Leave all adapters out of forward calls inside the context: the base model alone computes.
+    """Disables all adapters for forward calls inside the context: the base model alone computes.
 
-    `adapter_names` may be given and are checked, but change nothing.
+    Forward calls may still give `adapter_names`. They are checked, but change nothing.
 
     Args:
         model: converted by `convert_model`.
@@ -71,18 +66,16 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def disable(router: Router) -> None:
-    """Switch all adapters off.
-
-    Raises:
-        ValueError: if a route is active.
-    """
+    """Disables all adapters; raises ValueError if a route is active."""
     if router.active is not None:
         raise ValueError("a route is active: disable the adapters before mlora_ext.route(...) begins")
     router.disabled = True
 
 
 def print_trainable_parameters(model: nn.Module) -> None:
-    """Print how many parameters train, of how many, as `PeftModel` does; of several adapters, also of each.
+    """Prints how many of all parameters are trainable, as `PeftModel` does.
+
+    With several adapters it also prints a line for each.
 
     Args:
         model: converted by `convert_model`.

@@ -1,4 +1,4 @@
-"""Converting a model, which puts adapters on it: convert_model, and load_adapter from a PEFT folder."""
+"""Converts a model, which puts adapters on it: convert_model, and load_adapter from a PEFT folder."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def convert_model(
     autocast_adapter_dtype: bool = True,
     every_linear: bool = False,
 ) -> nn.Module:
-    """Freeze a model and put adapters on it, in place.
+    """Freezes a model and puts adapters on it, in place.
 
-    Layers are targeted by PEFT's own functions, so the adapters sit where PEFT would put them. Initial
-    values have PEFT's distributions and depend on the seed, the adapter's name and the layer's name only,
-    never on the other adapters. Dropouts of the base model are set to 0, and its batch normalisations stay in
+    PEFT's own functions choose the layers, so adapters sit where PEFT would put them. Initial values have
+    PEFT's distributions. They depend only on the seed, the adapter's name and the layer's name, never on
+    other adapters. The base model's dropouts are set to 0, and its batch normalisation layers stay in
     evaluation mode.
 
     Args:
         model: any module with `nn.Linear` or `Conv1D` layers.
-        adapters: PEFT's `LoraConfig` by adapter name; with `inference_mode=True` the adapter is frozen.
-        seed: of initial values and dropout.
-        autocast_adapter_dtype: keep adapters of a bf16 or fp16 base in fp32, as PEFT does. Unlike PEFT's,
-            `scaling x A^T` keeps the dtype of x: in an fp16 base values above 65504 are inf.
-        every_linear: replace the linear layers that no adapter targets as well, all but the output head, so
-            that they too use the base GEMM that was measured to be the fastest.
+        adapters: a PEFT `LoraConfig` for each adapter name; `inference_mode=True` freezes the adapter.
+        seed: for initial values and dropout.
+        autocast_adapter_dtype: keep adapters of a bf16 or fp16 base in fp32, as PEFT does. Unlike in PEFT,
+            `scaling x A^T` keeps the dtype of x: in an fp16 base, values above 65504 become inf.
+        every_linear: also replace linear layers that no adapter targets, except the output head, so that they
+            use the base GEMM that was measured to be the fastest.
 
     Returns:
         `model` itself. Its forward and `generate` take `adapter_names=`.
 
     Raises:
-        ValueError: if the model is converted already, a name or a config is not supported, targets match
-            nothing, or a layer has hooks, another `forward` or quantized weights, which would be lost; the
-            model is as it was then.
+        ValueError: if the model is converted already, a name or config is not supported, or the targets match
+            nothing. Also if conversion would lose a layer's hooks, replaced `forward` or quantized weights,
+            or if a BatchNorm keeps no running statistics. The model is unchanged then.
 
     Example:
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})
@@ -88,22 +88,22 @@ def convert_model(
 
 
 def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
-    """Read an adapter from a PEFT folder.
+    """Reads an adapter from a PEFT folder.
 
-    An adapter of this name that the model has gets the folder's weights and keeps its dropout; otherwise the
-    adapter is added, with the folder's config. A model that is not converted yet is converted.
+    If the model has an adapter of this name, it gets the folder's weights and keeps its dropout. Otherwise
+    the adapter is added with the folder's config. A model that is not converted yet is converted.
 
     Args:
-        model: converted, or any module.
-        name: to give the adapter.
+        model: converted, or any module that `convert_model` takes.
+        name: of the adapter in the model.
         folder: with adapter_config.json and adapter_model.safetensors (or .bin).
-        seed: of dropout.
+        seed: for dropout.
 
     Raises:
-        ValueError: if a file is missing, the config is not supported, a weight is NaN or infinite, a layer is
-            missing or has another shape, as that of an adapter of another base has, or the folder holds
-            weights of the base, as PEFT stores embeddings and heads, that differ from the model's; the model
-            is left as it was.
+        ValueError: if a file is missing, the config is not supported, or a weight is NaN or infinite. Also if
+            a layer is missing or has another shape, as in an adapter of another base, or if the scaling
+            differs from that of the model's adapter. Also if the folder holds base weights (PEFT stores
+            embeddings and heads) that differ from the model's. The model is unchanged then.
     """
     if is_converted(model):
         load_into(model, name, folder, seed=seed)

@@ -1,6 +1,6 @@
-"""`adapter_names=` on a converted model's forward and generate.
+"""Adds `adapter_names=` to a converted model's forward and generate.
 
-Hooks and `generate` sit on the instance; a deep copy or a pickled model has its own.
+Hooks and `generate` sit on the instance, so that a deep copy or a pickled model has its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .routing.router import router_of
 
 
 def install(model: nn.Module) -> None:
-    """Teach a freshly converted model the argument `adapter_names`."""
+    """Adds the argument `adapter_names` to a freshly converted model."""
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
     for part in model.children():
-        if any(True for _ in part.children()):  # not a layer, which may become a target
+        if any(True for _ in part.children()):  # skips layers, which may become targets
             part.register_forward_pre_hook(_refuse_names, with_kwargs=True)
     locate.install(model)
     if callable(getattr(model, "generate", None)):
@@ -32,7 +32,7 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take all that off a copy that is to be a plain model."""
+    """Undoes `install` on a copy that becomes a plain model."""
     hooks: list[tuple[dict[int, Any], Any]] = [
         (model._forward_pre_hooks, _before_forward),
         (model._forward_hooks, _after_forward),
@@ -46,31 +46,19 @@ def uninstall(model: nn.Module) -> None:
 
 
 class Generate:
-    """A converted model's `generate`: the model's own, with one adapter per prompt.
+    """Replaces a model's `generate`: calls the original with one adapter per prompt.
 
-    An object and not a method, so that it is copied and pickled with its model.
-
-    Args:
-        model: with a `generate` of its own.
+    An object, not a method, so that it is copied and pickled with its model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
-        """Generate.
+        """Generates; `adapter_names` has one name per prompt, `__base__` for none.
 
-        Args:
-            args: as the model's own `generate`.
-            adapter_names: one per prompt, `__base__` = none; beams and several return sequences follow their
-                prompt.
-            kwargs: as the model's own `generate`.
-
-        Returns:
-            What the model's own `generate` returns.
-
-        Raises:
-            ValueError: if a name is unknown, or there is not one name per prompt.
+        Beams and several return sequences use their prompt's adapter. Raises ValueError if a name is unknown,
+        or if there is not one name per prompt.
         """
         kind: Any = type(self.model)
         own = kind.generate
@@ -87,7 +75,7 @@ class Generate:
 
 @contextmanager
 def _counting_copies(model: nn.Module, route: Route) -> Iterator[None]:
-    """Let a route know how many copies of each prompt the model's `generate` makes, side by side."""
+    """Tells a route how many adjacent copies of each prompt the model's `generate` makes."""
     expand = getattr(model, "_expand_inputs_for_generation", None)
 
     def counted(expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +120,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_names(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse names that came past the model's own hooks, and that no part would look at."""
+    """Raises ValueError for names that bypassed the model's own hooks, where nothing would read them."""
     if "adapter_names" in kwargs:
         raise ValueError(
             "adapter_names: call the converted model itself, model(...), not model.forward(...) nor a "

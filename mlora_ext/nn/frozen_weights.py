@@ -1,4 +1,4 @@
-"""Which kind of frozen weight the layers of a converted model have."""
+"""Sets which kind of frozen weight a converted model's layers use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ def set_frozen_weights(model: nn.Module, kind: str | FrozenKind) -> int:
     """Gives all converted layers of a model another kind of frozen weight.
 
     Layers that are converted later get it, too. Layers on the meta device, which other processes hold, are
-    left alone.
+    skipped.
 
     Args:
         model: a converted model, or a part of one.
-        kind: `plain`, `packed`, another registered name, or what makes a layer's weight; see
+        kind: `plain`, `packed`, another registered name, or a function that makes a layer's weight; see
             `mlora_ext.frozen.weight.FrozenWeight`.
 
     Returns:
-        Bytes that the weights of these layers take, with everything that is kept beside them.
+        Bytes that these layers' weights take, including everything that is kept beside them.
 
     Raises:
-        ValueError: no layer is converted, or there is no such kind.
+        ValueError: if no layer is converted, or the kind is unknown.
 
     Example:
         >>> mlora_ext.set_frozen_weights(model, "packed")
@@ -39,24 +39,22 @@ def set_frozen_weights(model: nn.Module, kind: str | FrozenKind) -> int:
 
 
 def pack_base(model: nn.Module) -> int:
-    """Keep the frozen weights of all converted layers in oneDNN's own layouts too, one for each direction.
+    """Also keeps the frozen weights of all converted layers in oneDNN's own layouts, one per direction.
 
-    Products with them are then faster on a CPU, those of few rows the most. The plain weights stay, for
-    `state_dict`, and for compiled graphs and autocast, which use them. Weights that change, as by
-    `load_state_dict` or an in-place operation, are packed again at their next use; after writes through
-    `.data` or numpy, which PyTorch does not count, call this again. Layers that are converted later are
-    packed at their first use. Where some layers are on the meta device, because other processes
-    hold them, the others are packed.
+    This speeds up products with them on a CPU, most of all products of few rows. The plain weights stay:
+    `state_dict`, compiled graphs and autocast use them. A weight that changes, as by `load_state_dict` or an
+    in-place operation, is packed again at its next use. PyTorch does not count writes through `.data` or
+    numpy: call this again after them. Layers that are converted later are packed at their first use. Layers
+    on the meta device, which other processes hold, are skipped.
 
     Args:
         model: a converted model on a CPU, in fp32 or bf16.
 
     Returns:
-        Bytes that the packed weights take beside the plain ones: about twice theirs, more for narrow layers,
-        which oneDNN pads.
+        Bytes of the packed copies: about twice the plain weights, more for narrow layers, which oneDNN pads.
 
     Raises:
-        ValueError: no layer is converted, or oneDNN does not serve a weight; names the layer.
+        ValueError: if no layer is converted, or oneDNN does not serve a weight; names the layer.
     """
     layers = _layers(model)
     for layer in layers:
@@ -71,7 +69,7 @@ def pack_base(model: nn.Module) -> int:
 
 
 def _layers(model: nn.Module) -> list[MultiLoRALinear]:
-    """The converted layers that are here; if none is here, all."""
+    """Returns the converted layers that are not on the meta device; if all are, returns all."""
     layers = [module for module in model.modules() if isinstance(module, MultiLoRALinear)]
     if not layers:
         raise ValueError("model: expected layers converted by mlora_ext.convert_model, found none")

@@ -1,4 +1,4 @@
-"""Layers that are given the same x, such as q, k and v: on a GPU one call computes them all."""
+"""Layers that share their input, such as q, k and v: on a GPU one call computes them all."""
 
 from __future__ import annotations
 
@@ -23,22 +23,19 @@ _PATIENCE = 3
 
 @dataclass
 class _Waiting:
-    """Outputs that nobody has asked for yet, by layer, and what they are of."""
+    """Outputs by layer index that no layer has taken yet, and the input that they were computed from."""
 
     outputs: dict[int, Tensor] = field(default_factory=dict)
     of: tuple[Any, ...] = ()
 
 
 class FusedProjections:
-    """Some layers that are expected to be called one after the other with the same x.
+    """Computes two or more layers of one parent in one call, as long as they get the same x in turn.
 
-    The first that is called computes all, the others hand out what waits for them. Where x turns out to be
-    another, as in cross-attention, a layer computes anew, and routes that begin after a few such calls have
-    the layers compute alone. A route keeps to one way, so that what is recomputed in backward is what was
-    computed forward; outputs of the one never wait for the other.
-
-    Args:
-        layers: two or more, of one parent.
+    The first layer that is called computes all outputs; the others take theirs. If a layer gets another x, as
+    in cross-attention, all outputs are computed anew. After `_PATIENCE` such calls in a row, routes that
+    begin later compute each layer alone. A route keeps its choice, so that backward recomputes what forward
+    computed. Outputs of forward and of recomputation are kept apart.
     """
 
     def __init__(self, layers: Sequence[MultiLoRALinear]) -> None:
@@ -51,18 +48,12 @@ class FusedProjections:
         return {**self.__dict__, "_waiting": {False: _Waiting(), True: _Waiting()}, "_indices": None}
 
     def forget(self) -> None:
-        """Let go of outputs that wait: a route has been left."""
+        """Drops outputs that no layer has taken: a route has been left."""
         for waiting in self._waiting.values():
             waiting.outputs, waiting.of = {}, ()
 
     def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
-        """`y` of one layer, or None where it has to compute alone.
-
-        Args:
-            layer: one of `layers`.
-            x: its input.
-            active: the route's tensors for its group.
-        """
+        """Returns `y` of one layer, or None if it has to compute alone."""
         recomputes = torch._C._current_graph_task_id() != -1
         waiting = self._waiting[recomputes]
         if not (active.shares.setdefault(self, self.disappointed < _PATIENCE) and self._alike(layer, x)):
@@ -82,7 +73,7 @@ class FusedProjections:
         return y
 
     def _alike(self, layer: MultiLoRALinear, x: Tensor) -> bool:
-        """Whether one call can serve all: a GPU's backend, the same adapters, one dtype, no autocast."""
+        """Whether one call can serve all layers: GPU backend, same adapters, one dtype, no autocast."""
         if x.is_inference() or torch.is_autocast_enabled(x.device.type):
             return False
         if backend_for(x.device, x.dtype) not in ("triton", "cuda"):
@@ -121,7 +112,7 @@ class FusedProjections:
 
     @torch.inference_mode(False)
     def _layer_indices(self) -> Tensor:
-        """`[L]` int64, as the layers' own `layer`; made once per device."""
+        """Returns `[L]` int64, the layers' own `layer` values; made once per device."""
         device = self.layers[0].layer.device
         if self._indices is None or self._indices.device != device:
             self._indices = torch.stack([layer.layer for layer in self.layers])

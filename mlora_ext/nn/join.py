@@ -1,4 +1,4 @@
-"""Adapters that join a converted model, and leave it: add_adapter, remove_adapter."""
+"""Adds adapters to a converted model and removes them: add_adapter, remove_adapter."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ _FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Children of one module that are given the same x in Transformers' models. Only a guess: whether x is the
-same is seen at each call."""
+"""Children of one module that get the same x in Transformers' models. A guess: each call checks x."""
 
 
 def add_adapter(
     model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
 ) -> None:
-    """Put one more adapter on a converted model; the others do not move.
+    """Adds an adapter to a converted model; the others do not move.
 
     Args:
         model: converted by `convert_model`.
         name: of the new adapter.
         config: PEFT's config.
-        seed: of initial values and dropout.
+        seed: for initial values and dropout.
         autocast_adapter_dtype: as in `convert_model`, for layers that get their first adapter.
 
     Raises:
-        ValueError: if the name is taken, the name or config is not supported, targets match nothing, or a
-            layer has hooks, another `forward`, or weights that are quantized or require a gradient.
+        ValueError: if the name is taken, the name or config is not supported, the targets match nothing, or a
+            layer has hooks, a replaced `forward`, or weights that are quantized or require a gradient.
     """
     if not isinstance(name, str):
         raise ValueError(f"name: expected the new adapter's name before its config, got {name!r}")
@@ -70,7 +69,11 @@ def add_adapter(
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Take an adapter off a converted model; the others do not move.
+    """Removes an adapter from a converted model; the others do not move.
+
+    Args:
+        model: converted by `convert_model`.
+        name: of the adapter.
 
     Raises:
         ValueError: if the model has no adapter of this name.
@@ -87,7 +90,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
 
 
 def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
-    """The base of a converted model is frozen: whoever unfroze a part of it since wants to train it."""
+    """Raises ValueError for a target that requires a gradient: someone unfroze it in order to train it."""
     for key in plan:
         for name, parameter in model.get_submodule(key).named_parameters(recurse=False):
             if parameter.requires_grad:
@@ -98,7 +101,7 @@ def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
 
 
 def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
-    """The layers of an adapter-to-be, after all that can be refused has been."""
+    """Checks a new adapter's name, config and targets; returns its layers."""
     check_name(name)
     kind_for(name, config).check(name, config)
     return target_layers(model, name, config)
@@ -107,13 +110,9 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
 def convert_layers(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool, every: bool = False
 ) -> None:
-    """Replaces layers that get their first adapter, and reserves one page for all of a layer's adapters.
+    """Replaces layers that get their first adapter; reserves one page per layer for several new adapters.
 
-    Args:
-        model: with a router.
-        plans: of the adapters that join, as `plan_adapter` made them.
-        autocast: keep adapters of a 16-bit base in fp32.
-        every: replace all other linear layers too, but not the output head.
+    `every` also replaces layers without an adapter, except the output head.
     """
     router = router_of(model)
     rows: dict[str, int] = {}
@@ -131,7 +130,7 @@ def convert_layers(
 def _wanted(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool
 ) -> list[tuple[int, str, nn.Module]]:
-    """Index, name and module of the linear layers that get adapters, or all but the output head."""
+    """Returns index, name and module of the targeted linear layers, or of all but the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     targets = {key for plan in plans.values() for key in plan}
     return [
@@ -142,11 +141,7 @@ def _wanted(
 
 
 def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
-    """Refuses layers with state that a conversion would lose, before anything is changed.
-
-    Raises:
-        ValueError: naming the layer, what it has, and what to do.
-    """
+    """Raises ValueError, before any change, for a layer with state that conversion would lose."""
     for _, key, module in _wanted(model, plans, every):
         if not isinstance(module, MultiLoRALinear):
             check_layer(key, module)
@@ -175,7 +170,7 @@ def _replace(
 
 
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
-    """Gives an adapter its Parameters in converted layers; call `regroup` after the last one."""
+    """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
     for key, spec in plan.items():
         layer = model.get_submodule(key)
         assert isinstance(layer, MultiLoRALinear)
@@ -185,19 +180,19 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         own = {part: layer.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
         for parameter in own.values():
             parameter.requires_grad_(not config.inference_mode)
-        if not any(parameter.is_meta for parameter in own.values()):  # else the layer is another process's
+        if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
             kind.initialise(own, config, spec, named_seed(seed, name, key), layer.frozen)
     router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
 
 
 def named_seed(seed: int, *parts: str) -> int:
-    """A 63-bit seed from a seed and names: the same on every machine, independent of order."""
+    """Derives a 63-bit seed from a seed and names; the same on every machine and in any order of calls."""
     digest = hashlib.sha256("\0".join([str(seed), *parts]).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def regroup(model: nn.Module) -> None:
-    """Lets layers with the same adapters, scalings and dropouts share one group."""
+    """Puts layers with the same adapters, scalings and dropouts into one group."""
     router = router_of(model)
     groups: dict[Any, LayerGroup] = {}
     layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
@@ -214,10 +209,9 @@ def regroup(model: nn.Module) -> None:
 
 
 def _find_fused_projections(layers: Mapping[str, MultiLoRALinear]) -> list[FusedProjections]:
-    """Group converted layers that share their input, and return the groups.
+    """Groups converted layers that share their input, and returns the groups.
 
-    Runs again whenever adapters join or leave: layers of a group have the same adapters, scalings and
-    dropouts.
+    Runs again when adapters are added or removed: layers of a group have the same adapters and scalings.
     """
     parents: dict[str, dict[str, MultiLoRALinear]] = {}
     for key, layer in layers.items():

@@ -22,17 +22,17 @@ from .routing.router import Router
 class MultiLoRALinear(nn.Module):
     """`y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2).
 
-    Takes the place of an `nn.Linear` or of GPT-2's `Conv1D` and keeps its `weight` and `bias` under their own
-    names, so that a base checkpoint still loads. Which rows belong to which adapter is the router's business:
-    see `mlora_ext.route`. Only layers in training mode apply dropout.
+    Replaces an `nn.Linear` or GPT-2's `Conv1D`. `weight` and `bias` keep their names, so that a base
+    checkpoint still loads. The router knows which rows belong to which adapter: see `mlora_ext.route`.
+    Dropout applies in training mode only.
 
     Args:
         weight: `[d_out, d_in]`, or `[d_in, d_out]` if `fan_in_fan_out`; frozen here.
         bias: `[d_out]` or None; frozen here.
         router: shared by all layers of the model.
         name: of the layer in the model, for messages.
-        index: of the layer in the whole model; dropout masks are a function of it.
-        fan_in_fan_out: whether `weight` is stored transposed, as Conv1D does.
+        index: of the layer in the whole model; dropout masks depend on it.
+        fan_in_fan_out: whether `weight` is stored transposed, as in Conv1D.
         adapter_dtype: dtype of the adapters' Parameters.
     """
 
@@ -77,7 +77,7 @@ class MultiLoRALinear(nn.Module):
         return self
 
     def bank(self, name: str, spec: ParameterSpec) -> AdapterBank:
-        """Returns the bank of Parameters of a name, made if there is none."""
+        """Returns the bank that holds the Parameters of this name; makes it if there is none."""
         if name not in self._modules:
             place: dict[str, Any] = {"device": self.frozen.device, "dtype": self.lora_A.dtype}
             self.add_module(name, AdapterBank(spec.width, transposed=spec.transposed, **place))
@@ -86,26 +86,27 @@ class MultiLoRALinear(nn.Module):
         return bank
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        """Returns an adapter's Parameters in this layer, by their names."""
+        """Returns an adapter's Parameters in this layer, by name."""
         names = adapter_kind(self.specs[name].kind).parameter_names
         return {key: self._modules[key].parameter_of(name) for key in names}  # type: ignore[union-attr, operator]
 
     @property
     def scaling(self) -> dict[str, float]:
-        """Scaling by adapter, as PEFT's layers have it."""
+        """Scaling by adapter, as in PEFT's layers."""
         return {name: spec.scaling for name, spec in self.specs.items()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to packed or batched rows.
+        """Applies the layer to packed or batched rows.
 
         Args:
-            x: `[..., d_in]`; its rows, flattened, are those of the active route.
+            x: `[..., d_in]`, the rows of the active route.
 
         Returns:
             `[..., d_out]`.
 
         Raises:
-            ValueError: if no route says which adapter the rows belong to, or it describes other rows.
+            ValueError: if no route says which adapter the rows belong to, or the route describes other rows.
+            RuntimeError: if the compiled layer cannot serve this x, or another thread is inside a route.
         """
         if not self.group.adapters:
             return frozen_linear(x, self.frozen, self.bias)
@@ -123,7 +124,7 @@ class MultiLoRALinear(nn.Module):
         return self._with_adapters(x, active) if shared is None else shared
 
     def _compiled_tensors(self, x: Tensor) -> RouteTensors:
-        """The active route's tensors, in a graph, where nothing can be looked up."""
+        """Returns the active route's tensors inside a compiled graph, where nothing can be looked up."""
         active = self.group.active
         if active is None:
             raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
@@ -168,8 +169,10 @@ class MultiLoRALinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _made_of(self, names: Sequence[str]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """A and B of adapters of any kinds, and `[N + 1, O]`, factors on their rows' outputs; the last one is
-        that of rows without an adapter."""
+        """Returns A and B of adapters of any kinds, and factors `[N + 1, O]` on their rows' outputs, or None.
+
+        The last factor is for rows without an adapter.
+        """
         kinds = [adapter_kind(self.specs[name].kind) for name in names]
         owns = [self.parameters_of(name) for name in names]
         factors = [kind.factors(own) for kind, own in zip(kinds, owns, strict=True)]

@@ -1,4 +1,4 @@
-"""Which layers an adapter sits on, by PEFT's own rules, with rank, scaling and dropout in each."""
+"""Finds the layers that an adapter sits on, by PEFT's rules, with its rank, scaling and dropout in each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-# Multiplies by the transposed weight with `@`: nn.Linear's result.
+# Computes `x @ W.T`, the same result as nn.Linear.
 _FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is one that an adapter can be put on."""
+    """Whether an adapter can be put on a module."""
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, Conv1D)
@@ -33,7 +33,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _computes_as_linear(module: nn.Module) -> bool:
-    """Whether a subclass of nn.Linear computes `x W^T + b` and holds nothing but a plain weight and bias."""
+    """Whether an nn.Linear subclass computes `x W^T + b` and holds only a plain weight and bias."""
     kind = type(module)
     if not isinstance(module, nn.Linear) or kind is NonDynamicallyQuantizableLinear:
         return False
@@ -48,7 +48,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """d_in and d_out of a linear layer, converted or not."""
+    """Returns d_in and d_out of a linear layer, converted or not."""
     if isinstance(module, MultiLoRALinear):
         return module.in_features, module.out_features
     weight: Any = module.weight
@@ -57,18 +57,9 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
-    """The layers that PEFT would put this adapter on, in the model's order.
+    """Returns the adapter's spec in each layer that PEFT would put it on, by name, in the model's order.
 
-    Args:
-        model: the base model, converted or not.
-        name: of the adapter, for messages.
-        config: PEFT's config; not changed.
-
-    Returns:
-        Rank, scaling and dropout by layer name.
-
-    Raises:
-        ValueError: if nothing matches, or a match is not a linear layer.
+    Raises ValueError if nothing matches, or a match is not a linear layer.
     """
     resolved, kind = _resolve(model, name, config), kind_for(name, config).name
     layers = {}
@@ -83,7 +74,7 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
 
 
 def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, module: nn.Module) -> None:
-    """Refuse a matching module that cannot have an adapter."""
+    """Raises ValueError for a matching module that cannot have an adapter."""
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
     short = key.rpartition(".")[2]
@@ -108,7 +99,7 @@ def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, mod
 
 
 def _no_match(model: nn.Module, config: LoraConfig) -> str:
-    """What to say where no layer matches; of names in a list, what they may have meant."""
+    """Returns the message for targets that match no layer, with a hint at names that are similar."""
     known, wanted = _linear_names(model), config.target_modules
     if isinstance(wanted, set):
         wanted = sorted(wanted)
@@ -126,14 +117,14 @@ def _no_match(model: nn.Module, config: LoraConfig) -> str:
 
 
 def matches(config: LoraConfig, key: str) -> bool:
-    """Whether PEFT would put an adapter with this config on the module of that name."""
+    """Whether PEFT would put an adapter with this config on the module named `key`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return bool(check_target_module_exists(config, key))
 
 
 def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
-    """A copy with PEFT's own expansion of `all-linear` and of a model type's default targets."""
+    """Returns a copy with PEFT's expansion of `all-linear` and of the model type's default targets."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
 
     config = _translated(model, name, config)
@@ -152,7 +143,7 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
 
 
 def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
-    """A copy with PEFT's own translation of names of layers that Transformers 5 has fused into parameters."""
+    """Returns a copy with PEFT's translation of layers that Transformers 5 has fused into parameters."""
     from peft.utils.transformers_weight_conversion import (
         convert_peft_config_for_transformers,
         get_model_conversion_mapping,
@@ -178,7 +169,7 @@ def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
 
 
 def _outside_experts(model: nn.Module, config: LoraConfig) -> str:
-    """What to name instead: those of the wanted layers that PEFT leaves as layers, or else all of them."""
+    """Returns a hint at targets that work: those of the wanted layers that do, or else all that do."""
     from peft.utils.transformers_weight_conversion import (
         convert_peft_config_for_transformers,
         get_model_conversion_mapping,
@@ -200,7 +191,7 @@ def _outside_experts(model: nn.Module, config: LoraConfig) -> str:
 
 
 def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
-    """PEFT's expansion, which also works on a model whose layers have been converted already."""
+    """Expands `all-linear` as PEFT does; also works on a model with converted layers."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     expanded: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
@@ -223,24 +214,24 @@ def _layer_spec(config: LoraConfig, key: str, kind: str) -> LayerSpec:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All linear layers of a model, converted or not, by name: their positions are the layers' indices."""
+    """Returns all linear layers by name, converted or not; their positions are the layers' indices."""
     return {key: module for key, module in model.named_modules() if is_linear(module)}
 
 
 def _inside_layer(model: nn.Module, key: str) -> bool:
-    """Whether the module is a part of a converted layer: a bank, or an adapter's slot in it."""
+    """Whether the module lies inside a converted layer: a bank, or an adapter's slot in it."""
     return any(f".{name}" in key for name in parameter_names())
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of the model's linear layers, each once."""
+    """Returns the last parts of the linear layers' names, each once."""
     return list(dict.fromkeys(key.rpartition(".")[2] for key in linear_layers(model)))
 
 
 def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) -> dict[str, Any]:
-    """Fields of a LoraConfig by which PEFT finds exactly these layers in the base model.
+    """Returns fields of a LoraConfig by which PEFT finds exactly these layers in the base model.
 
-    Last parts of names where they suffice, as people write them; otherwise full names.
+    Uses the last parts of the layers' names if they suffice, as people write them, else full names.
     """
     wanted = set(layers)
     keys = [key for key, _ in model.named_modules() if key and not _inside_layer(model, key)]
@@ -258,6 +249,6 @@ def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) ->
 
 
 def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
-    """PEFT's rule: adapters of a half-precision base are kept in fp32, others in the base's dtype."""
+    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype."""
     half = weight.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half and autocast_adapter_dtype else weight.dtype

@@ -1,4 +1,4 @@
-"""What modules carry beside their weights and a conversion would lose: moved over, or refused by name."""
+"""Finds module state that a conversion would lose, such as hooks, and moves or refuses it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ _RUN = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
-"""Where a module keeps the hooks that run with it."""
+"""Attributes in which a module keeps the hooks that run in its forward and backward."""
 
 
 def check_layer(key: str, module: nn.Module) -> None:
-    """Refuse a linear layer with anything that the layer in its place would not have.
-
-    Raises:
-        ValueError: naming the layer, what it has, and what to do.
-    """
+    """Raises ValueError for a linear layer with anything that the converted layer would not have."""
     if hasattr(module, "_hf_hook"):
         raise ValueError(
             f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
@@ -48,15 +44,9 @@ def check_layer(key: str, module: nn.Module) -> None:
 
 
 def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
-    """Refuse a module with hooks, another forward or a compiled call, which end with it.
+    """Raises ValueError if dropping a module would lose hooks, a replaced forward or a compiled call.
 
-    Args:
-        what: the module is, for messages.
-        module: that a conversion drops.
-        moves: whether `move_hooks` takes the hooks that run with it elsewhere.
-
-    Raises:
-        ValueError: naming the module, what it has, and what to do.
+    `what` names the module in messages. `moves` allows the hooks that `move_hooks` moves elsewhere.
     """
     for field, hooks in vars(module).items():
         if field.endswith("_hooks") and hooks and not (moves and field in _RUN):
@@ -65,7 +55,7 @@ def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
                 "before it, and register them on the converted model after it"
             )
     own = vars(module).get("forward")
-    # PEFT's update_forward_signature puts the class's own on the instance.
+    # PEFT's update_forward_signature puts the class's own forward on the instance.
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         raise ValueError(
             f"{what}: its forward was replaced on the instance, which conversion would drop: delete that "
@@ -76,6 +66,6 @@ def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
 
 
 def move_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Let the hooks of one module run with another; their handles still remove them."""
+    """Makes one module's forward and backward hooks run with another; their handles still remove them."""
     for field in _RUN:
         target.__dict__[field] = source.__dict__[field]

@@ -1,4 +1,4 @@
-"""An adapter's weights in a converted model: where they are, and writing them once they are checked."""
+"""Finds, checks and writes an adapter's weights in a converted model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .routing.router import router_of
 from .targets import features
 
 LayerWeights = Mapping[str, Mapping[str, torch.Tensor]]
-"""Tensors by layer name and name of the Parameter, as `lora_A`."""
+"""Tensors by layer name and Parameter name, such as `lora_A`."""
 
 
 def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
-    """The layers that an adapter sits on, by name, in the model's order."""
+    """Returns the layers that an adapter sits on, by name, in the model's order."""
     return {
         key: module
         for key, module in model.named_modules()
@@ -27,14 +27,14 @@ def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
 
 
 def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """An adapter's Parameters by their names in the model's state dict.
+    """Returns an adapter's Parameters by their names in the model's state dict.
 
-    `lora_B` is a transposed view of rows and not contiguous. `torch.optim.LBFGS` and
-    `torch.nn.utils.parameters_to_vector` fail on it ("view size is not compatible"); other optimizers do not.
-    For those two give it memory of its own, `p.data = p.data.contiguous()`, and anew after each `.to`.
+    `lora_B` is a transposed view and not contiguous. `torch.optim.LBFGS` and
+    `torch.nn.utils.parameters_to_vector` fail on it ("view size is not compatible"); other optimizers work.
+    For those two, give it its own memory with `p.data = p.data.contiguous()`, and again after each `.to`.
 
-    Of a model some of whose layers are on the meta device, because other processes hold them, these are all
-    of the adapter's parameters; those that are here are the ones that are not `is_meta`.
+    If other processes hold some of the layers, those layers are on the meta device here. The result still has
+    all of the adapter's Parameters; this process holds those that are not `is_meta`.
 
     Args:
         model: converted by `convert_model`, or a part of such a model.
@@ -56,16 +56,7 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
-    """Copies weights into an adapter, after checking all of them.
-
-    Args:
-        model: with the adapter.
-        name: of the adapter.
-        layers: by layer name and name of the Parameter.
-
-    Raises:
-        ValueError: naming the first layer that is missing, unknown or of another shape.
-    """
+    """Copies weights into an adapter after `check_weights` has checked all of them."""
     mine = adapter_layers(model, name)
     check_weights(model, name, {key: layer.specs[name] for key, layer in mine.items()}, layers)
     with torch.no_grad():
@@ -77,14 +68,7 @@ def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
 def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> None:
     """Compares weights with an adapter of these specs, before anything is changed.
 
-    Args:
-        model: converted or not.
-        name: of the adapter, for messages.
-        specs: by layer name.
-        layers: by layer name and name of the Parameter.
-
-    Raises:
-        ValueError: naming the first layer that is missing, unknown or of another shape.
+    Raises ValueError, naming the first layer that is missing, unknown or of another shape.
     """
     for key in [*specs, *layers]:
         if key not in layers or key not in specs:

@@ -1,1 +1,1 @@
-"""Adapters of and for PEFT and Transformers: folders, models, the adapter interface."""
+"""PEFT and Transformers: adapter folders, PEFT models, the adapter interface, merging."""

@@ -1,7 +1,7 @@
 """Transformers' adapter interface (`PeftAdapterMixin`) on a converted model.
 
 The methods sit on the instance, bound to one object that is copied and pickled with its model. A plain
-`nn.Module` gets none of them.
+`nn.Module` does not get them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _USUAL = {
     "save_peft_format": True,
     "save_original_format": True,
 }
-"""Options of Transformers' and PEFT's `save_pretrained` by the only value that can be served."""
+"""Options of Transformers' and PEFT's `save_pretrained`, each with the only value that is supported."""
 
 
 def install(model: nn.Module) -> None:
-    """Let a freshly converted model speak the interface, if it is one of Transformers'."""
+    """Gives a freshly converted model the interface, if it is a Transformers model."""
     if not callable(getattr(model, "get_adapter_state_dict", None)):
         return
     interface = AdapterInterface(model)
@@ -57,32 +57,27 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take the interface off a copy that is to be a plain model."""
+    """Undoes `install` on a copy that becomes a plain model."""
     for name in (*_METHODS, *transformers_facts.FACTS, "active_adapters"):
         model.__dict__.pop(name, None)
     trainer_checkpoint.uninstall(model)
 
 
 class ActiveAdapters:
-    """`active_adapters`, which Transformers calls and PEFT's own helpers iterate, as that of a `PeftModel`.
-
-    Args:
-        model: converted, one of Transformers'.
-    """
+    """`active_adapters` as in a `PeftModel`: Transformers calls it, PEFT's helpers iterate over it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self) -> list[str]:
-        """Returns the adapter that `set_adapter` named; all of them where it was not called."""
+        """Returns the adapter that `set_adapter` named; if it was not called, all adapters."""
         router = router_of(self.model)
         return list(router.adapters) if router.default is None else [router.default]
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over the model's only adapter.
 
-        Raises:
-            ValueError: if it has several: `create_lorafa_optimizer` would pair A of one with that of another.
+        Raises ValueError if it has several: `create_lorafa_optimizer` would pair A of one with B of another.
         """
         names = list(router_of(self.model).adapters)
         if len(names) > 1:
@@ -95,11 +90,7 @@ class ActiveAdapters:
 
 
 class AdapterInterface:
-    """Transformers' methods for adapters, and the few of `PeftModel` that people reach for.
-
-    Args:
-        model: converted, one of Transformers'.
-    """
+    """Transformers' methods for adapters, and the methods of `PeftModel` that people use most."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -109,15 +100,10 @@ class AdapterInterface:
         return router_of(self.model)
 
     def set_adapter(self, adapter_name: str | Sequence[str]) -> None:
-        """Make an adapter that of every row of a forward call without `adapter_names`.
+        """Sets the adapter of every row in forward calls without `adapter_names`.
 
-        It freezes nothing: any adapter trains on the rows that it is given.
-
-        Args:
-            adapter_name: the adapter, or a list with only it.
-
-        Raises:
-            ValueError: if the model has no such adapter, or the list has several: rows have one each here.
+        It freezes nothing: any adapter trains on the rows that it is given. Raises ValueError if the model
+        has no such adapter, or for a list of several: each row has one adapter here.
         """
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name or [])
         if len(names) != 1:
@@ -129,30 +115,24 @@ class AdapterInterface:
         self._router.default = names[0]
 
     def disable_adapters(self) -> None:
-        """Leave all adapters out of every forward call from now on, also of those with `adapter_names`.
+        """Disables all adapters in every forward call from now on, also in those with `adapter_names`.
 
-        Raises:
-            ValueError: if a route is active: it was built with its adapters.
+        Raises ValueError if a route is active: it was built with its adapters.
         """
         disable(self._router)
 
     def enable_adapters(self) -> None:
-        """Undo `disable_adapters`."""
+        """Undoes `disable_adapters`."""
         self._router.disabled = False
 
     def disable_adapter(self) -> Any:
-        """Context in which the adapters are left out, as `PeftModel`'s: see `mlora_ext.disable_adapter`."""
+        """Returns a context without adapters, as `PeftModel`'s: see `mlora_ext.disable_adapter`."""
         return disable_adapter(self.model)
 
     def add_adapter(self, adapter_config: LoraConfig, adapter_name: str | None = None) -> None:
-        """Put one more adapter on the model and call `set_adapter` with it, as Transformers does.
+        """Adds an adapter to the model and calls `set_adapter` with it, as Transformers does.
 
-        Args:
-            adapter_config: PEFT's config.
-            adapter_name: of the new adapter. Default: "default".
-
-        Raises:
-            ValueError: as `mlora_ext.add_adapter`.
+        The name defaults to `default`. Raises ValueError as `mlora_ext.add_adapter` does.
         """
         if isinstance(adapter_config, str):
             raise ValueError(f"adapter_config: expected a LoraConfig before the name, got {adapter_config!r}")
@@ -161,11 +141,7 @@ class AdapterInterface:
         self.set_adapter(name)
 
     def delete_adapter(self, adapter_names: str | Sequence[str]) -> None:
-        """Take adapters off the model; none if one of them is unknown.
-
-        Raises:
-            ValueError: if the model has no adapter of one of these names.
-        """
+        """Removes adapters from the model; raises ValueError and removes none if one is unknown."""
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         self._router.check_names("adapter_names", names)
         for name in dict.fromkeys(names):
@@ -179,17 +155,11 @@ class AdapterInterface:
         is_trainable: bool = False,
         hotswap: bool | str = "auto",
     ) -> None:
-        """Read an adapter from a PEFT folder and call `set_adapter` with it, as Transformers does.
+        """Reads an adapter from a PEFT folder and calls `set_adapter` with it, as Transformers does.
 
-        Args:
-            peft_model_id: the folder.
-            adapter_name: to give it. Default: "default".
-            is_trainable: whether it is to be trained; if not, it is frozen and the model put into evaluation
-                mode.
-            hotswap: True writes the folder's weights into the adapter of this name, which the model has.
-
-        Raises:
-            ValueError: if the name is taken, or with `hotswap` is not, and as `mlora_ext.load_adapter`.
+        The name defaults to `default`. Unless `is_trainable`, the adapter is frozen and the model put into
+        evaluation mode. `hotswap=True` only writes the folder's weights into the model's adapter of this
+        name. Without it, a taken name raises ValueError.
         """
         name = adapter_name or "default"
         swaps = hotswap is True
@@ -211,14 +181,10 @@ class AdapterInterface:
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, state_dict: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Returns an adapter's weights under Transformers' keys, without PEFT's `base_model.model.`
+        """Returns an adapter's weights under Transformers' keys, without PEFT's `base_model.model.`.
 
-        Args:
-            adapter_name: of the adapter. Default: the active one.
-            state_dict: of the model, to take them from. Default: the model's own.
-
-        Raises:
-            ValueError: if the model has no adapter of this name, or several are active and none is named.
+        Defaults to the active adapter and to the model's own state dict. Raises ValueError if the model has
+        no adapter of this name, or several are active and none is named.
         """
         return trainer_checkpoint.adapter_tensors(
             self.model, one_adapter(self.model, adapter_name), state_dict
@@ -234,22 +200,15 @@ class AdapterInterface:
         selected_adapters: Sequence[str] | None = None,
         **others: Any,
     ) -> None:
-        """Write the adapters as PEFT folders, and what a Trainer resumes from; not the base model.
+        """Writes the adapters as PEFT folders, and the file that a Trainer resumes from; not the base model.
 
-        One adapter lies in the folder itself. Of several, "default" does and the others lie in folders of
-        their names inside of it, as `PeftModel.save_pretrained` lays them out. `model.safetensors` beside
-        them is what Trainer reads back: all these adapters and the dropout step.
+        A single adapter is written to the folder itself. Of several, `default` is, and the others go to
+        subfolders with their names, as in `PeftModel.save_pretrained`. `model.safetensors` beside them holds
+        all these adapters and the dropout step; Trainer reads it back. `state_dict` replaces the model's own.
+        To publish the folder, use `huggingface_hub.upload_folder`: `push_to_hub` must be False. A model
+        without adapters saves its base by its own method, which also gets `others`.
 
-        Args:
-            save_directory: the folder.
-            is_main_process: whether this process writes.
-            state_dict: of the model, to take the weights from. Default: the model's own.
-            push_to_hub: must be False: upload the folder with `huggingface_hub.upload_folder`.
-            selected_adapters: names of the adapters to write. Default: all.
-            others: of the model's own method, where it has no adapter and writes the base.
-
-        Raises:
-            ValueError: if a name is unknown, an option is not supported, or the folder holds another model.
+        Raises ValueError if a name is unknown, an option is not supported, or the folder holds another model.
         """
         if not self._router.adapters:
             own: Any = type(self.model)
@@ -269,5 +228,5 @@ class AdapterInterface:
             trainer_checkpoint.save(self.model, names, save_directory, state_dict)
 
     def print_trainable_parameters(self) -> None:
-        """Print how many parameters train: see `mlora_ext.print_trainable_parameters`."""
+        """Prints how many parameters train: see `mlora_ext.print_trainable_parameters`."""
         print_trainable_parameters(self.model)

@@ -1,4 +1,4 @@
-"""Embeddings whose rows the user has changed in number: they are saved with adapters, as PEFT saves them."""
+"""Embeddings that the user has resized: they are saved with adapters, as PEFT saves them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 
 def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Input and output embeddings of a model with another vocabulary than the base in its folder or cache.
+    """Returns input and output embeddings, with a warning, if the vocabulary is not that of the stored base.
 
-    Args:
-        model: converted.
-        state_dict: of the model, to take them from; what it lacks is left out. Default: the model's own.
-
-    Returns:
-        `{"model.embed_tokens.weight": [vocabulary, d], ...}`, keys as in the model's state dict; empty where
-        the sizes are equal, where the base cannot be found, or where another process holds the embeddings.
+    `{"model.embed_tokens.weight": [vocabulary, d], ...}`, keys as in the model's state dict. Empty if the
+    sizes are equal, if the stored base is not found, or if another process holds the embeddings. `state_dict`
+    replaces the model's own; embeddings that it lacks are left out.
     """
     config: Any = getattr(model, "config", None)
     stored, own = _stored_vocabulary(config), _vocabulary(config)
@@ -45,7 +41,7 @@ def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None
 
 
 def _vocabulary(config: Any) -> int | None:
-    """The number of tokens that a model's config names; None where it is no config of Transformers."""
+    """Returns the number of tokens in a Transformers config; None if it names none or several."""
     try:
         text = config.get_text_config() if hasattr(config, "get_text_config") else None
     except ValueError:  # several of its parts have a vocabulary
@@ -54,7 +50,7 @@ def _vocabulary(config: Any) -> int | None:
 
 
 def _stored_vocabulary(config: Any) -> int | None:
-    """That of the folder or of the cached model that the base was read from; None where there is none."""
+    """Returns the number of tokens of the folder or cached model that the base was read from, if any."""
     if _vocabulary(config) is None or not getattr(config, "_name_or_path", ""):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Configs of adapters that exist already, in a folder or in a PEFT model."""
+"""Adapts the configs of adapters that exist already, in a folder or in a PEFT model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _START_FIELDS = {"eva": "eva_config", "corda": "corda_config", "lora_ga": "lora_
 
 
 def without_start(config: LoraConfig) -> LoraConfig:
-    """A copy without how A and B were drawn, where that changed nothing but their first values.
+    """Returns a copy without the initialisation method, if it changed only the first values of A and B.
 
-    What changed the base, too, stays, and is refused.
+    A method that also changed the base stays in the config, and is refused later.
     """
     config, how = copy.deepcopy(config), init_kind(config)
     for kind, field in _START_FIELDS.items():
@@ -35,13 +35,9 @@ def without_start(config: LoraConfig) -> LoraConfig:
 
 
 def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mapping[str, float]) -> LoraConfig:
-    """A copy whose `lora_alpha` and `alpha_pattern` say these scalings, so that PEFT's folders hold them.
+    """Returns a copy whose `lora_alpha` and `alpha_pattern` give these scalings; PEFT folders hold them.
 
-    Args:
-        model: the base model.
-        name: of the adapter, for messages.
-        config: of the adapter.
-        scaling: by layer name; what the adapter sits on beside is left as it is.
+    `scaling` is by layer name; the adapter's other layers keep theirs.
     """
     plan = target_layers(model, name, config)
     if all(scaling.get(key, spec.scaling) == spec.scaling for key, spec in plan.items()):

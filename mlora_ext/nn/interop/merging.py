@@ -1,4 +1,4 @@
-"""A plain model with one adapter merged into its weights: merge_and_unload."""
+"""Makes a plain model with one adapter merged into its weights: merge_and_unload."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ from .peft_folder import adapter_config
 
 
 class MergeAndUnload:
-    """A converted model's `merge_and_unload`, with the arguments of PEFT's.
+    """A converted model's `merge_and_unload`, with PEFT's arguments.
 
-    An object and not a method, so that it is copied and pickled with its model.
-
-    Args:
-        model: converted, one of Transformers'.
+    An object, not a method, so that it is copied and pickled with its model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,14 +37,7 @@ class MergeAndUnload:
     ) -> nn.Module:
         """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
 
-        Args:
-            adapter_name: of the adapter.
-            progressbar: as PEFT's; merging is too short for one.
-            safe_merge: see there.
-            adapter_names: as PEFT's, of one adapter.
-
-        Raises:
-            ValueError: see there; or `adapter_names` holds several.
+        `progressbar` is ignored: merging is too short for one. `adapter_names` may hold one name.
         """
         if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
             raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
@@ -56,7 +46,7 @@ class MergeAndUnload:
 
 
 def install(model: nn.Module) -> None:
-    """Gives a freshly converted model the method, if it is one of Transformers'."""
+    """Gives a freshly converted model the method, if it is a Transformers model."""
     if callable(getattr(model, "get_adapter_state_dict", None)):
         model.__dict__["merge_and_unload"] = MergeAndUnload(model)
 
@@ -67,17 +57,18 @@ def merge_and_unload(
     """Returns a copy of the base model with one adapter merged into its weights.
 
     `W' = W + scaling B A`, computed and rounded by PEFT's own `merge_and_unload`. The converted model keeps
-    its adapters and its weights. The copy has plain layers and the forward of its class: what a Trainer has
-    put on the instance stays behind. The base's own dropouts are 0, as in the converted model.
+    its adapters and its weights. The copy has plain layers and its class's forward; it loses what a Trainer
+    has put on the instance. The base's dropouts are 0 in the copy, too.
 
     Args:
         model: converted by `convert_model`.
         adapter_name: of the adapter. Default: the one that `set_adapter` named, or the only one.
-        safe_merge: raise if a merged weight is NaN or infinite, as PEFT's.
+        safe_merge: raise if a merged weight is NaN or infinite, as PEFT does.
 
     Raises:
-        ValueError: if there is no such adapter, several and none is named, one of its weights is tied to
-            another layer's, which would change, too, or with `safe_merge` a merged weight is not finite.
+        ValueError: if there is no such adapter, if there are several and none is named, or if its kind cannot
+            be merged. Also if one of its layers' weights is tied to another layer's, which would change, too.
+            With `safe_merge` also if a merged weight is not finite.
 
     Example:
         >>> merge_and_unload(model, "a").save_pretrained("merged")
@@ -116,7 +107,7 @@ def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
         if layer._parameters.get("weight") is None:
-            continue  # one of another kind, which is nobody else's
+            continue  # a frozen weight of another kind is never tied
         others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
         if others:
             raise ValueError(
@@ -126,7 +117,7 @@ def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
-    """The base model as it was before it was converted, with weights of its own."""
+    """Returns a copy of the base model as it was before conversion, with its own weights."""
     copied = copy.deepcopy(model)
     for attribute in ("forward", "_original_forward"):
         copied.__dict__.pop(attribute, None)
@@ -142,7 +133,7 @@ def _plain_copy(model: nn.Module) -> nn.Module:
 
 
 def _stored(layer: MultiLoRALinear) -> torch.Tensor:
-    """A frozen weight of another kind than plain, as a plain layer stores it."""
+    """Returns a frozen weight of a kind other than plain, in a plain layer's layout."""
     dense = layer.frozen.dense()
     return dense.t().contiguous() if layer.fan_in_fan_out else dense
 

@@ -1,4 +1,4 @@
-"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors."""
+"""Reads and writes adapters as PEFT folders: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def save_adapter(
     folder: str | os.PathLike[str],
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter as a folder that `PeftModel.from_pretrained` loads.
+    """Writes an adapter as a folder that `PeftModel.from_pretrained` loads.
 
-    Embeddings with another number of rows than the base's folder says are saved with it, with a warning.
-    Everything is written under a temporary name beside and then renamed: a new folder appears whole or not at
-    all; in a folder that exists, the adapter's files are replaced and others stay.
+    Embeddings with another number of rows than in the base's folder are saved with it, with a warning. All
+    files are first written under a temporary name beside the folder and then renamed. A new folder appears
+    whole or not at all. In an existing folder the adapter's files are replaced and other files stay.
 
     Args:
         model: converted by `convert_model`.
         name: of the adapter.
         folder: to write.
-        weights: of all of the adapter's layers under PEFT's keys, for a model some of whose layers are on the
-            meta device: the `adapter_state` of every process in one dict. Default: the model's own.
+        weights: of all the adapter's layers, under PEFT's keys, if some layers are on the meta device: the
+            `adapter_state` of every process in one dict. Default: the model's own.
 
     Raises:
-        ValueError: if the model has no adapter of this name, `folder` is a file, or weights are missing, of
-            another shape or of no layer of the adapter.
-        OSError: if the disk is full or the place is not writable; what was there before stays.
+        ValueError: if the model has no adapter of this name, `folder` is a file, or `weights` lacks a tensor,
+            holds one of another shape, or holds one that is not the adapter's.
+        OSError: if the disk is full or the folder is not writable; what was there before stays.
 
     Example:
         >>> save_adapter(model, "a", "out/a")
@@ -70,7 +70,7 @@ def write_folder(
     weights: Mapping[str, Tensor] | None,
     embeddings: Mapping[str, Tensor],
 ) -> None:
-    """`save_adapter` with these embeddings beside it, `{"model.embed_tokens.weight": [vocabulary, d]}`."""
+    """Does `save_adapter` with these embeddings, `{"model.embed_tokens.weight": [vocabulary, d]}`."""
     router_of(model).check_names("name", [name])
     target = Path(folder)
     if target.exists() and not target.is_dir():
@@ -87,12 +87,9 @@ def write_folder(
 
 
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """An adapter's weights under PEFT's keys, as contiguous copies on the CPU.
+    """Returns an adapter's weights as contiguous copies on the CPU, without those of other processes (meta).
 
-    Those on the meta device, which another process holds, are left out.
-
-    Returns:
-        `{"base_model.model.<layer>.lora_A.weight": [r, d_in], "... .lora_B.weight": [d_out, r]}`
+    `{"base_model.model.<layer>.lora_A.weight": [r, d_in], "... .lora_B.weight": [d_out, r]}`
     """
     state = {}
     for key, layer in adapter_layers(model, name).items():
@@ -108,7 +105,7 @@ def _key(layer: str, parameter: str, spec: LayerSpec) -> str:
 
 
 def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """All weights of an adapter, in the model's order."""
+    """Returns all weights of an adapter, in the model's order; raises ValueError if they do not fit it."""
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
         _key(key, part, layer.specs[name]): parameter.shape
@@ -128,7 +125,7 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
 
 
 def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Resized embeddings under PEFT's keys, which tell the base of an adapter's layer from other layers."""
+    """Returns embeddings under PEFT's keys, which have `.base_layer` if the adapter sits on the embedding."""
     layers = adapter_layers(model, name)
     state = {}
     for key, tensor in embeddings.items():
@@ -139,7 +136,7 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
 
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
-    """An adapter's LoraConfig with targets that PEFT resolves to the same layers of the base model."""
+    """Returns an adapter's LoraConfig, with targets that PEFT resolves to the same layers of the base."""
     config = copy.deepcopy(router_of(model).adapters[name].config)
     for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():
         setattr(config, field, value)
@@ -171,18 +168,9 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
 
 
 def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, dict[str, dict[str, Tensor]]]:
-    """Reads a PEFT folder for a model that has no adapter of this name yet, and checks that it fits.
+    """Reads a PEFT folder for a new adapter, checks that it fits, and returns its config and its weights.
 
-    Args:
-        model: converted or not; it is not changed.
-        name: of the adapter, for messages.
-        path: the folder.
-
-    Returns:
-        Its config, and its weights by layer name and name of the Parameter.
-
-    Raises:
-        ValueError: as `mlora_ext.load_adapter`.
+    The model, converted or not, is not changed. Raises ValueError as `mlora_ext.load_adapter` does.
     """
     config = read_config(path)
     plan = plan_adapter(model, name, config)
@@ -193,16 +181,15 @@ def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, d
 
 
 def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, dict[str, Tensor]]:
-    """The weights of a PEFT folder by layer name and name of the Parameter, `lora_A` or `lora_B`.
+    """Returns the weights of a PEFT folder by layer name and Parameter name, `lora_A` or `lora_B`.
 
-    Raises:
-        ValueError: if a file is missing or cannot be read, or a weight is NaN or infinite.
+    Raises ValueError if a file is missing or cannot be read, or a weight is NaN or infinite.
     """
     return _read_weights(Path(folder))[0]
 
 
 def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
-    """The same weights under another scaling are another adapter."""
+    """Raises ValueError if scalings differ: the same weights under another scaling are another adapter."""
     for key, layer in adapter_layers(model, name).items():
         if key in plan and plan[key].scaling != layer.specs[name].scaling:
             raise ValueError(
@@ -215,7 +202,7 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
     from safetensors.torch import save
 
     adapter_config(model, name).save_pretrained(str(folder))
-    # Serialised first and written here, so that a full disk is an OSError and not safetensors' own exception.
+    # Written here and not by safetensors, so that a full disk is an OSError.
     (folder / _WEIGHTS).write_bytes(save(dict(state), metadata={"format": "pt"}))
     for file in (folder / _CONFIG, folder / _WEIGHTS):
         with open(file, "rb") as handle:
@@ -223,7 +210,7 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
 
 
 def _move_into(scratch: Path, target: Path) -> None:
-    """Rename the finished folder into place; into a folder that exists, its files, the weights first."""
+    """Renames the finished folder into place; in an existing folder, replaces the files, weights first."""
     if target.exists():
         for name in (_WEIGHTS, _CONFIG):
             os.replace(scratch / name, target / name)
@@ -249,13 +236,9 @@ def _umask() -> int:
 
 
 def read_config(path: Path) -> LoraConfig:
-    """Read the config of a PEFT folder, without how A and B were drawn, where that is past.
+    """Reads the config of a PEFT folder, without an initialisation method that no longer matters.
 
-    Args:
-        path: the folder.
-
-    Raises:
-        ValueError: it is not one of a LoRA adapter, or says what the PEFT installed here does not know.
+    Raises ValueError if it is not one of a LoRA adapter, or has fields that the installed PEFT does not know.
     """
     from peft import LoraConfig
 
@@ -272,7 +255,7 @@ def read_config(path: Path) -> LoraConfig:
         raise ValueError(f"folder: {path} has an adapter of type {kind!r}, expected 'LORA'")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     for field, value in stored.items():
-        # PEFT drops, with a warning, what a newer version wrote; it may change what the adapter computes.
+        # PEFT drops a newer version's fields with a warning; they may change what the adapter computes.
         if field not in known and value:
             raise ValueError(
                 f"folder: {path / _CONFIG}: {field}={value!r} is unknown to the PEFT installed here"
@@ -300,7 +283,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """Weights by layer name and name of the Parameter, and the folder's other tensors by their keys."""
+    """Returns weights by layer name and Parameter name, and the folder's other tensors by their keys."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -330,7 +313,10 @@ def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, T
 
 
 def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """PEFT also stores head and embeddings where they are targeted or resized: the model must have them."""
+    """Raises ValueError if the model does not have the folder's other tensors.
+
+    PEFT also stores the head and embeddings if they are targeted or resized.
+    """
     base = dict(model.named_parameters(remove_duplicate=False)) if tensors else {}
     for key, tensor in tensors.items():
         own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers of one model: what they hold beside their config, read and checked."""
+"""PEFT's LoRA layers of a model: checks them, and reads what is not in their configs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..unconverted_state import check_layer, check_untouched
 
 @dataclass(frozen=True)
 class PeftLayers:
-    """PEFT's LoRA layers in a base model, by the names of the layers that they wrap.
+    """PEFT's LoRA layers in a base model.
 
     Attributes:
-        layers: of type `peft.tuners.lora.Linear`.
+        layers: `peft.tuners.lora.Linear` by the name of the layer that it wraps.
         configs: of the adapters, by name.
     """
 
@@ -26,11 +26,10 @@ class PeftLayers:
 
     @classmethod
     def of(cls, base: nn.Module, configs: Mapping[str, Any]) -> PeftLayers:
-        """Find and check them.
+        """Finds the layers and checks them.
 
-        Raises:
-            ValueError: naming a layer that does not compute its adapters' plain LoRA, or has hooks or patches
-                that would be lost.
+        Raises ValueError, naming a layer, if it does not compute plain LoRA, or has hooks or patches that
+        would be lost.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
@@ -46,17 +45,17 @@ class PeftLayers:
         return cls(found, configs)
 
     def bases(self) -> dict[str, nn.Module]:
-        """What the layers wrap."""
+        """Returns the wrapped layers by name."""
         return {key: layer.base_layer for key, layer in self.layers.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """A and B of all adapters."""
+        """Yields A and B of all adapters."""
         for layer in self.layers.values():
             for bank in (layer.lora_A, layer.lora_B):
                 yield from bank.parameters()
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """An adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name."""
+        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name."""
         return {
             key: {"lora_A": layer.lora_A[name].weight.data, "lora_B": layer.lora_B[name].weight.data}
             for key, layer in self.layers.items()
@@ -64,15 +63,11 @@ class PeftLayers:
         }
 
     def scaling(self, name: str) -> dict[str, float]:
-        """An adapter's scaling by layer name, as `set_scale` and the like have left it."""
+        """Returns an adapter's scaling by layer name, including changes by `set_scale` and the like."""
         return {key: layer.scaling[name] for key, layer in self.layers.items() if name in layer.lora_A}
 
     def dropout(self, name: str, default: float) -> float:
-        """An adapter's dropout probability.
-
-        Raises:
-            ValueError: if its layers have several.
-        """
+        """Returns an adapter's dropout probability; raises ValueError if its layers have several."""
         found = {
             getattr(layer.lora_dropout[name], "p", 0.0)
             for layer in self.layers.values()
@@ -86,18 +81,18 @@ class PeftLayers:
         return found.pop() if found else default
 
     def drops(self, key: str) -> bool:
-        """Whether adapters of a layer drop anything now."""
+        """Whether a layer's adapters drop anything now."""
         return True in _dropping(self.layers[key])
 
     def mode(self, key: str) -> bool:
-        """Whether a layer is in training mode: that of its dropouts, where any can drop."""
+        """Whether a layer is in training mode; that of its dropouts, if any can drop."""
         dropping = _dropping(self.layers[key])
         return True in dropping if dropping else bool(self.layers[key].training)
 
     def trains(self, name: str, weight: nn.Parameter) -> bool:
         """Whether A or B of an adapter is trained.
 
-        PEFT freezes adapters that are not active, and trains them when they become so: here, all are active.
+        PEFT freezes inactive adapters and trains them once they are active. Here all adapters are active.
         """
         if weight.requires_grad:
             return True
@@ -109,7 +104,7 @@ class PeftLayers:
         return waits and frozen and not self.configs[name].inference_mode
 
     def keep_dtype(self) -> bool:
-        """Whether adapters have the dtype of a base in half precision; else they are kept in fp32."""
+        """Whether all adapters have the base's dtype; if not, a half-precision base keeps them in fp32."""
         return all(
             bank[name].weight.dtype == layer.base_layer.weight.dtype
             for layer in self.layers.values()
@@ -119,7 +114,7 @@ class PeftLayers:
 
 
 def _dropping(layer: Any) -> set[bool]:
-    """Whether dropouts of a layer that can drop anything are in training mode."""
+    """Returns the training modes of those dropouts of a layer that can drop anything."""
     return {dropout.training for dropout in layer.lora_dropout.values() if getattr(dropout, "p", 0.0)}
 
 
@@ -135,7 +130,7 @@ def _check_kind(key: str, layer: Any) -> None:
 
 
 def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
-    """Refuse a layer in which PEFT leaves adapters out, or computes something without a counterpart here."""
+    """Raises ValueError if PEFT leaves adapters of a layer out, or only some of its dropouts train."""
     if layer.merged:
         raise ValueError(f"peft_model: adapters of {key} are merged into the base; unmerge_adapter first")
     if layer.disable_adapters:
@@ -159,7 +154,7 @@ def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
 
 
 def _check_parts(key: str, layer: Any) -> None:
-    """Refuse hooks and patches within a layer; those on the layer itself move with it."""
+    """Raises ValueError for hooks and patches within a layer; those on the layer itself move with it."""
     check_untouched(f"layer {key}", layer, moves=True)
     for part, module in layer.named_modules():
         if part and not part.startswith("base_layer"):

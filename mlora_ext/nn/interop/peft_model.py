@@ -1,4 +1,4 @@
-"""Taking the adapters of a PEFT model over: from_peft."""
+"""Takes the adapters of a PEFT model over: from_peft."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _PEFT_FIELDS = ("peft_config", "_hf_peft_config_loaded")
 
 
 def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -> nn.Module:
-    """ThreadGuard a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
+    """Turns a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
 
-    Scalings (`set_scale`), dropout probabilities, training mode and which of A and B are frozen are PEFT's.
-    An adapter that is not PEFT's active one, and frozen for that reason only, may be trained. Hooks on PEFT's
-    LoRA layers run with the converted layers. What else would be lost is refused. An optimizer of the PEFT
-    model holds parameters that are no longer used: make it anew.
+    It keeps PEFT's scalings (`set_scale`), dropout probabilities and training mode, and which of A and B are
+    frozen. An adapter that PEFT froze only because it is not active may be trained. Hooks on PEFT's LoRA
+    layers run with the converted layers. Anything else that would be lost is refused. An optimizer of the
+    PEFT model holds parameters that are no longer used: make a new one.
 
     Args:
-        peft_model: of `get_peft_model`, a `LoraModel`, or a model with adapters from
+        peft_model: made by `get_peft_model`, a `LoraModel`, or a model with adapters from
             `inject_adapter_in_model` or Transformers' `add_adapter`. Its base model is taken out and
             converted in place; do not use the PEFT model afterwards.
-        seed: of dropout.
+        seed: for dropout.
 
     Returns:
         The base model, converted.
 
     Raises:
-        ValueError: if it has no LoRA adapters, an adapter is not plain LoRA, is merged or disabled, its
-            config is not supported, a base weight requires a gradient, or hooks or patches would be lost;
-            the PEFT model is as it was then.
+        ValueError: if the model has no LoRA adapters, an adapter is not plain LoRA, is merged or disabled,
+            its config is not supported, a base weight requires a gradient, or hooks or patches would be lost.
+            The PEFT model is unchanged then.
     """
     base, configs = _taken_apart(peft_model)
     layers = PeftLayers.of(base, configs)
@@ -62,7 +62,7 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
 
 
 def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    """The base model, with PEFT's layers in it, and the adapters' configs."""
+    """Returns the base model, with PEFT's layers in it, and the adapters' configs."""
     from peft import PeftModel
     from peft.tuners.lora import LoraModel
 
@@ -93,7 +93,7 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
-    """PEFT freezes the base: whoever unfroze a part of it since wants to train it."""
+    """Raises ValueError if a base weight requires a gradient: someone unfroze it in order to train it."""
     adapters = {id(parameter) for parameter in layers.parameters()}
     for key, parameter in base.named_parameters():
         if parameter.requires_grad and id(parameter) not in adapters:
@@ -105,7 +105,7 @@ def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
 
 @contextmanager
 def _unwrapped(base: nn.Module, layers: PeftLayers) -> Iterator[None]:
-    """Take PEFT's layers out of the base; what fails inside puts them back."""
+    """Takes PEFT's layers out of the base; puts them back if the body fails."""
     fields = {field: vars(base).pop(field) for field in _PEFT_FIELDS if field in vars(base)}
     _put(base, layers.bases())
     done = False
@@ -125,7 +125,7 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
-    """Frozen parameters, training mode and hooks."""
+    """Takes frozen parameters, training mode and hooks over."""
     for key, theirs in layers.layers.items():
         layer: Any = model.get_submodule(key)
         for name in theirs.lora_A:
@@ -135,4 +135,4 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
         layer.train(layers.mode(key))
         move_hooks(theirs, layer)
     if any(layers.drops(key) for key in layers.layers):
-        model.training = True  # of this module alone: its forward passes count the steps of dropout
+        model.training = True  # only this module: its forward passes count dropout steps

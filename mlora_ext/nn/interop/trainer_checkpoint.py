@@ -1,6 +1,6 @@
-"""The folder that a converted model saves itself to: PEFT folders, and what a Trainer resumes from.
+"""Saves a converted model as PEFT folders, with the file that a Trainer resumes from.
 
-Trainer reads a checkpoint of anything but a `PeftModel` from `model.safetensors`, by `load_state_dict` with
+Trainer reads a checkpoint of any model but a `PeftModel` from `model.safetensors`, by `load_state_dict` with
 `strict=False`. That file holds the adapters under the model's own keys, and the dropout step.
 """
 
@@ -26,13 +26,13 @@ _STEP = "mlora_router.step"
 
 
 def install(model: nn.Module) -> None:
-    """Let a freshly converted model read such a file."""
+    """Lets a freshly converted model load that `model.safetensors`."""
     model.register_load_state_dict_pre_hook(_read_step)
     model.register_load_state_dict_post_hook(_excuse_base)
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take the hooks off a copy that is to be a plain model."""
+    """Undoes `install` on a copy that becomes a plain model."""
     before: Any = model._load_state_dict_pre_hooks
     after: Any = model._load_state_dict_post_hooks
     for key in [key for key, hook in before.items() if hook.hook is _read_step]:
@@ -44,12 +44,9 @@ def uninstall(model: nn.Module) -> None:
 def adapter_tensors(
     model: nn.Module, name: str, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """An adapter's weights as contiguous copies, `{"<layer>.lora_A.weight": [r, d_in], ...}`.
+    """Returns an adapter's weights as contiguous copies, `{"<layer>.lora_A.weight": [r, d_in], ...}`.
 
-    Args:
-        model: converted.
-        name: of the adapter.
-        state_dict: of the model, to take them from; what it lacks is left out. Default: the model's own.
+    `state_dict` replaces the model's own; weights that it lacks are left out.
     """
     own = adapter_parameters(model, name)
     source = own if state_dict is None else state_dict
@@ -68,11 +65,9 @@ def save(
     directory: str | os.PathLike[str],
     state_dict: Mapping[str, Tensor] | None,
 ) -> None:
-    """Write the adapters as PEFT folders, and the file that Trainer reads.
+    """Writes the adapters as PEFT folders, and the file that Trainer reads.
 
-    Raises:
-        ValueError: if weights are missing in `state_dict`, or the folder holds the weights of another model.
-        OSError: if the disk is full or the place is not writable.
+    Raises ValueError if weights are missing in `state_dict`, or the folder holds another model's weights.
     """
     folder = Path(directory)
     _refuse_other_model(folder)
@@ -92,7 +87,7 @@ def save(
 
 
 def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Parameters of the base that the user lets train, which PEFT's folders do not hold."""
+    """Returns base parameters that the user lets train, with a warning: PEFT's folders lack them."""
     source = model.state_dict() if state_dict is None else state_dict
     trained = [key for key, p in model.named_parameters() if p.requires_grad and not _is_adapters(key)]
     found = {key: source[key].detach().clone() for key in trained if key in source}
@@ -111,10 +106,9 @@ def _is_adapters(key: str) -> bool:
 
 
 def _clear_root(folder: Path) -> None:
-    """Take away an adapter that an earlier save left in the root, which PEFT would load in place of these.
+    """Deletes an adapter that an earlier save left in the root: PEFT would load it in place of these.
 
-    Raises:
-        ValueError: if it was saved by something else.
+    Raises ValueError if something else saved it.
     """
     if not (folder / "adapter_config.json").exists():
         return
@@ -151,14 +145,14 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _read_step(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Before a state dict is loaded: the dropout step, which is no tensor of the model."""
+    """Reads the dropout step, which is no tensor of the model, before a state dict is loaded."""
     step = state_dict.get(prefix + _STEP)
     if step is not None:
         router_of(model).step = int(step)
 
 
 def _excuse_base(model: nn.Module, incompatible: Any) -> None:
-    """After such a file was loaded: it has no base weights, and a step, by design."""
+    """Drops the step and missing base weights from the report on such a file: both are by design."""
     if _STEP in incompatible.unexpected_keys:
         incompatible.unexpected_keys.remove(_STEP)
         adapters = [key for key in incompatible.missing_keys if _is_adapters(key)]

@@ -1,4 +1,4 @@
-"""What Transformers and PEFT's helpers read on a model to see its adapters."""
+"""Attributes in which Transformers and PEFT's helpers look up a model's adapters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ FACTS = ("peft_config", "_hf_peft_config_loaded")
 
 
 def refresh(model: nn.Module) -> None:
-    """Writes the model's adapters down where Transformers looks, after some have joined or left.
-
-    Args:
-        model: converted; one without the adapter interface is left alone.
-    """
+    """Updates these attributes after adapters were added or removed, if the model has the interface."""
     if "set_adapter" not in model.__dict__:
         return
     adapters = router_of(model).adapters

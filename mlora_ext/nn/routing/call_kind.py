@@ -1,8 +1,8 @@
-"""The kind of a call: what decides how a model arranges its rows, as far as the arguments tell it.
+"""The kind of a call: everything in its arguments that may decide how a model arranges its rows.
 
-Where samples lie in the layers' inputs is found once for each kind, see `samples`. A model may select or sort
-rows by a mask, by labels, by lengths or by padding tokens. What was found with samples that such an argument
-treats alike says nothing of samples that it treats differently, so the kind says which of the two holds.
+`samples` finds once per kind where samples lie in the layers' inputs. A model may select or sort rows by a
+mask, by labels, by lengths or by padding tokens. A result found while such an argument treats all samples
+alike may not hold when it treats them differently. So the kind says which is the case.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def kind_of(call: Call, contents: Sequence[Tensor], special: Tensor) -> tuple[Hashable, ...]:
-    """Returns equal kinds for calls that take the same way through a model.
+    """Returns a key that is equal for calls that take the same way through a model.
 
-    Args:
-        call: positional and keyword arguments.
-        contents: those tensors among the arguments that hold what samples are made of.
-        special: int64, tokens that a model may count or replace, such as padding.
+    `contents` are the tensors among the arguments that hold the samples. `special` holds int64 tokens that a
+    model may count or replace, such as padding.
     """
     args, kwargs = call
     flags: list[Tensor] = []
@@ -32,7 +30,7 @@ def kind_of(call: Call, contents: Sequence[Tensor], special: Tensor) -> tuple[Ha
             held = any(value is content for content in contents)
             flags.extend(_of_tokens(value, special) if held else _flags(str(name), value))
             images = tuple(size == 1 for size in value.shape[1:-3])
-            # Layers cannot notice rows in another order, as a model may have for some lengths, if B = S.
+            # If B = S, shapes do not show that a model orders rows differently for some lengths.
             alike = held and value.shape[0] in value.shape[1:]
             return value.dim(), value.dtype, images, tuple(value.shape) if alike else ()
         if value is None or isinstance(value, bool | int | float | str):
@@ -45,19 +43,19 @@ def kind_of(call: Call, contents: Sequence[Tensor], special: Tensor) -> tuple[Ha
 
     named: list[tuple[str | int, Any]] = [*enumerate(args), *sorted(kwargs.items())]
     found = [(name, kind(name, value)) for name, value in named]
-    read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []  # one wait
+    read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []  # one sync
     return (*found, *read)
 
 
 def sizes_of(call: Call, batch: int) -> tuple[float, ...]:
-    """Elements per sample of each tensor among the arguments, and 1, in the order of their names."""
+    """Returns 1 and each argument tensor's elements per sample: positional ones, then others by name."""
     args, kwargs = call
     given = [*args, *(value for _, value in sorted(kwargs.items()))]
     return (1.0, *(value.numel() / batch for value in given if isinstance(value, Tensor)))
 
 
 def _of_tokens(value: Tensor, special: Tensor) -> Iterator[Tensor]:
-    """Whether each special token comes as often in all samples."""
+    """Yields whether each special token occurs equally often in all samples."""
     if value.is_floating_point() or value.dim() < 2 or value.is_meta or not special.numel():
         return
     counts = torch.stack([(value == token).flatten(1).sum(1) for token in special.tolist()])
@@ -65,7 +63,7 @@ def _of_tokens(value: Tensor, special: Tensor) -> Iterator[Tensor]:
 
 
 def _flags(name: str, value: Tensor) -> Iterator[Tensor]:
-    """Whether what stands beside the contents treats all samples alike; nothing for plain numbers."""
+    """Yields whether another argument treats all samples alike; nothing for scalars and float data."""
     sorts = value.dim() == 1 or "mask" in name
     if value.dim() == 0 or not value.numel() or value.is_meta or (value.is_floating_point() and not sorts):
         return

@@ -1,4 +1,4 @@
-"""Forward passes in flight: those whose backward pass, and a recomputation inside it, may still come."""
+"""Forward passes in flight: their backward, and a recomputation inside it, may still come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _TOKEN = "mlora_ext"
 class ForwardInFlight:
     """A training forward pass.
 
-    `token` dies with its autograd graph; `used`: a backward that frees the graph has recomputed it.
+    Attributes:
+        token: dies with the pass's autograd graph; None for a pass without a known output.
+        used: whether a backward that frees the graph has recomputed the pass.
     """
 
     route: Route
@@ -30,11 +32,7 @@ class ForwardInFlight:
 
 
 class ForwardsInFlight:
-    """The forward passes in flight of one model.
-
-    Attributes:
-        recorded: whether there has ever been one.
-    """
+    """The forward passes in flight of one model; `recorded`: whether there has ever been one."""
 
     def __init__(self) -> None:
         self._in_flight: list[ForwardInFlight] = []
@@ -47,25 +45,25 @@ class ForwardsInFlight:
         return ForwardsInFlight, ()  # graphs are not copied with a model
 
     def alive(self) -> list[ForwardInFlight]:
-        """Those whose graph still lives."""
+        """Returns the passes whose autograd graph still lives."""
         return [flight for flight in self._in_flight if flight.alive()]
 
     def record(self, route: Route, token: weakref.ref[Any] | None) -> None:
-        """Remember a training forward pass while its autograd graph lives, or until it is recomputed."""
+        """Remembers a training forward pass until its autograd graph is freed, or until it is recomputed."""
         kept = [flight for flight in self.alive() if not flight.used]
         lasting = [flight for flight in kept if flight.token is None]
-        # Without a token nobody tells when the graph is gone: more than the last would stay for ever.
+        # Without a token the end of a graph goes unnoticed: only the last of these passes is kept.
         kept = [flight for flight in kept if flight.token is not None or flight is lasting[-1]]
         self._in_flight = [*kept, ForwardInFlight(route, token)]
         self.recorded = route.recorded = True
 
 
 class _Token:
-    """Held by the autograd graph of a forward pass, so that we notice when the graph is gone."""
+    """Held by the autograd graph of a forward pass: a weak reference to it shows when the graph is gone."""
 
 
 def attach_token(output: object) -> weakref.ref[Any] | None:
-    """Hang one token on the autograd nodes of all differentiable tensors of a model's output."""
+    """Attaches one token to the autograd nodes of all differentiable tensors in a model's output."""
     token, attached = _Token(), False
     for leaf in torch.utils._pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

@@ -1,4 +1,4 @@
-"""Letting a route know where the samples of a forward pass lie in the layers' inputs: see `samples`."""
+"""Tells a route where the samples of a forward pass lie in the layers' inputs: see `samples`."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _CONTENTS = (
     "decoder_input_ids",
     "decoder_inputs_embeds",
 )
-"""What Transformers' models call the tensors that samples are made of."""
+"""Names of the arguments in Transformers' models that hold the samples."""
 _KINDS = 64
-"""Kinds of calls whose places are remembered."""
+"""Number of kinds of calls for which the places of samples are remembered."""
 _STAND_FOR = ("image", "video", "audio", "speech")
-"""How the names of tokens begin in whose place a model puts other inputs."""
+"""How the names of tokens begin that a model replaces by other inputs, such as images."""
 
 
 def install(model: nn.Module) -> None:
-    """Have the encoder of an encoder-decoder located, too, where `generate` calls it by itself."""
+    """Also locates samples in the encoder of an encoder-decoder, which `generate` calls by itself."""
     encoder = _encoder(model)
     if encoder is not None:
         encoder.register_forward_pre_hook(_before_encoder, with_kwargs=True)
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo `install`."""
+    """Undoes `install` on a copy that becomes a plain model."""
     hooks: dict[int, Any] = getattr(_encoder(model), "_forward_pre_hooks", {})
     for key in [key for key, hook in hooks.items() if hook is _before_encoder]:
         del hooks[key]
 
 
 def _encoder(model: nn.Module) -> nn.Module | None:
-    """The encoder of an encoder-decoder, which `generate` calls by itself."""
+    """Returns the encoder of an encoder-decoder, or None."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     encoder = getattr(model, "get_encoder", lambda: None)()
@@ -70,17 +70,10 @@ def _before_encoder(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def locate(
     router: Router, route: Route, module: nn.Module, call: Call, contents: Mapping[str, Tensor]
 ) -> None:
-    """Let a route know where the samples of this forward pass lie in the layers' inputs.
+    """Tells a route where the samples of this forward pass lie in the layers' inputs.
 
-    Args:
-        router: of the model.
-        route: that the forward pass goes along.
-        module: the model, or its encoder.
-        call: its arguments.
-        contents: `contents_of` these.
-
-    Raises:
-        ValueError: if that cannot be found out.
+    `module` is the model, or its encoder; `contents` are the `contents_of` the call. Raises ValueError if the
+    batch does not match the route, or a layer uses statistics of the batch.
     """
     first = next(iter(contents.values()))
     batch, each = first.shape[0], rows_per_sample(first)
@@ -94,7 +87,7 @@ def locate(
     others = _of_no_sample(router, module, contents)
     given = kind_of(call, list(contents.values()), _special(router, module))
     kind = (type(module), module.training, bool(others), given)
-    # What holds for several rows of each sample holds for one, but not the other way round.
+    # A result for several rows per sample also holds for one row, but not the other way round.
     key = (kind, each > 1 or (kind, True) in router.places)
     if key not in router.places:
         own = [tensor for name, tensor in contents.items() if name not in others]
@@ -110,10 +103,10 @@ def locate(
 
 
 def _check_batch(router: Router, route: Route, batch: int) -> None:
-    """Refuse a pass whose samples are not those that the route has adapters for, in their order.
+    """Raises ValueError if the pass has another number of samples than there are names.
 
-    Raises:
-        ValueError: if it has another number of samples than there are names, but for `generate`'s beams.
+    `generate` may pass `copies` samples per name, such as beams. With other numbers it is unknown which of
+    the named samples these are.
     """
     names = len(route.samples)
     if route.mixed and names and batch not in (names, names * route.copies):
@@ -125,11 +118,7 @@ def _check_batch(router: Router, route: Route, batch: int) -> None:
 
 
 def _refuse_batch_statistics(module: nn.Module) -> None:
-    """Refuse layers that would mix the rows of different adapters, such as ones put in after conversion.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
+    """Raises ValueError for a BatchNorm in training mode, such as one put in after conversion."""
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and part.training:
             raise ValueError(
@@ -139,7 +128,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 
 
 def _special(router: Router, module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
-    """`special_tokens`, collected once; a padding token may be set later."""
+    """Returns `special_tokens`, collected once for each padding token, which may be set later."""
     key = (type(module), kinds, getattr(getattr(module, "config", None), "pad_token_id", None))
     if key not in router.specials:
         router.specials[key] = special_tokens(module, kinds)
@@ -147,7 +136,10 @@ def _special(router: Router, module: nn.Module, kinds: tuple[str, ...] = ("",)) 
 
 
 def _of_no_sample(router: Router, module: nn.Module, contents: Mapping[str, Tensor]) -> list[str]:
-    """Images and the like that are not one per sample, though there are as many: tokens stand for them."""
+    """Returns names of contents, such as images, that are not one per sample though there are as many.
+
+    Placeholder tokens tell: samples hold unequal numbers of them.
+    """
     first, *others = contents
     if not others or contents[first].is_floating_point():
         return []
@@ -157,7 +149,7 @@ def _of_no_sample(router: Router, module: nn.Module, contents: Mapping[str, Tens
 
 
 def _mark_eager(module: nn.Module, places: Places) -> None:
-    """Let layers know for which inputs a compiled graph cannot serve several adapters."""
+    """Tells layers for which inputs, by number of dimensions, a compiled graph cannot mix adapters."""
     for layer in module.modules():
         if isinstance(layer, MultiLoRALinear):
             layer.eager_dims |= {
@@ -168,7 +160,7 @@ def _mark_eager(module: nn.Module, places: Places) -> None:
 
 
 def contents_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that samples are made of, by name; the first one says how many there are."""
+    """Returns the tensors that hold the samples, by name; the first one tells how many samples there are."""
     given = {name: t for name, t in kwargs.items() if isinstance(t, Tensor) and t.dim() > 0}
     if args and isinstance(args[0], Tensor) and args[0].dim() > 0:
         given["0"] = args[0]
@@ -178,7 +170,7 @@ def contents_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, T
 
 
 def rows_per_sample(value: Tensor) -> int:
-    """Rows that layers see of each sample, as far as a tensor of the batch says it."""
+    """Returns how many rows of each sample layers see, as far as one tensor of the batch tells."""
     if value.dim() == 1:
         return 1
     integers = value.dtype in (torch.int64, torch.int32)

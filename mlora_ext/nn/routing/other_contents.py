@@ -1,4 +1,4 @@
-"""Arguments of a forward pass with other contents in some samples: valid ones, where they hold tokens."""
+"""Changes the contents of some samples in a forward pass's arguments; tokens stay valid."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 Change = Callable[[Tensor], Tensor]
-"""What to put in a tensor's place; the tensor itself: a copy of it."""
+"""Returns a tensor's replacement; if it returns the tensor itself, a copy replaces it."""
 
 
 def copied(argument: Any, change: Change) -> Any:
-    """A tensor, or an object such as a cache, for one pass, which may write to it."""
+    """Returns a changed copy of a tensor, or of an object such as a cache; one pass may write to it."""
     if isinstance(argument, Tensor):
         return _fresh(argument, change)
-    # A tensor of a graph refuses to be copied by `deepcopy`.
+    # `deepcopy` cannot copy tensors that belong to an autograd graph.
     inside = {id(t): _fresh(t, change) for t in tensors_in(argument)}
     return copy.deepcopy(argument, inside)
 
@@ -28,7 +28,7 @@ def _fresh(tensor: Tensor, change: Change) -> Tensor:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors inside of an object: its attributes, and items of lists, tuples and dicts."""
+    """Yields the tensors inside an object: in its attributes, and in lists, tuples and dicts."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, nn.Module):
         return
@@ -41,12 +41,9 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def other_contents(tensor: Tensor, samples: Tensor, special: Tensor) -> Tensor:
-    """The tensor with other contents in these samples.
+    """Returns `tensor [B, ...]` with other contents where `samples [B]` (bool) is True.
 
-    Args:
-        tensor: `[B, ...]`.
-        samples: `[B]` bool.
-        special: int64, tokens that stay, where a sample has others.
+    Tokens in `special` (int64) stay, unless a sample has no others.
     """
     samples = samples.to(tensor.device)
     if tensor.is_floating_point():
@@ -56,7 +53,7 @@ def other_contents(tensor: Tensor, samples: Tensor, special: Tensor) -> Tensor:
 
 
 def _with_noise(tensor: Tensor, samples: Tensor) -> Tensor:
-    """Noise of rank 1 over the last two dimensions: a cache may be large."""
+    """Adds noise to these samples; of rank 1 over the last two dimensions, as a cache may be large."""
     other = tensor.detach().clone()
     if not tensor.numel():
         return other
@@ -70,7 +67,7 @@ def _with_noise(tensor: Tensor, samples: Tensor) -> Tensor:
 
 
 def _other_tokens(tokens: Tensor, special: Tensor) -> Tensor:
-    """Each token becomes another one of this tensor; special ones stay, where a sample has others."""
+    """Replaces each token by another one of this tensor; special ones stay if a sample has others."""
     usual = ~torch.isin(tokens, special)
     inner = tuple(range(1, tokens.dim()))
     usual |= ~usual.any(inner, keepdim=True) if inner else ~usual
@@ -82,11 +79,9 @@ def _other_tokens(tokens: Tensor, special: Tensor) -> Tensor:
 
 
 def special_tokens(module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
-    """Tokens that configurations of Transformers name: a model may count them, or replace them by images.
+    """Returns tokens that Transformers' configs name: a model may count them, or replace them by images.
 
-    Args:
-        module: whose parts have the configurations.
-        kinds: only those whose names begin so.
+    `kinds`: how the names begin that are wanted.
     """
     found: set[int] = set()
 

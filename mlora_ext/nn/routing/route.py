@@ -1,4 +1,4 @@
-"""A route: which rows of a forward pass belong to which adapter, as tensors for each group of layers."""
+"""A route: which rows of a forward pass belong to which adapter, as tensors for each layer group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS_OF_A_SAMPLE = 1 << 20
 
 
 class RoutedLayer(Protocol):
-    """What a route asks of a layer: its name for messages, its group, and its mode."""
+    """What a route needs of a layer; `name` is for messages."""
 
     name: str
     group: LayerGroup
@@ -31,19 +31,21 @@ class SharedInput(Protocol):
     """Layers that share their input and may be computed in one call; see `mlora_ext.nn.fused_projections`."""
 
     def output(self, layer: Any, x: Tensor, active: RouteTensors) -> Tensor | None:
-        """Returns `y` of one layer, or None where the layer computes alone."""
+        """Returns `y` of one layer, or None if the layer computes alone."""
 
     def forget(self) -> None:
-        """Drops outputs that nobody has asked for: a route has been left."""
+        """Drops outputs that no layer has taken: a route has been left."""
 
 
 @dataclass(eq=False)
 class RouteTensors:
-    """What the operator is called with by the layers of one group. Everything that varies is a tensor.
+    """The operator's arguments for the layers of one group. Everything that varies is a tensor.
 
-    `rows_tensor` is an empty tensor `[rows, 0]`: a compiled graph compares its size with x's, and is not
-    compiled again for each number of rows. `mixed`: whether the route's rows belong to several adapters.
-    `shares` says which `FusedProjections` compute together along this route.
+    Attributes:
+        rows_tensor: empty, `[rows, 0]`. A compiled graph compares its size with x's; so it is not compiled
+            again for each number of rows.
+        mixed: whether the route's rows belong to several adapters.
+        shares: which `FusedProjections` compute together along this route.
     """
 
     names: tuple[str, ...]
@@ -57,7 +59,7 @@ class RouteTensors:
     shares: dict[Any, bool] = field(default_factory=dict)
 
     def owners(self) -> Tensor:
-        """Returns `[rows]` int64: the place in `names` of each row's adapter, -1 for none."""
+        """Returns `[rows]` int64: the index in `names` of each row's adapter, -1 for none."""
         begins, ends, adapters, _ = self.segments.unbind(1)
         changes = torch.zeros(self.rows + 1, dtype=torch.int64, device=self.segments.device)
         changes.index_add_(0, begins, adapters + 1).index_add_(0, ends, -1 - adapters)
@@ -66,15 +68,12 @@ class RouteTensors:
 
 @dataclass(eq=False)
 class LayerGroup:
-    """Layers that have the same adapters, scalings and dropouts: they share the tensors of a route.
+    """Layers with the same adapters, scalings and dropouts: they share the tensors of a route.
 
     Attributes:
-        adapters: names, in the order of the router.
-        scaling: of each.
-        dropout: of each.
-        device: of the layers.
+        adapters: names, in the router's order.
         dtype: of the scalings, see `scaling_dtype`.
-        active: tensors of the route that is entered.
+        active: tensors of the entered route.
     """
 
     adapters: tuple[str, ...]
@@ -86,7 +85,7 @@ class LayerGroup:
     _constants: dict[tuple[str, ...], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     def constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-        """`scaling` and `dropout_p` of these adapters; `dropout_p` is None where nobody drops anything."""
+        """Returns `scaling` and `dropout_p` of these adapters; `dropout_p` is None if none of them drops."""
         if names not in self._constants:
             index = [self.adapters.index(name) for name in names]
             p = [self.dropout[i] for i in index]
@@ -106,19 +105,19 @@ class Route:
 
     Attributes:
         names: adapters, in the order in which `layout` or `samples` count them.
-        seeds: dropout seed of each.
-        steps: dropout step of each.
-        layout: rows of each, or None if they follow from `samples`.
-        samples: adapter of each sample of the batch, -1 = base only; an empty tuple: all rows are names[0]'s.
+        seeds: dropout seed of each adapter.
+        steps: dropout step of each adapter.
+        layout: rows of each adapter; None if they follow from `samples`.
+        samples: adapter of each sample of the batch, -1 = base only; if empty, all rows are names[0]'s.
         automatic: whether the steps are the router's own counter.
-        recorded: whether a training forward pass has gone along it to the end.
-        called: whether the model itself was called along it, which records what trains.
+        recorded: whether a training forward pass along it has ended.
+        called: whether the model itself was called along it; the model records training passes.
         trained: whether a layer was called along it with gradients on.
-        rows: rows that layers will see, where that is known when the route is entered.
-        batch: samples of the forward pass, or of the encoder's, that goes along it.
-        each: rows of each of these samples, as far as the batch says it.
+        rows: number of rows that layers will see, if it is known when the route is entered.
+        batch: samples of the forward pass, or of the encoder's.
+        each: rows of each of these samples, as far as the batch tells.
         sizes: of each of these samples, see `sizes_of`.
-        copies: of each sample that `generate` makes, side by side: beams, or several return sequences.
+        copies: adjacent copies of each sample that `generate` makes: beams, or several return sequences.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
     """
 
@@ -140,13 +139,13 @@ class Route:
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def advanced(self, step: int) -> Route:
-        """The same rows at the router's next step."""
+        """Returns a route with the same rows at the router's next step."""
         steps = (step,) * len(self.names)
         return replace(self, steps=steps, recorded=True, called=False, trained=False, _built={})
 
-    @torch.inference_mode(False)  # cached: tensors of inference mode could not train later
+    @torch.inference_mode(False)  # cached: inference tensors could not train later
     def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
-        """The operator's tensors for one group of layers and a number of rows; built once."""
+        """Returns the operator's tensors for a layer group and a number of rows; built once."""
         key = (group, rows)
         if key not in self._built:
             names = tuple(name for name in self.names if name in group.adapters)
@@ -183,27 +182,26 @@ class Route:
         if not self.samples or self._selects(rows):
             return SegmentLayout.from_lengths([rows], [0 if self.names else -1])
         each = rows // len(self.samples)
-        # One segment per sample: merged neighbours would let batch-mates decide where sums are cut.
+        # One segment per sample: if neighbours were merged, other samples would decide where sums are cut.
         row0 = _first_rows(self.samples, max(each, ROWS_OF_A_SAMPLE))
         return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
 
     def _selects(self, rows: int) -> bool:
-        """Whether these are a selection of rows that one adapter owns, as inside a mixture of experts."""
+        """Whether the rows are a selection of one adapter's rows, as inside a mixture of experts."""
         return len(set(self.samples)) == 1 and rows % len(self.samples) != 0
 
     @cached_property
     def mixed(self) -> bool:
-        """Whether the rows belong to several adapters, or to one adapter and to none."""
+        """Whether the rows belong to several adapters, or some of them to none."""
         if self.layout is None:
             return len(set(self.samples)) > 1
         owners = zip(self.layout.adapters, self.layout.lengths, strict=True)
         return len({adapter for adapter, rows in owners if rows}) > 1
 
     def place_in(self, layer: str, x: Tensor) -> SampleDim | None:
-        """Where samples lie in a layer's input; None: its rows, flattened, are in the route's order.
+        """Returns where samples lie in a layer's input; None if its flattened rows are in the route's order.
 
-        Raises:
-            ValueError: if that is unknown, the rows are not ordered by sample, or their number is another.
+        Raises ValueError if that is unknown, the rows are not ordered by sample, or their number is wrong.
         """
         rows = x.numel() // x.shape[-1]
         if self.layout is not None and rows != self.layout.total_rows:
@@ -237,9 +235,9 @@ def _holds_no_numbers(x: Tensor) -> bool:
 
 
 def _first_rows(samples: Sequence[int], stride: int) -> list[int]:
-    """`row0` of each sample: a multiple of `stride`, so that padding moves no later sample's masks.
+    """Returns `row0` of each sample: a multiple of `stride`, so that padding shifts no later sample's masks.
 
-    Counts the samples of the same adapter, modulo the 32 bits that masks are a function of.
+    Counts each adapter's samples, modulo the 32 bits that masks depend on.
     """
     seen: dict[int, int] = {}
     row0 = []
@@ -253,7 +251,7 @@ def _first_rows(samples: Sequence[int], stride: int) -> list[int]:
 def only_used(
     names: tuple[str, ...], steps: Sequence[int] | None, layout: SegmentLayout
 ) -> tuple[tuple[str, ...], Sequence[int] | None, SegmentLayout]:
-    """Leave out the adapters without rows, so that they get no gradient and meet nobody's backward."""
+    """Leaves out adapters without rows: they get no gradient and take part in no backward pass."""
     used = sorted({i for i, rows in zip(layout.adapters, layout.lengths, strict=True) if rows and i >= 0})
     if len(used) == len(names):
         return names, steps, layout

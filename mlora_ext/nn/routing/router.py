@@ -1,8 +1,8 @@
-"""The router of a converted model: how layers learn which rows of a forward pass belong to which adapter.
+"""The router of a converted model: tells layers which rows of a forward pass belong to which adapter.
 
-A `Route` describes one forward pass. Entering it gives every group of layers (those with the same adapters,
-scalings and dropouts) the operator's tensors, built once per batch. A forward pass that is recomputed inside
-backward, as activation checkpointing does, needs its own route again: see `checkpointing`.
+A `Route` describes one forward pass. Entering it gives the operator's tensors, built once per batch, to every
+group of layers (those with the same adapters, scalings and dropouts). A forward pass that is recomputed
+inside backward, as by activation checkpointing, needs its own route again: see `checkpointing`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .trial_passes import Observer
 
 @dataclass(eq=False)
 class AdapterInfo:
-    """What the router knows of an adapter: PEFT's config as given, and the seed of its dropout."""
+    """An adapter's PEFT config, as it was given, and the seed of its dropout."""
 
     config: Any
     seed: int
@@ -37,7 +37,7 @@ class AdapterInfo:
 
 @dataclass(eq=False)
 class _Call:
-    """A top-level forward under way: what it found active, and the thread and the frame that run it."""
+    """A top-level forward in progress: its thread and frame, and what the router restores after it."""
 
     before: tuple[Route | None, bool]
     thread: int
@@ -48,23 +48,21 @@ class _Call:
 
 
 class Router:
-    """The active route of one converted model; shared by its layers.
+    """Holds the active route of one converted model; all of the model's layers share it.
 
     Attributes:
-        adapters: the model's adapters by name, in the order in which they joined.
-        groups: distinct sets of adapters among the layers.
-        step: dropout step of foreign training loops; the top-level training forward advances it. No state
-            dict holds it: a loop that stops and resumes stores it and sets it again, else it counts from 0.
-        default: the adapter of every row of a forward that names none; None: the model's only one.
-        disabled: whether forwards that begin now leave all adapters out, whatever names they are given.
-        frozen_kind: of the weights of layers that are converted later; None: plain.
-        accumulates: whether backward may add to the `grad` of adapters itself, in place and past hooks on
-            them; for loops that use `Tensor.backward` only.
-        fused_projections: sets of layers that are given the same x.
-        thread_guard: the thread that is inside of a route or of a forward pass.
-        observer: what layers show their input to, in place of computing with adapters.
-        places: where samples lie in the layers' inputs, by kind of forward pass.
-        specials: special tokens of the model's parts, which take long to collect.
+        adapters: by name, in the order in which they were added.
+        step: dropout step for training loops other than ours; each top-level training forward adds 1. No
+            state dict holds it: a loop that resumes must save and restore it, or it counts from 0.
+        default: the adapter of every row in a forward that names none; None: the model's only one.
+        disabled: whether forwards that begin now leave all adapters out, whatever names they get.
+        frozen_kind: makes the weights of layers that are converted later; None: plain.
+        accumulates: whether backward may add to adapters' `grad` in place, which skips hooks on them; only
+            for loops that call `Tensor.backward`.
+        fused_projections: groups of layers that share their input.
+        observer: if set, layers show it their inputs and leave adapters out.
+        places: where samples lie in the layers' inputs, by kind of call.
+        specials: special tokens of the model's parts, cached because they take long to collect.
     """
 
     def __init__(self) -> None:
@@ -97,12 +95,7 @@ class Router:
     def packed(
         self, layout: SegmentLayout, names: Sequence[str] | None, steps: Sequence[int] | None
     ) -> Route:
-        """A route over packed rows.
-
-        Raises:
-            ValueError: if a name is unknown or twice, or the layout counts more adapters than there are
-                names.
-        """
+        """Returns a route over packed rows; raises ValueError if names or counts do not fit the layout."""
         if isinstance(names, str):
             raise ValueError(f"names: expected a list of adapters, got {names!r}; write [{names!r}]")
         if isinstance(steps, int):
@@ -125,11 +118,7 @@ class Router:
         return self._route(names, steps, layout=layout, rows=layout.total_rows)
 
     def sampled(self, adapter_names: Sequence[str], rows: int | None = None) -> Route:
-        """A route in which each sample of the batch has its adapter; `__base__` = none.
-
-        Raises:
-            ValueError: if a name is unknown.
-        """
+        """Returns a route with an adapter per sample, `__base__` = none; ValueError if a name is unknown."""
         used = set(adapter_names) - {BASE}
         self.check_names("adapter_names", sorted(used))
         if self.disabled:
@@ -145,11 +134,7 @@ class Router:
         return Route(names, seeds, tuple(steps), **rest)
 
     def check_names(self, argument: str, names: Sequence[str]) -> None:
-        """Refuse names that the model does not have.
-
-        Raises:
-            ValueError: naming the argument, the name, and the adapters that exist.
-        """
+        """Raises ValueError, naming `argument` and the known adapters, for a name that the model lacks."""
         for name in names:
             if name not in self.adapters:
                 known = ", ".join(self.adapters) or "none"
@@ -157,11 +142,7 @@ class Router:
 
     @contextmanager
     def entered(self, route: Route | None) -> Iterator[None]:
-        """Make a route the active one inside the context.
-
-        Raises:
-            RuntimeError: if another thread is inside of one.
-        """
+        """Makes a route active inside the context; raises RuntimeError if another thread is inside one."""
         self.leave_interrupted()
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
@@ -184,17 +165,17 @@ class Router:
                 group.active = route.tensors(group, route.rows)
 
     def regroup(self, groups: list[LayerGroup]) -> None:
-        """Take over new groups after adapters have joined or left."""
+        """Takes over new groups after adapters were added or removed."""
         self.groups = groups
         self.forget_places()
         self._set(self.active, self._entered_in_backward)
 
     def forget_places(self) -> None:
-        """Have the next mixed batch looked at anew."""
+        """Forgets where samples lie, so that the next mixed batch is examined anew."""
         self.places, self.specials = {}, {}
 
     def group_on(self, group: LayerGroup, frozen: FrozenWeight) -> LayerGroup:
-        """The same group for layers whose weight has moved or changed its dtype; made if there is none."""
+        """Returns the same group for layers whose weight has moved or changed dtype; makes it if needed."""
         place = (frozen.device, scaling_dtype(frozen.dtype))
         if (group.device, group.dtype) == place:
             return group
@@ -207,7 +188,7 @@ class Router:
 
     @contextmanager
     def observed(self) -> Iterator[Observer]:
-        """Inside the context layers show their inputs to the observer and add no adapter."""
+        """Makes layers show their inputs to an observer and add no adapter, inside the context."""
         self.thread_guard.take()
         self.observer = Observer()
         try:
@@ -217,16 +198,12 @@ class Router:
             self.thread_guard.give()
 
     def tensors_for(self, layer: RoutedLayer, x: Tensor) -> tuple[RouteTensors, SampleDim | None, int]:
-        """What a layer in eager mode calls the operator with.
+        """Returns what a layer in eager mode calls the operator with.
 
-        Returns:
-            The operator's tensors, where samples lie in x unless its rows are in the route's order, and the
-            number of samples.
-
-        Raises:
-            ValueError: if no route says which adapter the rows belong to, it describes other rows, or several
-                forward passes are in flight and the one that is being recomputed is unknown.
-            RuntimeError: if another thread is inside of a route.
+        These are the operator's tensors, where samples lie in x (None: rows are in the route's order), and
+        the number of samples. Raises ValueError if no route says which adapter the rows belong to, if it
+        describes other rows, or if several forward passes are in flight and the recomputed one is unknown.
+        Raises RuntimeError if another thread is inside a route.
         """
         rows, in_backward = x.numel() // x.shape[-1], _in_backward()
         recomputing = in_backward and not self._entered_in_backward
@@ -250,7 +227,7 @@ class Router:
         return active, place, route.batch
 
     def _only_adapter(self, samples: int) -> Route:
-        """All samples belong to the default or only adapter, or to none if there is none or all are off."""
+        """Returns a route that gives all samples the default or only adapter; none if all are off."""
         names = () if self.disabled else (self.default,) if self.default else tuple(self.adapters)
         if len(names) > 1:
             raise ValueError(
@@ -264,7 +241,7 @@ class Router:
         return self.disabled or self.default is not None or len(self.adapters) <= 1
 
     def _unrouted(self, layer: RoutedLayer, samples: int) -> Route:
-        """The only adapter's route, for a layer called outside of the model's forward and of any route."""
+        """Returns the only adapter's route, for a layer called outside the model's forward and any route."""
         route = self._only_adapter(samples)
         if layer.training and any(layer.group.dropout) and torch.is_grad_enabled():
             raise ValueError(
@@ -275,7 +252,7 @@ class Router:
         return route
 
     def _recomputed(self, layer: RoutedLayer, samples: int) -> Route:
-        """The route of the forward pass that backward is recomputing: all that are in flight are alike."""
+        """Returns the route of the pass that backward recomputes; all passes in flight must be alike."""
         in_flight = self._in_flight.alive()
         routes = [flight.route for flight in in_flight]
         if self.active is not None and not self.active.recorded:
@@ -293,7 +270,7 @@ class Router:
         return routes[0] if routes else self._unrouted(layer, samples)
 
     def _identity(self, route: Route) -> Hashable:
-        """Equal for routes along which a recomputation gives the same bits."""
+        """Returns a key that is equal for routes along which a recomputation gives the same bits."""
         drops = {
             name
             for group in self.groups
@@ -308,11 +285,11 @@ class Router:
 
     @property
     def is_called(self) -> bool:
-        """Whether a top-level forward is under way."""
+        """Whether a top-level forward is in progress."""
         return bool(self._calls)
 
     def begin_call(self, route: Route | None, samples: int, rows: int | None) -> None:
-        """A top-level forward begins: enter its route, or the only adapter's if none is active."""
+        """Begins a top-level forward: enters its route, or the only adapter's if none is active."""
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
         self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
@@ -327,7 +304,7 @@ class Router:
             self._set(route, _in_backward())
 
     def end_call(self, output: object, training: bool) -> None:
-        """A top-level forward has ended, or failed (`output` None): leave its route, advance the step."""
+        """Ends a top-level forward: leaves its route; advances the step unless it failed (`output` None)."""
         call = self._calls[-1] if self._calls else None
         if call is None or call.thread != threading.get_ident() or call.frame is not calling_frame():
             return  # the call was refused before it began
@@ -344,7 +321,7 @@ class Router:
         self.thread_guard.give()
 
     def leave_interrupted(self) -> None:
-        """Leave calls that have ended without `end_call`: torch runs no hook after a `KeyboardInterrupt`."""
+        """Leaves calls that ended without `end_call`: torch runs no hook after a `KeyboardInterrupt`."""
         while self._calls and self._calls[-1].interrupted():
             self._set(*self._calls.pop().before)
             self.thread_guard.give()
@@ -355,11 +332,7 @@ def _in_backward() -> bool:
 
 
 def router_of(model: nn.Module) -> Router:
-    """The router of a converted model, or of a part of one.
-
-    Raises:
-        ValueError: if the model has not been converted.
-    """
+    """Returns the router of a converted model or a part of one; raises ValueError if there is none."""
     own = model.__dict__.get("mlora_router")
     if isinstance(own, Router):
         return own
@@ -378,21 +351,22 @@ def route(
     *,
     steps: Sequence[int] | None = None,
 ) -> Iterator[None]:
-    """Run a converted model on packed rows: each segment's rows belong to one adapter.
+    """Runs a converted model on packed rows: each segment's rows belong to one adapter.
 
-    The route is captured at forward; backward needs no context. One thread at a time.
+    Forward captures the route; backward needs no context. Only one thread at a time may be inside.
 
     Args:
         model: converted by `convert_model`, or a part of such a model.
-        layout: rows of each segment; its adapters count `names`.
-        names: adapters; every one gets a gradient, zero if it has no rows. Default: the layout counts all of
-            the model's, in the order in which they joined, and those with rows get a gradient.
-        steps: dropout step of each of these adapters. Default: the counter `model.mlora_router.step`, which
-            every training forward of the model advances, and a context in which only parts of it are called.
+        layout: rows of each segment; its adapters are indices into `names`.
+        names: adapters; each gets a gradient, zero if it has no rows. Default: all of the model's, in the
+            order in which they were added; then only those with rows get a gradient.
+        steps: dropout step of each of these adapters. Default: the counter `model.mlora_router.step`. Every
+            training forward of the model advances it, and so does a context in which only parts of the model
+            are called.
 
     Raises:
         ValueError: if a name is unknown or given twice, or the counts disagree.
-        RuntimeError: if another thread is inside of a route or of the model's forward.
+        RuntimeError: if another thread is inside a route or the model's forward.
 
     Example:
         >>> with route(model, SegmentLayout.from_lengths([7, 5]), names=["a", "b"]):
@@ -402,7 +376,7 @@ def route(
     entered = router.packed(layout, names, steps)
     with router.entered(entered):
         yield
-        # Layers inside a reentrant checkpoint see no gradients: only the model knows whether they are off.
+        # Layers inside a reentrant checkpoint see gradients off, so `entered.trained` does not tell.
         trained = entered.trained or (torch.is_grad_enabled() and not entered.called)
         if trained and model.training and not _in_backward() and not entered.recorded:
             router._in_flight.record(entered, None)

@@ -1,11 +1,12 @@
-"""Where the samples of a batch lie in a layer's input: found by experiment, once per kind of input.
+"""Finds by experiment where the samples of a batch lie in a layer's input, once per kind of input.
 
-A layer sees `[..., D]`, and the shape does not say which rows are whose: `[B, S, D]` and `[S, B, D]` look
-alike where B = S, and rows may be flattened, interleaved, selected, or shared by all samples. So before the
-first mixed batch the frozen base runs a few times, without gradients, on that batch and on copies of it in
-which some samples have other contents. A row that changes belongs to one of the samples that changed. Sample
-b changes in the passes that the binary digits of b + 1 name: `ceil(log2(B + 1))` passes tell whose a row is.
-Two more passes see what follows the order of the samples, and what their number. See `trial_passes`.
+A layer sees `[..., D]`, and the shape does not say which rows belong to which sample: `[B, S, D]` and
+`[S, B, D]` look alike if B = S, and rows may be flattened, interleaved, selected, or shared by all samples.
+So before the first mixed batch the frozen base runs a few times, without gradients: on that batch, and on
+copies of it in which some samples have other contents. A row that changes belongs to one of the samples that
+changed. Sample b changes in the passes that the binary digits of b + 1 name, so `ceil(log2(B + 1))` passes
+tell which sample each row belongs to. Further passes, with samples in another order or twice, show what
+follows their order and what their number. See `trial_passes`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from .trial_passes import FAILURES, Observer, TrialPasses
 
 CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 BESIDE, BESIDE_16_BITS = 2**-10, 2**-4
-"""A row is clean in a pass if each column moved by at most `CLEAN` epsilons of its largest number, or by at
-most this part of what it moves by in another pass; changed if a column moved by more, and by more than
-`CHANGED` epsilons. Between the two it is left out: a mixture of experts rounds rows of other samples
-differently when its groups grow."""
+"""Limits for comparing rows.
+
+A row is clean in a pass if each column moved by at most `CLEAN` epsilons of the column's largest number, or
+by at most the part `BESIDE` of what it moves by in another pass. It is changed if a column moved by more than
+that and by more than `CHANGED` epsilons. Rows between the two are left out: a mixture of experts rounds rows
+of other samples differently when its groups grow.
+"""
 
 
 class SampleDim(NamedTuple):
@@ -32,8 +36,8 @@ class SampleDim(NamedTuple):
 
     Attributes:
         dim: the dimension that counts them.
-        order: `single`: one entry per sample; `blocks`: several, a sample's own side by side; `interleaved`:
-            several, all samples' first entries before their second ones.
+        order: `single`: one entry per sample; `blocks`: several, each sample's entries adjacent;
+            `interleaved`: several, all samples' first entries before their second ones.
         ratios: a sample's entries in this dimension, divided by each of its sizes, see `sizes_of`.
     """
 
@@ -47,7 +51,7 @@ class SampleDim(NamedTuple):
         return self.dim == 0 and self.order != "interleaved"
 
     def serves(self, shape: Sequence[int], batch: int, sizes: Sequence[float]) -> bool:
-        """Whether an input of this shape holds a batch of this size so: entries follow one of the sizes."""
+        """Whether samples of these sizes lie so in this shape: their entries follow one of the sizes."""
         if self.order == "single":
             return shape[self.dim] == batch
         entries, rest = divmod(shape[self.dim], batch)
@@ -55,14 +59,14 @@ class SampleDim(NamedTuple):
         return not rest and any(math.isclose(entries, number) for number in follows)
 
     def owners(self, shape: Sequence[int], batch: int) -> Tensor:
-        """`[rows]` int64: the sample of each row."""
+        """Returns `[rows]` int64: the sample of each row."""
         index = torch.arange(shape[self.dim])
         index = index % batch if self.order == "interleaved" else index // (shape[self.dim] // batch)
         ones = [1] * (len(shape) - 2 - self.dim)
         return index.view(-1, *ones).expand(shape[:-1]).flatten()
 
     def samples_first(self, x: Tensor, batch: int) -> Tensor:
-        """x as `[batch, ..., D]`; a view."""
+        """Returns x as `[batch, ..., D]`; a view."""
         if self.is_plain:
             return x
         if self.order == "interleaved":
@@ -70,7 +74,7 @@ class SampleDim(NamedTuple):
         return x.unflatten(self.dim, (batch, -1)).movedim(self.dim, 0)
 
     def as_before(self, y: Tensor) -> Tensor:
-        """Undoes `samples_first`, for a result with the same leading dimensions; contiguous."""
+        """Undoes `samples_first` for a result with the same leading dimensions; contiguous."""
         if self.is_plain:
             return y
         y = y.movedim(0, self.dim + (self.order == "interleaved"))
@@ -78,20 +82,15 @@ class SampleDim(NamedTuple):
 
 
 Places = Mapping[tuple[str, int], SampleDim | str]
-"""By layer name and number of dimensions of its input: where samples lie, or why that cannot be served."""
+"""Where samples lie, or why it cannot be served; by layer name and number of dimensions of its input."""
 EVERY = ("", 0)
-"""Stands for all layers."""
+"""Key in `Places` that stands for all layers."""
 
 
 def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
-    """Find where samples lie in the inputs of all layers that a forward pass calls.
+    """Finds where samples lie in the inputs of all layers that a forward pass calls.
 
-    Args:
-        passes: of the model, or of its encoder, with the batch.
-        sizes: of each sample, see `sizes_of`.
-
-    Returns:
-        By layer and dimensions; where the module fails in a pass, the reason by `EVERY`.
+    If the module fails in a pass, the result holds the reason under `EVERY`.
     """
     try:
         plain = passes.changed[0]
@@ -104,7 +103,7 @@ def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
 
 
 def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[float]) -> SampleDim | str:
-    """Where samples lie in the inputs of one layer that have this number of dimensions, or why not."""
+    """Returns where samples lie in those inputs of a layer that have `dims` dimensions, or why not."""
     batch = passes.batch
 
     def calls(observer: Observer) -> Calls:
@@ -112,7 +111,7 @@ def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[floa
 
     before = calls(passes.changed[0])
     found = _by_changes([calls(seen) for seen in passes.changed], batch)
-    if isinstance(found, list):  # several, or rows that changed with no sample
+    if isinstance(found, list):  # several places, or rows that changed with no sample
         found = _by_growth(before, [(count, calls(seen)) for count, seen in passes.grown], batch, found)
     if isinstance(found, str):
         return found
@@ -127,7 +126,7 @@ def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[floa
 def _with_ratios(
     place: SampleDim, shapes: Sequence[torch.Size], batch: int, sizes: Sequence[float]
 ) -> SampleDim | str:
-    """The place as it can be told from other batches; a reason, where the calls of a layer differ in it."""
+    """Returns the place with its ratios, for use with other batches; a reason if the layer's calls differ."""
     entries = {shape[place.dim] // batch for shape in shapes}
     if place.order != "single" and len(entries) > 1:
         return "its calls see other numbers of rows of each sample"
@@ -140,7 +139,7 @@ Calls = Sequence[tuple[torch.Size, Tensor]]
 
 
 def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[SampleDim]:
-    """The place that agrees with which rows changed in which pass; several, if that does not tell."""
+    """Returns the place that fits the rows that changed in each pass, all places that do, or a reason."""
     if any([shape for shape, _ in calls] != [shape for shape, _ in passes[0]] for calls in passes):
         return "its rows are a selection that depends on their values, as inside a mixture of experts"
     possible: list[SampleDim] | None = None
@@ -160,14 +159,14 @@ def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[S
 
 
 def _each_is_known(agree: Sequence[SampleDim], owners: Tensor, batch: int) -> bool:
-    """Whether a dimension has one entry of each sample, and rows in each that only this sample changes."""
+    """Whether a dimension has one entry per sample, each with rows that only this sample changes."""
     if len(agree) != 1 or agree[0].order != "single":
         return False
     return bool(torch.bincount(owners[owners >= 0], minlength=batch).all())
 
 
 def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
-    """Shape of each call, and `[rows]` int64: the sample that each row changed with, or -1 if unknown."""
+    """Yields each call's shape, and `[rows]` int64: the sample that each row changed with, -1 if unknown."""
     for index, (shape, rows) in enumerate(passes[0]):
         epsilon = torch.finfo(rows.dtype).eps
         beside = BESIDE if rows.element_size() > 2 else BESIDE_16_BITS
@@ -183,14 +182,14 @@ def _owners(passes: Sequence[Calls]) -> Iterator[tuple[torch.Size, Tensor]]:
 
 
 def _noticed(rows: Tensor) -> int:
-    """Epsilons by which a row must differ to be another one."""
+    """Returns by how many epsilons a row must differ to count as another one."""
     return CHANGED if rows.element_size() > 2 else CHANGED_16_BITS
 
 
 def _have_moved_on(place: SampleDim, before: Calls, after: Calls, batch: int) -> bool:
-    """Whether each sample looks like its predecessor before, and like no other, when all moved on by one.
+    """Whether each sample, after all moved on by one, looks like its predecessor before and like no other.
 
-    Else samples may be in an order of their own; or some are equal, or hold what did not move on.
+    If not, the model may order samples itself, some samples are equal, or they hold data that did not move.
     """
     if [shape for shape, _ in before] != [shape for shape, _ in after]:
         return False
@@ -210,13 +209,9 @@ def _have_moved_on(place: SampleDim, before: Calls, after: Calls, batch: int) ->
 def _by_growth(
     before: Calls, grown: Sequence[tuple[int, Calls]], batch: int, possible: Sequence[SampleDim]
 ) -> SampleDim | str:
-    """Of these places, the one whose dimension alone grows with the samples, by what each has.
+    """Returns the one possible place whose dimension alone grows in proportion to the number of samples.
 
-    Args:
-        before: calls of a layer with the batch.
-        grown: how many samples came twice, and the calls then.
-        batch: samples.
-        possible: places that agree with which rows changed.
+    `grown`: how many samples came twice, and the layer's calls then. Else returns a reason.
     """
     unknown = "its rows do not follow from the samples, as positions that all samples share"
     left = list(possible)
@@ -233,7 +228,7 @@ def _by_growth(
 
 
 def _candidates(shape: Sequence[int], batch: int) -> list[SampleDim]:
-    """All places in which an input of this shape may hold the samples."""
+    """Returns all places in which an input of this shape may hold the samples."""
     found = []
     for dim, size in enumerate(shape[:-1]):
         if size == batch:

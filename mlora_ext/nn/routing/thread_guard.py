@@ -12,13 +12,13 @@ _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
 class ThreadGuard:
-    """Which thread is inside of a route, or of a forward pass, of one model.
+    """Lets one thread at a time into the routes and forward passes of one model.
 
     Threads that autograd starts, as it does on a GPU, are let through: they recompute for the thread that
     waits for them.
 
     Attributes:
-        thread: the identity of that thread; None if there is none.
+        thread: identity of the thread that is inside; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,7 @@ class ThreadGuard:
         return ThreadGuard, ()  # a copy of a model is free
 
     def take(self) -> None:
-        """Begin, or begin once more.
-
-        Raises:
-            RuntimeError: if another thread is inside.
-        """
+        """Enters, or enters once more; raises RuntimeError if another thread is inside."""
         if _started_by_autograd():
             return
         thread = threading.get_ident()
@@ -45,7 +41,7 @@ class ThreadGuard:
         self._depth += 1
 
     def give(self) -> None:
-        """End what `take` began."""
+        """Ends what `take` began."""
         if _started_by_autograd():
             return
         self._depth -= 1
@@ -54,13 +50,9 @@ class ThreadGuard:
             self._lock.release()
 
     def check(self, foreign: bool = False) -> None:
-        """Refuse a thread that calls a layer while another is inside.
+        """Raises RuntimeError if another thread is inside.
 
-        Args:
-            foreign: whether the caller can tell that the active route is not its own.
-
-        Raises:
-            RuntimeError: if another thread is inside.
+        `foreign`: whether the caller can tell that the active route is not its own.
         """
         free = self.thread is None or self.thread == threading.get_ident()
         if foreign or not (free or _started_by_autograd()):
@@ -68,7 +60,7 @@ class ThreadGuard:
 
 
 def calling_frame() -> FrameType | None:
-    """The frame of the innermost `nn.Module.__call__`, which lasts as long as the call and its hooks."""
+    """Returns the frame of the innermost `nn.Module.__call__`; it lasts as long as the call and its hooks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
         frame = frame.f_back
@@ -94,5 +86,5 @@ def _refusal() -> RuntimeError:
 
 
 def _started_by_autograd() -> bool:
-    """Python knows threads that it has not started as dummies."""
+    """Whether Python did not start this thread: it represents such threads as dummies."""
     return isinstance(threading.current_thread(), threading._DummyThread)

@@ -1,6 +1,6 @@
-"""Trial passes: the frozen base runs on a batch and on copies of it with other contents, and leaves no trace.
+"""Trial passes: the frozen base runs on a batch and on changed copies of it, and leaves no trace.
 
-What layers see in them tells whose rows are whose, see `samples`.
+The inputs that layers see in them tell which rows belong to which sample: see `samples`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .other_contents import Change, copied, other_contents, special_tokens, tens
 from .undisturbed import undisturbed
 
 COLUMNS = 8
-"""Columns of x by which rows are compared."""
+"""Number of columns of x by which rows are compared."""
 FAILURES = (
     RuntimeError,
     ValueError,
@@ -35,12 +35,12 @@ FAILURES = (
 
 @dataclass(eq=False)
 class Observer:
-    """What layers see in one pass: shapes, and some columns of every row."""
+    """Records the inputs that layers see in one pass: shapes, and some columns of every row."""
 
     seen: dict[str, list[tuple[torch.Size, Tensor]]] = field(default_factory=dict)
 
     def see(self, layer: str, x: Tensor) -> None:
-        """Remember one call of a layer."""
+        """Records one call of a layer."""
         rows = x.detach().reshape(-1, x.shape[-1])
         columns = rows[:, :: max(1, x.shape[-1] // COLUMNS)][:, :COLUMNS]
         if columns.dtype == torch.float32 and _rounds_to_16_bits(x.device.type):
@@ -49,21 +49,20 @@ class Observer:
 
 
 def _rounds_to_16_bits(device: str) -> bool:
-    """Whether products of fp32 are less exact, by autocast or as TF32."""
+    """Whether fp32 products are less exact, because of autocast or TF32."""
     return torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
 
 
 class TrialPasses:
-    """The passes with one batch; each is made when it is first asked for.
+    """The passes with one batch; each runs when it is first asked for.
 
-    Other contents are put into what samples are made of, and into states that are given with them: caches,
-    and numbers in lists and dicts.
+    They change the contents of samples, and states given with them: caches, and numbers in lists and dicts.
 
     Args:
         module: whose forward is called; the model, or its encoder.
         call: positional and keyword arguments of the forward pass.
-        contents: those tensors among the arguments that hold what samples are made of, `[batch, ...]`.
-        others: those that have as many entries but do not count samples.
+        contents: the tensors among the arguments that hold the samples, `[batch, ...]`.
+        others: tensors that have as many entries but not one per sample.
         observed: a context in which layers call `Observer.see` and add no adapter.
     """
 
@@ -86,10 +85,9 @@ class TrialPasses:
 
     @cached_property
     def changed(self) -> list[Observer]:
-        """The batch itself, then for each binary digit: with other contents in the samples that have it.
+        """The batch itself, then one pass per binary digit, with other contents in the samples that have it.
 
-        Raises:
-            FAILURES: if the model does.
+        Raises `FAILURES` if the model does.
         """
         try:
             return self._changed(_as_it_is)
@@ -98,12 +96,12 @@ class TrialPasses:
         except FAILURES:
             if not self._states:
                 raise
-            self._states = set()  # which do not hold any numbers, such as probabilities
+            self._states = set()  # states such as probabilities cannot take every value
             return self._changed(_as_it_is)
 
     @cached_property
     def rolled(self) -> Observer:
-        """With all samples moved on by one; an observer that saw nothing if the model fails."""
+        """The pass with all samples moved on by one; an empty observer if the model fails."""
         return next(iter(_unless_it_fails(lambda: [self._observe(self._moved_on)])), Observer())
 
     @cached_property
@@ -113,13 +111,13 @@ class TrialPasses:
 
     @cached_property
     def grown(self) -> list[tuple[int, Observer]]:
-        """For each binary digit: how many samples have it, a pass with these twice; empty if one fails."""
+        """Per binary digit: how many samples have it, and a pass with these twice; empty if one fails."""
         groups = list(self._of_each_digit())
         passes = _unless_it_fails(lambda: [self._observe(self._twice(samples)) for samples in groups])
         return [(int(samples.sum()), seen) for samples, seen in zip(groups, passes, strict=False)]
 
     def _of_each_digit(self) -> Iterator[Tensor]:
-        """`[batch]` bool: the samples b of which b + 1 has this binary digit."""
+        """Yields `[batch]` bool for each binary digit: the samples b whose b + 1 has it."""
         numbers = torch.arange(1, self.batch + 1, device="cpu")
         for digit in range(self.batch.bit_length()):
             yield (numbers >> digit & 1).bool()
@@ -158,9 +156,9 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _states(call: Call, batch: int) -> Iterator[Tensor]:
-    """Numbers that come with samples, in an object or in a list, `[batch, ...]`.
+    """Yields float tensors `[batch, ...]` that come with the samples, in an object or in a list.
 
-    In a list a second dimension of the same size leaves open which of the two counts samples.
+    In a list, tensors with a second dimension of the same size are skipped: either may count samples.
     """
     args, kwargs = call
     for argument in (*args, *kwargs.values()):
@@ -174,7 +172,7 @@ def _states(call: Call, batch: int) -> Iterator[Tensor]:
 
 
 def _unless_it_fails(passes: Callable[[], list[Observer]]) -> list[Observer]:
-    """These passes; empty if the model refuses such a batch."""
+    """Returns these passes; an empty list if the model refuses such a batch."""
     try:
         return passes()
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Forward passes that leave no trace in a model."""
+"""Runs forward passes that leave no trace in a model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _APART = {"_parameters", "_buffers", "_modules"}
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """No gradients, no compilation; the model's state and random numbers are as before afterwards.
+    """Turns gradients and compilation off; afterwards restores the model's state and the random numbers.
 
-    State: all parts' buffers, hooks, and attributes that are numbers, strings, tensors, lists, dicts or sets.
+    State: all modules' buffers and hooks, and number, string, tensor, list, dict and set attributes.
     """
     import numpy as np
 
     before = [_State(part) for part in module.modules()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    others = random.getstate(), np.random.get_state()  # SpecAugment draws from NumPy's
+    others = random.getstate(), np.random.get_state()  # SpecAugment draws from NumPy
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             yield
@@ -35,7 +35,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 class _State:
-    """What one part of a model holds beside parameters and parts."""
+    """What one module holds besides its parameters and submodules."""
 
     def __init__(self, part: nn.Module) -> None:
         attributes = {name: value for name, value in part.__dict__.items() if name not in _APART}
@@ -48,7 +48,7 @@ class _State:
         ]
 
     def put_back(self) -> None:
-        """As before; what was added goes."""
+        """Restores the values and removes what was added."""
         for names, before in self._names:
             for name in set(names) - before:
                 del names[name]
@@ -70,13 +70,13 @@ def _put_back(value: Any, contents: Any) -> None:
         value.clear()
         value.update(contents)
     elif isinstance(value, Tensor) and _may_have_changed(value) and not torch.equal(value, contents):
-        # Only then: a graph in flight may hold the tensor, and notices each write.
+        # Written only if needed: a graph in flight may hold the tensor, and autograd notices each write.
         with torch.no_grad():
             value.copy_(contents)
 
 
 def _may_have_changed(tensor: Tensor) -> bool:
-    """Not where several elements share their memory, as an expanded tensor's, or nothing may write to it."""
+    """Whether a pass can have written to the tensor: not if it is expanded, inference-only or meta."""
     shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     fixed = tensor.is_inference() and not torch.is_inference_mode_enabled()
     return not shared and not fixed and not tensor.is_meta
