@@ -10,7 +10,7 @@ _KINDS: dict[str, FrozenKind] = {"plain": PlainWeight, "packed": PackedWeight}
 
 
 def register_frozen_weight(name: str, kind: FrozenKind) -> None:
-    """Gives a kind of frozen weight a name, under which `set_frozen_weight` and an engine find it.
+    """Gives a kind of frozen weight a name, under which `set_frozen_weights` and an engine find it.
 
     Args:
         name: of the kind; not taken.
