@@ -1,1 +1,1 @@
-"""Processes: which there are, how they start, their devices, heartbeats and the watchdog."""
+"""The processes of a run: how they start, their devices, heartbeats and the watchdog."""

@@ -1,4 +1,4 @@
-"""Where a run computes, and whether the operators of this build serve it there."""
+"""The device that a run computes on, and whether the operators of this build support it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from mlora.errors import RunError, first_line
 
 
 def choose_device(device: str | None, dtype: torch.dtype) -> str:
-    """Return the device to compute on, before anything is loaded to it.
+    """Returns the device to compute on, before anything is loaded to it.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``cuda:<index>``; none is CUDA where there is one, else the CPU.
-        dtype: of the base model.
-
-    Returns:
-        The device.
+        device: `cpu`, `cuda` or `cuda:<index>`; None = CUDA if there is one, else the CPU.
+        dtype: the base model's.
 
     Raises:
-        RunError: the device is not there, the compiled operators are missing or cannot be loaded, or they do
-            not serve the device or the dtype.
+        RunError: the device does not exist, the compiled operators are missing or cannot be loaded, or they
+            do not support the device or the dtype.
     """
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -55,16 +52,12 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the dtype of a run's base model."""
+    """Returns the dtype of a run's base model."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
 
 
 def set_malloc(config: RunConfig) -> None:
-    """Tell libraries how to hold a run's memory on a CPU: fast, or, under a limit, as little as can be.
-
-    Args:
-        config: the run's.
-    """
+    """Sets how libraries hold a run's memory on a CPU: fast, or under a limit as little as possible."""
     bound_caches()
     if config.scheduler.memory_limit is None:
         keep_freed_memory()
@@ -73,15 +66,11 @@ def set_malloc(config: RunConfig) -> None:
 
 
 def limit_allocator(config: RunConfig, device: torch.device) -> None:
-    """Let PyTorch's allocator of a GPU take no more than a run's limit: what exceeds it is an error here, not
-    in another process. It gives back what lies free before, and is bounded until the process ends.
+    """Limits PyTorch's allocator of a GPU to the run's memory limit, if it has one, until the process ends.
 
-    Args:
-        config: the run's; nothing changes where it has no limit.
-        device: a GPU.
-
-    Raises:
-        RunError: the process uses another allocator, of which nobody can know what it holds.
+    An allocation beyond the limit fails in this process, not in another one; before that, the allocator gives
+    back its unused blocks. Raises RunError if the process uses another allocator: nobody knows how much that
+    one holds.
     """
     limit = config.scheduler.limit_bytes
     if limit is None:
@@ -98,8 +87,7 @@ def limit_allocator(config: RunConfig, device: torch.device) -> None:
 
 
 def kind_of(device: torch.device) -> str:
-    """Name what equally fast devices have in common: the GPU's model, or the processor's and this process's
-    number of threads."""
+    """Names what equally fast devices share: the GPU's model, or the processor's and the thread count."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -109,26 +97,14 @@ def kind_of(device: torch.device) -> str:
 
 
 def own_device(device: str | None, dtype: torch.dtype, local_rank: int) -> str:
-    """Return the device of one of several processes of a machine, as :func:`choose_device`.
-
-    Args:
-        device: ``cuda`` gives each process a GPU in turn; the others are taken as they are.
-        dtype: of the base model.
-        local_rank: the process's number on its machine.
-
-    Raises:
-        RunError: as :func:`choose_device`.
-    """
+    """Returns a process's device as `choose_device`; `cuda` gives a machine's processes GPUs in turn."""
     chosen = choose_device(device, dtype)
     return f"cuda:{local_rank % torch.cuda.device_count()}" if chosen == "cuda" else chosen
 
 
 def load_operators() -> None:
-    """Import the operators, which loads their compiled library where there is one.
-
-    Raises:
-        RunError: the library is there, but cannot be loaded, for example into another torch.
-    """
+    """Imports the operators and loads their compiled library if there is one.
+    Raises RunError if the library is there but cannot be loaded, for example into another torch."""
     try:
         import mlora_ext  # noqa: F401
     except OSError as error:
@@ -139,9 +115,5 @@ def load_operators() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether memory ran out, for which torch's allocator on the CPU has no type of its own.
-
-    Args:
-        error: any.
-    """
+    """Whether memory ran out; torch's allocator on the CPU has no exception type for it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

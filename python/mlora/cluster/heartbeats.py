@@ -1,4 +1,4 @@
-"""The sign of life that every process of a pipeline gives, and what it sees of the others'."""
+"""Heartbeats: the signs of life that each process of a pipeline gives and reads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ class Fault:
     """What is wrong with a stage.
 
     Attributes:
-        stage: its number.
-        host: its machine; empty where it never gave a sign of life.
-        pid: its process.
-        message: what it does not do any more, or, where ``own``, what it says itself.
-        own: it told of the fault itself.
+        host: its machine; empty if the stage never gave a sign of life.
+        message: what the stage no longer does; if `own`, its own words.
+        own: the stage reported the fault itself.
     """
 
     stage: int
@@ -37,7 +35,7 @@ class Fault:
     own: bool = False
 
     def __str__(self) -> str:
-        """Return the line for the user."""
+        """Returns the line for the user."""
         who = f"stage {self.stage} ({self.host}, pid {self.pid})" if self.host else f"stage {self.stage}"
         return f"{who}{':' if self.own else ''} {self.message}"
 
@@ -47,9 +45,8 @@ class Sign:
     """What a process tells the others each time.
 
     Attributes:
-        process: it.
-        number: counts the times.
-        busy: seconds that it has been at one and the same piece of work.
+        number: counts the signs.
+        busy: seconds at the same piece of work.
         in_flight: the adapters that it is working on.
         goodbye: it has done its work; its silence from now on is no fault.
         fault: what it found, in itself or in another stage, before it ends.
@@ -63,12 +60,10 @@ class Sign:
     fault: Fault | None = None
 
     def to_json(self) -> str:
-        """Return it as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> Sign:
-        """Return what another process wrote."""
         values: dict[str, Any] = json.loads(text)
         fault = Fault(**values.pop("fault")) if values["fault"] else values.pop("fault")
         return cls(process=Process(**values.pop("process")), fault=fault, **values)
@@ -76,7 +71,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Seen:
-    """The last sign of a process, and for how many seconds there was no later one."""
+    """The last sign of a process, and the seconds since then without a later one."""
 
     sign: Sign
     silence: float = 0.0
@@ -84,17 +79,16 @@ class Seen:
 
 @dataclass
 class Beats:
-    """Gives and reads the signs, in a thread and on store connections of its own.
+    """Gives and reads the signs, in its own thread and on its own connections to the store.
 
     Args:
-        world: the pipeline's processes.
         describe: returns the adapters in flight; called in the thread.
-        work: returns the number of the piece of work that is being done, 0 = none; called in the thread.
+        work: returns the number of the current piece of work, 0 = none; called in the thread.
         timeout: seconds in which the store has to answer.
         interval: seconds from one sign to the next.
 
     Attributes:
-        seen: the other processes, by rank; without those that have not given a sign yet.
+        seen: the other processes that have given a sign, by rank.
         rounds: how often the thread has read all of them.
         lost: the store has closed its connection.
     """
@@ -109,14 +103,13 @@ class Beats:
     lost: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Give the first sign."""
         self.sign = Sign(self.world.process)
         self._piece = 0
         self._lock = threading.Lock()
         self._awake, self._stopped = threading.Event(), False
         store: Any = self.world.store  # torch's stubs lack `clone`
         self._store = store.clone()
-        self._reading = store.clone()  # may be blocked for ever by a store that is frozen
+        self._reading = store.clone()  # a frozen store may block this one for ever
         self._reading.set_timeout(timedelta(seconds=self.timeout))
         self._read_at = time.monotonic()
         self.give()
@@ -124,42 +117,38 @@ class Beats:
         self.thread.start()
 
     def give(self, **changes: Any) -> None:
-        """Give a sign now.
-
-        Args:
-            changes: of the fields of :class:`Sign`, from now on.
-        """
+        """Gives a sign now; `changes` of the fields of `Sign` hold from now on."""
         with self._lock:
             self.sign = replace(self.sign, number=self.sign.number + 1, **changes)
             self._store.set(_key(self.world.rank), self.sign.to_json())
 
     def others(self) -> dict[int, Seen]:
-        """Return what is seen now, which does not change any more."""
+        """Returns a copy of what is seen now."""
         return dict(self.seen)
 
     def hurry(self) -> None:
-        """Give and read the next signs at once."""
+        """Gives and reads the next signs at once."""
         self._awake.set()
 
     def stop(self) -> None:
-        """End the thread, which must not live on when Python ends; a store that is frozen may prevent it."""
+        """Ends the thread, which must not outlive Python; a frozen store may prevent it."""
         self._stopped = True
         self.hurry()
         self.thread.join(_JOIN)
 
     def claim(self) -> bool:
-        """Claim the right to tell the user of a fault; only the first process that does so gets it."""
+        """Claims the right to tell the user of a fault; only the first process that asks gets it."""
         return self._store.add("told", 1) == 1
 
     def is_claimed(self) -> bool:
-        """Say whether a process has claimed that right."""
+        """Whether a process has claimed that right."""
         return self._store.check(["told"])
 
     def _run(self) -> None:
         try:
             while not self._stopped:
                 now = time.monotonic()
-                # a process that was itself held up, or suspended, has not worked or looked all that time
+                # this process may have been held up or suspended: then it neither worked nor looked
                 since, self._read_at = min(now - self._read_at, 2 * self.interval), now
                 self.give(in_flight=self.describe(), busy=self._busy(since))
                 self._read(since)

@@ -1,8 +1,8 @@
-"""Importing torch and Transformers, which takes seconds: without collecting garbage, and ended by Ctrl-C.
+"""Imports of torch and Transformers, which take seconds: without garbage collection, and ended by Ctrl-C.
 
-An exception that a signal handler raises can come up anywhere, and packages that are interrupted while they
-are imported swallow it, or stay half made: numpy 2 then recurses until Python gives up, and Transformers says
-that its requirements are missing. Who interrupts a program that is still starting wants it to end.
+A signal handler's exception can come up anywhere. Packages that are interrupted during their import swallow
+it or stay half made: numpy 2 then recurses until Python gives up, and Transformers says that its requirements
+are missing. A user who interrupts a program that is still starting wants it to end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Inside, Python does not look for garbage: imports make none, looking takes an eighth of their time."""
+    """Turns garbage collection off: imports make no garbage, and looking takes an eighth of their time."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -28,20 +28,14 @@ def no_collection() -> Iterator[None]:
 
 
 def end_imports_at_once() -> None:
-    """From now on SIGINT ends this process at once where it imports something.
-
-    Elsewhere it raises KeyboardInterrupt, as ever. A process that ignores SIGINT goes on doing so.
-    """
+    """Makes SIGINT end this process at once during an import; at other times it raises KeyboardInterrupt.
+    A process that ignores SIGINT goes on doing so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Say whether a module is being imported.
-
-    Args:
-        frame: where a signal has met the main thread.
-    """
+    """Whether a module is being imported; `frame` is where a signal has met the main thread."""
     while frame is not None:
         if "importlib._bootstrap" in frame.f_code.co_filename:
             return True

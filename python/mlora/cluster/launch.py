@@ -1,10 +1,13 @@
-"""Starting a pipeline's processes on one machine, and seeing them to their end.
+"""Starts a pipeline's processes on one machine and attends them until they end.
 
-This is torch's launcher without its elastic agent, which cannot end a run in order: after a signal
-``elastic_launch`` raises ``SignalException`` and drops the processes' exit codes; as soon as one process ends
-with an error it sends SIGTERM to the others, before these can say what was wrong; and it kills, after a fixed
-30 seconds, those that are still at work. Here ``start_processes``, which the agent starts its processes with,
-is used alone. The processes are told what ``torchrun`` tells them (:class:`mlora.cluster.world.World`).
+This is torch's launcher without its elastic agent, because the agent cannot end a run in order:
+
+- After a signal `elastic_launch` raises `SignalException` and drops the processes' exit codes.
+- When one process fails, the agent sends SIGTERM to the others before these can say what was wrong.
+- After a fixed 30 seconds it kills those that are still at work.
+
+This module uses only `start_processes`, by which the agent starts its processes. They are told what
+`torchrun` tells them (`mlora.cluster.world.World`).
 """
 
 from __future__ import annotations
@@ -42,29 +45,25 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int
 
 
 def is_launched() -> bool:
-    """Say whether a launcher, this one or torchrun, has started this process as one of several, or of one."""
+    """Whether a launcher (this one or torchrun) has started this process, even as the only one."""
     return dist.is_torchelastic_launched()
 
 
 def launch(stages: int, arguments: Sequence[str]) -> int:
-    """Run a Python command in one process per stage, and wait until all have ended.
+    """Runs a Python command in one process per stage, and waits until all have ended.
 
     SIGINT and SIGTERM are passed on to stage 0, which ends the run in order, in whatever time it takes. A
-    second one is passed on too, and a few seconds later all that are left are killed. When one process has
-    failed or stage 0 has ended, the others get some seconds to end; those that have not met it yet cannot see
-    that, and are sent SIGTERM, as torchrun does, without delay after a signal. However this process itself
-    ends, the others end too.
+    second one is passed on too, and a few seconds later all remaining processes are killed. When one process
+    has failed or stage 0 has ended, the others get some seconds to end. Processes that have not met the
+    failed one yet cannot see the failure. They are sent SIGTERM, as torchrun does; after a signal without
+    delay. However this process itself ends, the others end too.
 
     Args:
-        stages: how many processes.
-        arguments: what follows ``python``: ``-m MODULE ...`` or ``FILE ...``.
+        stages: number of processes.
+        arguments: what follows `python`: `-m MODULE ...` or `FILE ...`.
 
     Returns:
         The exit code of the process that failed first, 128 + the signal that ended it, or 0.
-
-    Example:
-        >>> launch(2, ["-m", "mlora", "train", "run.yaml"])
-        0
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -91,7 +90,7 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
 
 
 def _caught(processes: Sequence[Process]) -> list[int]:
-    """Collect SIGINT and SIGTERM from now on, and let Ctrl-Z stop all processes."""
+    """Collects SIGINT and SIGTERM from now on, and lets Ctrl-Z stop all processes."""
     caught: list[int] = []
 
     def pause(number: int, frame: FrameType | None) -> None:
@@ -108,7 +107,7 @@ def _caught(processes: Sequence[Process]) -> list[int]:
 
 
 def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
-    """Pass signals on until every process has ended."""
+    """Passes signals on until every process has ended, and returns the exit code."""
     passed, failed, deadline, patience = 0, None, math.inf, math.inf
     terminated: list[Process] | None = None
     while any(process.poll() is None for process in processes):
@@ -136,7 +135,7 @@ def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
 
 
 def _terminate(processes: Sequence[Process]) -> list[Process]:
-    """Ask those that are left to end, and return them."""
+    """Sends SIGTERM to the remaining processes, and returns them."""
     left = [process for process in processes if process.poll() is None]
     for process in left:
         process.terminate()
@@ -144,7 +143,7 @@ def _terminate(processes: Sequence[Process]) -> list[Process]:
 
 
 def _kill(processes: Sequence[Process]) -> str:
-    """Kill those that are left, and return their numbers."""
+    """Kills the remaining processes, and returns the numbers of their stages."""
     left = [stage for stage, process in enumerate(processes) if process.poll() is None]
     for stage in left:
         processes[stage].kill()
@@ -160,7 +159,7 @@ def _why(processes: Sequence[Process], failed: int | None) -> str:
 
 
 def _first_failure(processes: Sequence[Process]) -> int | None:
-    """A stage that has ended with an error, or by a signal."""
+    """Returns a stage that has ended with an error, or by a signal."""
     return next((stage for stage, process in enumerate(processes) if process.poll()), None)
 
 
@@ -170,16 +169,16 @@ def _code(process: Process) -> int:
 
 
 def _python_options() -> list[str]:
-    """The modules of the folder that one stands in are found only where this process finds them, too."""
+    """Returns `-P`, unless this process itself finds the modules of the current folder."""
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
 
 
 def _environments(stages: int, port: int) -> dict[int, dict[str, str]]:
-    """Return what each process is told: what torchrun tells, and defaults of what the user has not set."""
+    """Returns each process's variables: torchrun's, and defaults for those that the user has not set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // stages)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # warnings of a store that is gone come with C++ stack traces
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # hides warnings of a lost store, which come with C++ stack traces
     }
     common = {key: value for key, value in defaults.items() if key not in os.environ} | {
         "GROUP_RANK": "0",
@@ -198,7 +197,7 @@ def _environments(stages: int, port: int) -> dict[int, dict[str, str]]:
 
 @contextmanager
 def _handlers_kept() -> Iterator[dict[int, Handler]]:
-    """Put the handlers back that torch's launcher and this one replace."""
+    """Restores the signal handlers that torch's launcher and this one replace."""
     numbers = (*_TORCH_CATCHES, signal.SIGTSTP)
     before: dict[int, Handler] = {n: signal.getsignal(n) or signal.SIG_DFL for n in numbers}
     try:

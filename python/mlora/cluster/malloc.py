@@ -1,4 +1,4 @@
-"""Memory that one step of training frees and the next one needs again stays with the process."""
+"""Sets whether glibc's malloc keeps freed memory, such as that which the next training step needs again."""
 
 from __future__ import annotations
 
@@ -11,27 +11,21 @@ _LARGE_BLOCK = 128 << 10
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc's malloc keep up to 1 GiB of freed memory, made of blocks of up to 32 MiB.
+    """Lets glibc's malloc keep up to 1 GiB of freed memory, in blocks of up to 32 MiB.
 
-    By itself it gives what lies at the end of its heap back to the system. Every step of training frees its
-    activations there, and would have the system clear and map the same pages again (docs/design.md). Changes
-    the whole process.
-
-    Returns:
-        Whether malloc was told to; not with another C library.
+    By default malloc gives memory at the end of its heap back to the system. Every training step frees its
+    activations there, and the system would clear and map the same pages again (docs/design.md). Changes the
+    whole process. Returns False with another C library, where nothing changes.
     """
     return _told({_TRIM_THRESHOLD: _KEPT_BYTES, _MMAP_THRESHOLD: _LARGEST_BLOCK})
 
 
 def give_back_freed_memory() -> bool:
-    """Let glibc's malloc map each block of 128 KiB or more by itself, and give it back as soon as it is free.
+    """Lets glibc's malloc map each block of 128 KiB or more by itself, and give it back once it is free.
 
-    The process has then resident what is allocated and little more, as a limit on it needs: in glibc's heap,
-    blocks of changing sizes leave holes, which take up to three times as much (docs/design.md). Changes the
-    whole process.
-
-    Returns:
-        As `keep_freed_memory`.
+    Then little more is resident than is allocated, as a memory limit needs. In glibc's heap, blocks of
+    changing sizes leave holes, which take up to three times as much (docs/design.md). Changes the whole
+    process. Returns as `keep_freed_memory`.
     """
     return _told({_MMAP_THRESHOLD: _LARGE_BLOCK, _TRIM_THRESHOLD: _LARGE_BLOCK})
 

@@ -1,4 +1,4 @@
-"""Bounds on what oneDNN remembers of the shapes that it has multiplied."""
+"""Limits oneDNN's caches of the shapes that it has multiplied."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _ENTRIES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
 
 def bound_caches() -> None:
-    """Let oneDNN, and torch's own cache before it, remember 64 shapes each, not 1024.
+    """Limits oneDNN's cache, and torch's own cache before it, to 64 shapes each; the default is 1024.
 
-    Packed micro-batches hardly ever have as many rows as one before, and each number of rows makes some
-    twenty entries of 0.2 to 0.6 MiB: resident memory grew by 4 to 20 MiB a step, for hundreds of MiB, and no
-    step got faster (docs/design.md). Neither library has another switch than its environment variable, which
-    it reads when it is first used; what the user has set stays.
+    Packed micro-batches hardly ever repeat a number of rows, and each number makes some twenty entries of 0.2
+    to 0.6 MiB. Resident memory grew by 4 to 20 MiB a step, for hundreds of MiB, and no step got faster
+    (docs/design.md). The only switch of both libraries is an environment variable, which they read at their
+    first use. Values that the user has set stay.
     """
     for name, entries in _ENTRIES.items():
         os.environ.setdefault(name, entries)

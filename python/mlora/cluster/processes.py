@@ -1,4 +1,4 @@
-"""Which process is which: on one machine a process can be looked at, and ended, by another one."""
+"""Identifies processes. One process can inspect and end another one on the same machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-_STATE, _START = 0, 19  # of /proc/<pid>/stat, counted from what follows the name, proc(5)
+_STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted from the one after the name, proc(5)
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process, told from a later one with the same number by the time of its start.
+    """One process; its start time tells it from a later process with the same number.
 
     Attributes:
         host: the name of its machine.
         pid: its number there.
-        place: the machine's boot and the numbering (pid namespace) that ``pid`` belongs to; empty where the
-            system tells neither, as on macOS, and then no other process can look at it.
-        start: when it started, in clock ticks after the machine did.
+        place: the machine's boot and the pid namespace of `pid`. Empty if the system tells neither, as on
+            macOS; then no other process can inspect it.
+        start: when it started, in clock ticks since the machine's start.
     """
 
     host: str
@@ -30,31 +30,31 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        """Return the one that calls."""
+        """Returns the calling process."""
         pid = os.getpid()
         fields = _fields(pid)
         return cls(socket.gethostname(), pid, _place(), int(fields[_START]) if fields else 0)
 
     def is_near(self, other: Process) -> bool:
-        """Say whether both run on one machine and number processes alike."""
+        """Whether both run on one machine in one pid namespace."""
         return bool(self.place) and self.place == other.place
 
     def is_gone(self) -> bool:
-        """Say whether it has ended, collected by its parent or not. Of a process that is near only."""
+        """Whether it has ended, collected by its parent or not. Only for a process that is near."""
         return self._state() in ("", "Z", "X")
 
     def is_stopped(self) -> bool:
-        """Say whether a signal or a debugger has stopped it. Of a process that is near only."""
+        """Whether a signal or a debugger has stopped it. Only for a process that is near."""
         return self._state() in ("T", "t")
 
     def kill(self) -> None:
-        """End it with SIGKILL, if it has not ended. Of a process that is near only."""
+        """Ends it with SIGKILL, if it has not ended. Only for a process that is near."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return
         try:
-            if not self.is_gone():  # looked at after opening: the handle stays with what was opened
+            if not self.is_gone():  # checked after opening: the handle never passes to a later process
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         except ProcessLookupError:
             return

@@ -1,4 +1,4 @@
-"""Noticing within seconds that a process of the pipeline is dead or stuck, and ending all of them then."""
+"""Notices within seconds that a process of the pipeline is dead or stuck, and then ends all processes."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ _OWN_ERROR = 2.0  # seconds in which a peer that has just died explains an error
 
 
 class Watch:
-    """Watches the other processes of a pipeline from threads of its own, as all of them do.
+    """Watches the other processes of a pipeline from its own threads, as every process does.
 
-    Each process gives a sign of life every second through the store. One that has been silent for
-    ``patience`` seconds, one that has been at the same piece of work for ``limit`` seconds, one on this
-    machine that has ended without :meth:`goodbye`, and one that told of a fault of its own are faults, and so
-    is a store that does not answer. Then the lowest stage that lives prints one line, a process on this
-    machine that is stuck is killed, and every process ends with exit code 1, whatever its main thread is
-    doing.
+    Each process gives a sign of life every second through the store. A process is at fault if it
 
-    The threads need Python's lock: a call that holds it for ``patience`` seconds looks like a stuck process.
+    - has been silent for `patience` seconds,
+    - has been at the same piece of work for `limit` seconds,
+    - runs on this machine and has ended without `goodbye`, or
+    - reports a fault of its own.
+
+    A store that does not answer is a fault, too. On a fault the lowest live stage prints one line, a stuck
+    process on this machine is killed, and every process ends with exit code 1, whatever its main thread does.
+
+    The threads need Python's lock: a call that holds it for `patience` seconds looks like a stuck process.
 
     Args:
-        world: the pipeline's processes.
-        describe: returns the names of the adapters in flight, for the line. It is called every second in a
-            thread, and must return at once.
-        on_fault: called before this process ends, for a second at most, for example to put a terminal right.
-        work: returns the number of the piece of work that is being done, 0 = none; as ``describe``.
-        patience: seconds of silence that are still no fault.
-        limit: seconds at one piece of work that are still no fault: a thread that hangs still lets the others
-            give signs of life.
+        describe: returns the names of the adapters in flight, for the line. A thread calls it every second,
+            so it must return at once.
+        on_fault: called before this process ends, for a second at most, for example to restore a terminal.
+        work: returns the number of the current piece of work, 0 = none; called like `describe`.
+        patience: seconds of silence that are no fault yet.
+        limit: seconds at one piece of work that are no fault yet. A process with a hung thread still gives
+            signs of life.
         interval: seconds from one sign of life to the next.
 
     Example:
@@ -65,7 +67,7 @@ class Watch:
         self._on_fault = on_fault
         self._patience, self._limit = patience, limit
         self._beats = Beats(world, describe, work, 10 * patience, interval)
-        # taken by what ends the watch; a report that a signal has interrupted can be made again
+        # held by whatever ends the watch; reentrant: a report that a signal interrupted can be made again
         self._ends = threading.RLock()
         self._last_round, self._store_silence, self._lost_for = 0, 0.0, 0.0
         self._has_store = True
@@ -76,13 +78,12 @@ class Watch:
         self._thread.start()
 
     def __enter__(self) -> Watch:
-        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say goodbye, or report the error that ends the block."""
+        """Says goodbye, or reports the error that ended the block."""
         if error is None:
             self.goodbye()
             return
@@ -94,20 +95,19 @@ class Watch:
         self.report(message, after=self._patience + _ELECTION if from_peer else _OWN_ERROR)
 
     def report(self, message: str, *, told: bool = False, after: float = 0.0) -> bool:
-        """Tell the others of a fault of this process, which then has to end by itself.
+        """Tells the others of a fault of this process, which then has to end by itself.
 
         Args:
-            message: what is wrong, in one line.
-            told: the caller tells the user, so that no line is printed here.
-            after: seconds in which a fault of another process, which may be the cause, goes first and ends
-                this process.
+            told: the caller tells the user, so no line is printed here.
+            after: seconds to wait for a fault of another process, which may be the cause. That fault goes
+                first and ends this process.
 
         Returns:
-            Whether the user has not been told of any fault by another process.
+            Whether no other process has told the user of a fault.
         """
         if self._stopped.wait(after):
             return True
-        self._ends.acquire()  # where the guard has it, this process ends
+        self._ends.acquire()  # blocks if the guard has it, and then this process ends
         me = self._world.process
         text = self._with_adapters(message)
         mine = self._tell(Fault(self._world.rank, me.host, me.pid, text, own=True), told=told)
@@ -115,13 +115,8 @@ class Watch:
         return mine
 
     def goodbye(self, timeout: float = 30.0) -> None:
-        """Tell the others that this process has done its work and may end.
-
-        Rank 0 waits for the others' goodbye: its process may hold the store.
-
-        Args:
-            timeout: seconds that rank 0 waits at most.
-        """
+        """Tells the others that this process has done its work and may end.
+        Rank 0 waits for the others' goodbye, `timeout` seconds at most: its process may hold the store."""
         if self._stopped.is_set():
             return
         self._beats.give(goodbye=True)
@@ -132,7 +127,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Watch no more. Without a goodbye, the others take the end of this process for a fault."""
+        """Stops watching. Without a goodbye, the others take the end of this process for a fault."""
         if not self._stopped.is_set():
             self._ends.acquire()
             self._stop()
@@ -171,7 +166,7 @@ class Watch:
         return self._store_fault(elapsed)
 
     def _has_gone(self, rank: int, process: Process) -> bool:
-        """A process has gone when it is no more and what it said at last has been read after that."""
+        """Whether a process of this machine has ended, and its last sign has been read after that."""
         if not process.is_near(self._world.process):
             return False
         if not process.is_gone():
@@ -183,7 +178,7 @@ class Watch:
         return self._beats.lost or self._beats.rounds >= since + 2
 
     def _store_fault(self, elapsed: float) -> Fault | None:
-        """The store is in the process of rank 0 or in its launcher."""
+        """Returns the fault of a silent store, which is in the process of rank 0 or in its launcher."""
         before, self._last_round = self._last_round, self._beats.rounds
         self._store_silence = 0.0 if self._beats.rounds != before else self._store_silence + elapsed
         lost = not self._beats.thread.is_alive()
@@ -211,7 +206,7 @@ class Watch:
         return Fault(rank, sign.process.host, sign.process.pid, text) if sign else Fault(rank, "", 0, text)
 
     def _with_adapters(self, message: str, in_flight: str = "") -> str:
-        """A message with the adapters in flight on the stage that it is about, or on this or another one."""
+        """Adds to a message the adapters in flight on its stage, or else on this or another one."""
         texts = [in_flight, self._beats.describe(), self._beats.sign.in_flight]
         texts += [peer.sign.in_flight for peer in self._beats.others().values()]
         return next((f"{message}; adapters in flight: {text}" for text in texts if text), message)
@@ -226,20 +221,20 @@ class Watch:
             os._exit(1)
 
     def _tell(self, fault: Fault, *, told: bool = False) -> bool:
-        """Let the others know, and print the line if no other process does; return whether it is not told."""
+        """Tells the others of a fault; returns whether this process is elected to tell the user."""
         elected: list[bool] = []
         if self._has_store:
             _bounded(lambda: elected.append(self._is_elected(fault, told)), _ELECTION + 1)
         mine = elected[0] if elected else self._is_lowest_here(fault)
         if not mine and not self._has_store:
-            time.sleep(_ELECTION)  # what follows would look like another fault to the one that tells
+            time.sleep(_ELECTION)  # the end of this process would look like a fault to the one that tells
         _bounded(lambda: self._say(fault, aloud=mine and not told), 1.5)
         if self._world.rank == 0 and self._has_store:
             self._wait_for_readers(fault)
         return mine
 
     def _wait_for_readers(self, fault: Fault) -> None:
-        """The store may end with this process: the others have to read of the fault before."""
+        """Waits until the others have read of the fault: the store may end with this process."""
         deadline = time.monotonic() + _ELECTION
         while time.monotonic() < deadline:
             signs = [peer.sign for rank, peer in self._beats.others().items() if rank != fault.stage]
@@ -263,7 +258,7 @@ class Watch:
             return self._is_lowest_here(fault)
 
     def _is_lowest_here(self, fault: Fault) -> bool:
-        """Without a store, the lowest stage of each machine that has lived until now tells the user."""
+        """Whether this is the lowest live stage of its machine. Without a store, that one tells the user."""
         now = time.monotonic()
         alive = [rank for rank, at in self._near_at.items() if now - at < 2 * _ELECTION]
         return not any(rank < self._world.rank and rank != fault.stage for rank in alive)
@@ -280,7 +275,7 @@ class Watch:
 
 
 def _bounded(work: Callable[[], object], seconds: float) -> None:
-    """Do work that may be blocked for ever, and go on without it then."""
+    """Runs work that may block for ever, and goes on without it after some seconds."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -1,6 +1,6 @@
-"""``python -m mlora.cluster.worker PID ...``: a Python command in a process of its own.
+"""``python -m mlora.cluster.worker PID ...`` runs a Python command in a process of its own.
 
-:mod:`mlora.cluster.launch` starts it. It ends with the process PID that started it, however that ends.
+`mlora.cluster.launch` starts it. It ends with its parent process PID, however that ends.
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's parameter, <sys/prctl.h>
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system kill this process as soon as its parent has ended.
-
-    Elsewhere than on Linux nothing happens.
-
-    Args:
-        parent: the parent's process number; when it has ended already, so does this process.
-    """
+    """Makes Linux kill this process once its parent has ended, at once if it has; elsewhere does nothing."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
@@ -30,7 +24,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Run the command that follows the parent's number: ``-m MODULE ...`` or ``FILE ...``."""
+    """Runs the command that follows the parent's number: `-m MODULE ...` or `FILE ...`."""
     end_with_parent(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
     if sys.argv[0] != "-m":

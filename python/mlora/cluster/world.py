@@ -1,4 +1,4 @@
-"""What a process of the pipeline knows of the others, and what all of them have to agree on."""
+"""What a process knows of the pipeline's other processes, and the facts that all have to agree on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_AGAIN = 0.1  # seconds
 
 
 class PeerError(RuntimeError):
-    """Another process of the pipeline is at fault. That process, or the lowest one alive, tells of it."""
+    """Another process of the pipeline is at fault. That process, or the lowest live one, tells the user."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class World:
     """The processes of a run, one per stage of each replica, as one of them knows them.
 
     Attributes:
-        rank: this process's number among all of them, by which it is named to the user as a stage.
-        size: how many there are.
+        rank: this process's number among all of them. Messages call it the stage.
+        size: number of processes.
         local_rank: its number among those that its launcher started on this machine, which is its GPU.
-        store: reaches all of them.
+        store: reaches all processes.
         process: this one.
     """
 
@@ -41,18 +41,12 @@ class World:
 
     @classmethod
     def from_launcher(cls, timeout: float = 60.0) -> World | None:
-        """Return what the launcher told this process.
+        """Returns this process's world as its launcher describes it, or None if no launcher started it.
 
-        The launcher's contract is that of ``torchrun``, which torch reads: ``TORCHELASTIC_RUN_ID`` says that
-        there is one; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` count; ``MASTER_ADDR`` and ``MASTER_PORT``
-        name the store, which the launcher holds itself where ``TORCHELASTIC_USE_AGENT_STORE`` is ``True``
-        and the process of rank 0 otherwise.
-
-        Args:
-            timeout: seconds in which the store has to answer.
-
-        Returns:
-            This process's world, or none where no launcher started it.
+        The launcher's contract is that of `torchrun`, which torch reads. `TORCHELASTIC_RUN_ID` says that
+        there is a launcher. `RANK`, `WORLD_SIZE` and `LOCAL_RANK` count. `MASTER_ADDR` and `MASTER_PORT` name
+        the store. The launcher holds the store if `TORCHELASTIC_USE_AGENT_STORE` is `True`, and otherwise the
+        process of rank 0 does. The store has `timeout` seconds to answer.
 
         Raises:
             ValueError: the store cannot be reached, or the contract is broken.
@@ -67,20 +61,17 @@ class World:
         return cls(rank, size, dist.get_node_local_rank(), dist.PrefixStore("mlora", store), Process.this())
 
     def agree(self, facts: Mapping[str, Any], timeout: float = 300.0, *, topic: str = "facts") -> None:
-        """Wait for every process, and check that all hold the same facts as the one of rank 0.
+        """Waits for every process, and checks that all hold the same facts as rank 0.
 
         Args:
-            facts: plain values as JSON has them, nested as one likes.
+            facts: JSON values, nested as one likes.
             timeout: seconds in which every process has to come here.
-            topic: what it is about; each may be agreed on once.
+            topic: names the facts; each topic may be agreed on once.
 
         Raises:
-            ValueError: this process differs, or some have not come and this one is the first of those that
-                have. Its message is the one line that the user needs.
-            PeerError: the same, where another process raises ValueError.
-
-        Example:
-            >>> world.agree({"torch": torch.__version__, "config": config.model_dump()})
+            ValueError: this process differs, or some are missing and this is the lowest rank present. The
+                message is the line for the user.
+            PeerError: another process raises that ValueError.
         """
         entry = {"process": asdict(self.process), "facts": facts}
         self.store.set(f"{topic}/{self.rank}", json.dumps(entry))
@@ -98,19 +89,8 @@ class World:
                 raise self._error(rank, difference)
 
     def gather(self, topic: str, value: Any, timeout: float = math.inf) -> list[Any]:
-        """Wait for a value of every process; without a limit `Watch` ends it where one is dead.
-
-        Args:
-            topic: what it is about; each may be gathered once.
-            value: this process's, plain as JSON has it.
-            timeout: seconds in which every process has to come here.
-
-        Returns:
-            All of them, by rank.
-
-        Raises:
-            PeerError: some have not come.
-        """
+        """Waits for a JSON value of every process, and returns all by rank. Each topic may be gathered once.
+        Without a limit, `Watch` ends the wait if a process is dead. PeerError if some have not come."""
         self.store.set(f"{topic}/{self.rank}", json.dumps(value))
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
         missing = self._missing(keys, time.monotonic() + timeout)
@@ -126,7 +106,7 @@ class World:
         return []
 
     def _all_have_read(self, topic: str, deadline: float) -> None:
-        """The store may be in the process of rank 0, which therefore leaves last."""
+        """Counts the readers. The store may be in the process of rank 0, which therefore leaves last."""
         key = f"{topic}/read"
         read = self.store.add(key, 1)
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
@@ -144,7 +124,7 @@ def stages_have(ranks: Sequence[int]) -> str:
 
 
 def _difference(entries: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """Return the line that names the first fact in which a process differs from that of rank 0."""
+    """Returns the line that names the first fact in which a process differs from rank 0; empty if none."""
     mine, first = (dict(_flat("", entries[r]["facts"])) for r in (rank, 0))
     for key in [*first, *(key for key in mine if key not in first)]:
         if mine.get(key) != first.get(key):

@@ -1,4 +1,4 @@
-"""Running a model cut into stages. One device is a pipeline of one stage."""
+"""Runs a model that is cut into stages. One device is a pipeline of one stage."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # schedules and their simulator need no torch, which takes seconds to import
+    # torch takes seconds to import, and schedules and their simulator do not need it
     if name not in _HOMES:
         raise AttributeError(f"module 'mlora.pipeline' has no attribute {name!r}")
     return getattr(import_module(f"mlora.pipeline.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""A pipeline over processes, one stage each."""
+"""A pipeline over several processes, one stage each."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class StageProcess:
 
     Args:
         module: the stage; any `nn.Module`. See `Pipeline`.
-        index: of the stage.
-        count: D.
-        neighbours: of `connect_neighbours`.
+        index: the stage's number, from 0.
+        count: number of stages, D.
+        neighbours: from `connect_neighbours`.
         schedule: as for `Pipeline`; the same on all stages.
-        loss_fn: of the last stage.
+        loss_fn: needed on the last stage only.
         device: where the stage computes.
-        hooks: what it does beside.
+        hooks: what it does besides running its module; default: nothing.
         in_flight: as for `Pipeline`.
         credit_bytes: as for `Pipeline`.
         delay: as for `Pipeline`.
-        trace: spans to keep.
-        name: under which the others are told of its errors; default: with its index.
+        trace: number of spans to keep.
+        name: names this stage in errors that the others see; default: by its index.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class StageProcess:
             found.start()
 
     def serve(self) -> None:
-        """Work as a stage that is not the first, until the pipeline is closed.
+        """Works as a stage that is not the first, until the pipeline is closed.
 
         Raises:
-            PipelineError: if another stage failed.
+            PipelineError: another stage failed.
             Exception: whatever the stage's module raised; the other stages are told.
         """
         self.runner.run()
         self.join()
 
     def join(self) -> None:
-        """Wait until the links have ended, as they do when the pipeline is closed."""
+        """Waits until the links have ended, as they do when the pipeline is closed."""
         for link in self._links:
             link.join()
 
@@ -103,7 +103,7 @@ def _port(way: Direction, device: torch.device) -> WirePort:
 
 
 class FirstStage(Driver):
-    """Feeds a pipeline over processes from that of its first stage.
+    """Feeds a pipeline over several processes, from the process of its first stage.
 
     Args:
         own: this process's stage.
@@ -114,6 +114,6 @@ class FirstStage(Driver):
         self._own = own
 
     def close(self) -> None:
-        """See `Driver.close`."""
+        """Closes the pipeline as `Driver.close` does, and waits until the links have ended."""
         super().close()
         self._own.join()

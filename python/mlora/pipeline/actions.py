@@ -1,4 +1,4 @@
-"""What stages do, as data: an action is one stage's forward or backward of one micro-batch."""
+"""Actions as data: an action is one stage's forward or backward of one micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class ActionType(StrEnum):
-    """What a stage does with a micro-batch, in the letters of `torch.distributed.pipelining`."""
+    """Forward or backward, in the letters of `torch.distributed.pipelining`."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -19,12 +19,11 @@ class ActionType(StrEnum):
 class Action:
     """One stage's forward or backward of one micro-batch, written `2F0`.
 
-    The last stage runs forward, loss and backward as one unit: in its list `F` and `B` of a micro-batch
+    The last stage runs forward, loss and backward as one unit: in its list, the `F` and `B` of a micro-batch
     follow each other.
 
     Attributes:
         stage: from 0.
-        kind: forward or backward.
         micro_batch: its index within the round.
     """
 
@@ -37,16 +36,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read an action from its notation.
-
-        Raises:
-            ValueError: if the text is none.
-
-        Example:
-            >>> lists = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-            >>> schedule = [[Action.parse(text) for text in stage.split()] for stage in lists]
-            >>> pipeline = Pipeline(modules, schedule, loss_fn)
-        """
+        """Reads an action from its notation; raises ValueError for other text."""
         match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
         if match is None:
             raise ValueError(f"action: expected <stage><F or B><micro-batch> such as 2F0, got {text!r}")
@@ -54,19 +44,17 @@ class Action:
 
 
 Schedule = Sequence[Sequence[Action]]
-"""The actions of each stage, in order, over one round of micro-batches."""
+"""The actions of each stage, in order, for one round of micro-batches."""
 
 
 def check_schedule(schedule: Schedule) -> int:
-    """Check that every stage runs every micro-batch once forward and once backward, and that all can end.
+    """Checks a schedule and returns its number of micro-batches.
 
-    Both directions are strict FIFOs, so all stages take micro-batches in one order, forward as backward.
-
-    Returns:
-        The number of micro-batches.
+    Every stage must run each micro-batch once forward and once backward, and no stage may wait for ever. Both
+    directions are strict FIFOs, so all stages take micro-batches in one order, forward and backward alike.
 
     Raises:
-        ValueError: naming the stage and the action that is wrong.
+        ValueError: names the stage and the action that is wrong.
     """
     if not schedule or not schedule[0]:
         raise ValueError("schedule: expected actions for at least one stage, got none")
@@ -91,7 +79,7 @@ def check_schedule(schedule: Schedule) -> int:
 
 
 def _check_ends(schedule: Schedule) -> None:
-    """Run the lists without time: a stage that waits for what never comes is a deadlock."""
+    """Runs the lists without times, to find a stage that waits for ever."""
     places = [0] * len(schedule)
     done: set[Action] = set()
     moved = True

@@ -1,4 +1,4 @@
-"""The driver: what enters a pipeline at its first stage, and what comes back there."""
+"""The driver feeds micro-batches into a pipeline's first stage and collects their results there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from .trace import Entry
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What came back of a micro-batch.
+    """The result of a micro-batch.
 
     Attributes:
-        report: the loss function's.
-        notes: what each stage's `Hooks.after_backward` gave, in the order of the stages; empty where nothing
-            was trained.
+        report: the loss function's report.
+        notes: the value of `Hooks.after_backward` on each stage, in stage order; empty without training.
     """
 
     report: Any
@@ -31,14 +30,14 @@ class Result:
 
 
 class Driver:
-    """Feeds a pipeline. The first stage computes in the calling thread, inside of these calls.
+    """Feeds a pipeline. The first stage computes in the calling thread, inside these calls.
 
-    `submit` and `step` run a round at a time. `start` and `finish` keep the pipeline full: micro-batches
+    `submit` and `step` run one round at a time. `start` and `finish` keep the pipeline full: micro-batches
     enter while others are under way, and leave in the order in which they entered.
 
     Args:
         first: the first stage's runner.
-        replicas: links with the first stages of further pipelines, which take micro-batches of their own.
+        replicas: links to the first stages of further pipelines, which run other micro-batches.
     """
 
     def __init__(self, first: Runner, replicas: Sequence[Link] = ()) -> None:
@@ -59,29 +58,30 @@ class Driver:
         common: Mapping[str, Any] | None = None,
         train: bool = True,
     ) -> None:
-        """Queue a micro-batch for the next `step`.
+        """Queues a micro-batch for the next `step`.
 
         Args:
             inputs: keyword arguments of the first stage.
-            targets: handed to the loss function.
+            targets: passed to the loss function.
             common: keyword arguments of every stage.
-            train: whether to run backward, or only forward and loss without gradients.
+            train: whether to run backward. Otherwise forward and loss run without gradients.
 
         Raises:
+            TypeError: `inputs` is not a mapping.
             RuntimeError: after `close`.
         """
         self._check_open()
         self._waiting.append(MicroBatch(-1, inputs, targets, common or {}, train))
 
     def step(self) -> list[Any]:
-        """Run every queued micro-batch to its end, as one round of the schedule.
+        """Runs all queued micro-batches to their end, as one round of the schedule.
 
         Returns:
             The loss function's reports, in the order of submission.
 
         Raises:
             RuntimeError: after `close`.
-            PipelineError: if another stage failed; in one process its exception is the cause.
+            PipelineError: another stage failed; within one process its exception is the cause.
         """
         self._check_open()
         waiting, self._waiting = self._waiting, []
@@ -109,22 +109,23 @@ class Driver:
         rows: int = 1,
         replica: int = 0,
     ) -> int:
-        """Let a micro-batch enter; returns at once.
+        """Lets a micro-batch enter the pipeline and returns at once.
 
         Args:
             inputs: keyword arguments of the first stage.
-            targets: handed to the loss function.
+            targets: passed to the loss function.
             common: keyword arguments of every stage.
             train: whether to run backward.
-            position: where it stands in its round, for schedules that have rounds.
-            stream: whose it is, for traces.
-            rows: how many it has, for traces.
-            replica: which pipeline it enters.
+            position: its position in its round, for schedules that have rounds.
+            stream: the stream that it belongs to, for traces.
+            rows: its number of rows, for traces.
+            replica: the pipeline that it enters; 0 is the one that `first` belongs to.
 
         Returns:
-            Its number, for `finish`.
+            The micro-batch's number, for `finish`.
 
         Raises:
+            TypeError: `inputs` is not a mapping.
             RuntimeError: after `close`.
         """
         self._check_open()
@@ -141,18 +142,18 @@ class Driver:
         return batch.number
 
     def first_done(self, numbers: Sequence[int]) -> int:
-        """Work on the first stage until one of some micro-batches has ended.
+        """Works on the first stage until one of the given micro-batches has ended.
 
         Args:
-            numbers: what `start` gave; at least one.
+            numbers: returned by `start`; at least one.
 
         Returns:
-            Its number; the first of them where several have ended.
+            The number of the micro-batch that has ended. If several have, the first of them in `numbers`.
 
         Raises:
-            ValueError: if none of them is under way.
+            ValueError: none of them is under way.
             RuntimeError: after `close`.
-            PipelineError: if another stage failed.
+            PipelineError: another stage failed.
         """
         if self._under_way.isdisjoint(numbers):
             self._refuse(numbers)
@@ -163,18 +164,18 @@ class Driver:
             self._take_results()
 
     def finish(self, number: int) -> Result:
-        """Work on the first stage until a micro-batch has ended.
+        """Works on the first stage until a micro-batch has ended.
 
         Args:
-            number: what `start` gave.
+            number: returned by `start`.
 
         Returns:
-            What came back of it.
+            The micro-batch's result.
 
         Raises:
-            ValueError: if no such micro-batch is under way.
+            ValueError: the micro-batch is not under way.
             RuntimeError: after `close`.
-            PipelineError: if another stage failed.
+            PipelineError: another stage failed.
         """
         content = self._await(number).content
         return Result(content["report"], content["notes"])
@@ -187,25 +188,25 @@ class Driver:
         first_done: bool = False,
         replica: int = 0,
     ) -> list[Any]:
-        """Let every stage do something between micro-batches, and wait for their answers.
+        """Asks every stage to do something between micro-batches, and waits for the answers.
 
-        It may overtake micro-batches that have started and that the first stage has not begun, and is
-        overtaken by none that starts later: nothing that is under way may depend on it.
+        A control may overtake micro-batches that have started but that the first stage has not begun. No
+        micro-batch that starts later overtakes it. So nothing that is under way may depend on it.
 
         Args:
-            verb: what `Hooks.control` is asked for.
+            verb: passed to `Hooks.control`.
             arguments: plain values and tensors.
-            first_done: whether the first stage has done it in another way; its answer is None then.
-            replica: which pipeline is asked.
+            first_done: whether the caller has already done it for the first stage, whose answer then is None.
+            replica: the pipeline that is asked.
 
         Returns:
-            The stages' answers, in their order.
+            The stages' answers, in stage order.
 
         Raises:
-            Exception: what the first stage's `control` raises; then the others are not asked, and the
-                pipeline goes on.
+            Exception: whatever the first stage's `control` raises. The other stages are not asked then, and
+                the pipeline goes on.
             RuntimeError: after `close`.
-            PipelineError: if another stage failed.
+            PipelineError: another stage failed.
         """
         self._check_open()
         arguments = arguments or {}
@@ -223,14 +224,14 @@ class Driver:
         return list(self._await(number).content["answers"])
 
     def entries(self) -> list[Entry]:
-        """The micro-batches that entered, the latest ones; empty without a trace."""
+        """Returns the latest micro-batches that entered; empty without a trace."""
         return list(self._entries)
 
     def abort(self, error: BaseException) -> None:
-        """End the stages as a fault of the first one does; what they have not begun they do not run.
+        """Ends all stages as if the first one had failed. They drop the work that they have not begun.
 
         Args:
-            error: what they are told of.
+            error: reported to the other stages.
         """
         if not self._closed and self._first.failure is None:
             self._first.fail(error)
@@ -238,12 +239,12 @@ class Driver:
         self.close()
 
     def close(self) -> None:
-        """Drop what is queued, end the stages, and refuse further work.
+        """Drops queued micro-batches, ends the stages, and refuses further work.
 
-        Where micro-batches are under way, that is to `abort`.
+        If micro-batches are under way, it calls `abort`.
 
         Raises:
-            PipelineError: if another stage failed before it could end.
+            PipelineError: another stage failed before it could end.
         """
         self._waiting.clear()
         if self._closed:
@@ -258,7 +259,8 @@ class Driver:
         for link in self._replicas:
             link.send(Message(MessageType.END))
         while self._first.work():
-            self._first.results.clear()  # nobody will ask for them; of other pipelines they come first
+            # nobody asks for them; with further pipelines `work` does nothing else until they are taken
+            self._first.results.clear()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -280,12 +282,12 @@ class Driver:
         raise ValueError(f"number: no micro-batch {text} is under way; after an error none is")
 
     def _drop(self) -> None:
-        """After an error nothing of what is under way comes back."""
+        """Forgets everything that is under way: after an error none of it comes back."""
         self._under_way.clear()
         self._results.clear()
 
     def _take_results(self) -> None:
-        """Work until something has come back, and keep it."""
+        """Works until something has come back, and keeps it."""
         while not self._first.results:
             self._check_open()
             with ExitStack() as stack:

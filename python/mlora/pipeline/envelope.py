@@ -1,8 +1,8 @@
-"""How a message begins on the wire: a block of fixed size, and in one piece what does not fit into it.
+"""The envelope that begins a message on the wire: a block of fixed size, then the rest in one piece.
 
-The block is `[3]` int64 (bytes of the header, bytes of small tensors, credit), the header, and the small
-tensors of the host's memory, each from a multiple of 8 bytes. A message with one large tensor is two
-transfers in all; each costs a wake-up of both sides.
+An envelope is `[3]` int64 (bytes of the header, bytes of small tensors, credit), the header, and the small
+tensors of the host's memory, each aligned to 8 bytes. A message with one large tensor takes two transfers in
+all; each transfer costs a wake-up of both sides.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ALIGNED = 8
 
 
 class Opened(NamedTuple):
-    """What an envelope held.
+    """The content of an envelope.
 
     Attributes:
-        header: empty where credit came alone.
+        header: empty if credit came alone.
         small: bytes of the small tensors.
         credit: bytes.
     """
@@ -35,21 +35,12 @@ class Opened(NamedTuple):
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Whether a tensor travels within the envelope."""
+    """Whether a tensor travels inside the envelope."""
     return not tensor.is_cuda and tensor.nbytes <= SMALL
 
 
 def seal(credit: int, header: bytes = b"", tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Make an envelope.
-
-    Args:
-        credit: bytes that the other direction may send again.
-        header: of a message; none = credit alone.
-        tensors: small ones.
-
-    Returns:
-        The block, and the rest where there is one; `[n]` uint8.
-    """
+    """Makes an envelope (credit alone, without a header): its block, and the rest if any; `[n]` uint8."""
     room = sum(_padded(tensor.nbytes) for tensor in tensors)
     begin = _padded(_PREFIX.size + len(header))
     whole = bytearray(max(begin + room, BLOCK))
@@ -63,18 +54,13 @@ def seal(credit: int, header: bytes = b"", tensors: Sequence[Tensor] = ()) -> li
 
 
 def rest_of(block: Tensor) -> int:
-    """How many bytes follow a block before its envelope is whole."""
+    """Returns how many bytes of the envelope follow its block."""
     header, room, _ = _PREFIX.unpack_from(block.numpy().data)
     return max(0, _padded(_PREFIX.size + header) + room - BLOCK)
 
 
 def unseal(block: Tensor, rest: Tensor | None) -> Opened:
-    """Take an envelope apart.
-
-    Args:
-        block: `[BLOCK]` uint8.
-        rest: what followed; None = nothing.
-    """
+    """Opens an envelope, given its `[BLOCK]` uint8 block and the rest, if any."""
     length, room, credit = _PREFIX.unpack_from(block.numpy().data)
     whole = block if rest is None else torch.cat([block, rest])
     begin = _padded(_PREFIX.size + length)
@@ -83,12 +69,7 @@ def unseal(block: Tensor, rest: Tensor | None) -> Opened:
 
 
 def split(small: Tensor, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """The small tensors of an envelope, each with memory of its own.
-
-    Args:
-        small: their bytes.
-        wanted: their shapes and dtypes, in order.
-    """
+    """Copies the small tensors out of an envelope's bytes; `wanted` has their shapes and dtypes, in order."""
     found, begin = [], 0
     for shape, dtype in wanted:
         tensor = torch.empty(shape, dtype=dtype)
@@ -99,7 +80,7 @@ def split(small: Tensor, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) 
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as `[n]` uint8, or that of a contiguous copy."""
+    """Returns the tensor's memory, or that of a contiguous copy, as `[n]` uint8."""
     # one element is contiguous with any stride, but only stride 1 can be viewed as bytes
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)

@@ -1,7 +1,7 @@
-"""A stage's link with a neighbour: a sender and a receiver, each a thread, under byte credits.
+"""A stage's link to a neighbour: a sender thread and a receiver thread, with byte credits.
 
-Receivers always drain what the neighbour may send, and sends never block compute. What a neighbour may send
-is limited by credits: bytes that this stage has received and not yet worked on.
+Receivers always drain what the neighbour may send, and sends never block compute. Credits limit the bytes
+that a neighbour has sent and this stage has not yet worked on.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ class Link:
     """Both directions between a stage and a neighbour.
 
     Args:
-        out: to the neighbour.
-        into: from the neighbour.
-        deliver: told of each message that arrives, from the receiver's thread; of a `FAULT` where the link
-            breaks.
-        name: of the neighbour, for messages.
-        credit_bytes: of tensors that may be on their way to the neighbour, or wait there. While these are
-            at most a quarter of it, one message more may be larger.
-        delay: seconds by which each message is held back, as a link's latency would; for measurements.
-        trace: told of what is sent and received.
-        keeps: whether what is delivered waits in this stage until `consumed`; otherwise credit is given at
-            once.
+        deliver: called in the receiver's thread with each message, and with a `FAULT` if the link breaks.
+        name: the neighbour's, for messages.
+        credit_bytes: limit on the bytes of tensors that are on their way to the neighbour or wait there.
+            While at most a quarter of it is used, one more message may exceed the limit.
+        delay: seconds to hold each message back, to imitate a link's latency in measurements.
+        keeps: whether delivered messages wait in this stage until `consumed`; else credit returns at once.
     """
 
     def __init__(
@@ -57,8 +52,8 @@ class Link:
         self._keeps = keeps
         self._change = threading.Condition()
         self._queue: deque[tuple[float, int, Message]] = deque()
-        self._outstanding = 0  # bytes that the neighbour has not given credit for
-        self._owed = 0  # bytes that the neighbour has not been given credit for
+        self._outstanding = 0  # sent bytes that the neighbour has not given credit for
+        self._owed = 0  # consumed bytes that the neighbour has not been given credit for
         self._has_no_limit = False
         self._threads = [
             threading.Thread(target=run, name=f"{role} {name}", daemon=True)
@@ -67,20 +62,16 @@ class Link:
 
     @property
     def sent(self) -> int:
-        """Bytes that went to the neighbour so far, headers and credit included; none between threads."""
+        """Bytes sent to the neighbour so far, with headers and credit; 0 between threads."""
         return self._out.sent
 
     def start(self) -> None:
-        """Begin to send and receive."""
+        """Starts both threads."""
         for thread in self._threads:
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message; returns at once. `END` and `FAULT` are the last ones.
-
-        Raises:
-            TypeError: if it holds something else than plain values and tensors.
-        """
+        """Queues a message and returns at once; `END` and `FAULT` are the last ones."""
         size = message.size
         with self._change:
             if message.sort is MessageType.FAULT:
@@ -89,14 +80,14 @@ class Link:
             self._change.notify_all()
 
     def consumed(self, message: Message) -> None:
-        """Give the neighbour credit for a message that has left the queue of this stage."""
+        """Returns credit to the neighbour for a message that has left this stage's queue."""
         with self._change:
             self._owed += message.size
             if self._must_give_credit():
                 self._change.notify_all()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until both threads have ended, as they do after `END`."""
+        """Waits until both threads have ended, as they do after `END`."""
         for thread in self._threads:
             thread.join(seconds)
 
@@ -127,12 +118,13 @@ class Link:
         return not size or enough or self._has_no_limit
 
     def _must_give_credit(self) -> bool:
-        """Credit rides on messages. Alone it goes where the neighbour may be waiting for it: that has more
-        than a quarter outstanding, and what it has sent is owed when it has been consumed."""
+        """Whether to send credit without a message.
+        The neighbour waits for credit only if more than a quarter of the limit is outstanding. Once this
+        stage has consumed all of that, it owes more than a quarter."""
         return self._owed > self._credit_bytes // 4
 
     def _receive_all(self) -> None:
-        # the sender still tells the neighbour why
+        # `_out` stays open on an error: the sender still tells the neighbour why
         self._until_end(self._receive_next, self._into)
 
     def _receive_next(self) -> bool:
@@ -144,7 +136,7 @@ class Link:
             with self._change:
                 self._outstanding -= credit
                 if is_last:
-                    self._has_no_limit = True  # the neighbour's sender has ended, and credit will not come
+                    self._has_no_limit = True  # the neighbour's sender has ended: no more credit comes
                 self._change.notify_all()
         if message is None:
             return True
@@ -154,12 +146,7 @@ class Link:
         return not is_last
 
     def _until_end(self, step: Callable[[], bool], *ports: Port) -> None:
-        """Work until there is no more.
-
-        Args:
-            step: whether there is more.
-            ports: closed on an error, so that nobody waits for them.
-        """
+        """Repeats `step` while it returns True; on an error closes `ports`, so that nobody waits for them."""
         with ExitStack() as stack:
             stack.push(partial(self._has_broken, ports))
             while step():
@@ -172,7 +159,7 @@ class Link:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Tell of any error; one that is no broken connection or full memory is raised, too."""
+        """Delivers any error as a `FAULT`, and suppresses broken connections and full memory only."""
         if error is not None:
             text = " ".join(str(error).split())
             self._deliver(

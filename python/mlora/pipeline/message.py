@@ -1,4 +1,4 @@
-"""What travels between neighbouring stages: a small header of plain values, and tensors."""
+"""Messages between neighbouring stages: a small header of plain values, and tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .envelope import is_small
 
 
 class MessageType(StrEnum):
-    """What a message is about."""
+    """The kinds of messages."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -28,12 +28,11 @@ class MessageType(StrEnum):
 
 @dataclass(eq=False)
 class Message:
-    """One message; its content stays as it is.
+    """One message. Its content must not change, because properties are cached.
 
     Attributes:
-        sort: what it is about.
         content: plain values, lists, dictionaries and tensors.
-        ready: recorded on a GPU when its tensors are computed, or have arrived.
+        ready: recorded on a GPU once the tensors are computed or have arrived.
     """
 
     sort: MessageType
@@ -42,16 +41,12 @@ class Message:
 
     @property
     def number(self) -> int:
-        """Of the micro-batch, or -1."""
+        """The micro-batch's number, or -1."""
         return int(self.content.get("number", -1))
 
     @cached_property
     def flat(self) -> tuple[Any, list[Tensor]]:
-        """The content with marks in the places of tensors, and the tensors.
-
-        Raises:
-            TypeError: if the content holds something else than plain values and tensors.
-        """
+        """The content with tensors replaced by marks, and the tensors; TypeError for other values."""
         tensors: list[Tensor] = []
         return _flatten(self.content, tensors), tensors
 
@@ -62,18 +57,13 @@ class Message:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tensor that a header mentions.
-
-    Attributes:
-        shape, dtype: its own.
-        small: whether it is within the envelope, or follows.
-    """
+    """A header's entry for a tensor. A `small` tensor is inside the envelope, others follow it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -81,13 +71,7 @@ class Shape:
 
 
 class Header(NamedTuple):
-    """What is sent of a message beside its tensors.
-
-    Attributes:
-        sort: of the message.
-        tree: its content with marks in the places of tensors.
-        shapes: of the tensors.
-    """
+    """A message without its tensors; `tree` is the content with marks in place of tensors."""
 
     sort: MessageType
     tree: Any
@@ -95,7 +79,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, encoded: bytes) -> Header:
-        """What `encode` has written."""
+        """Parses the output of `encode`."""
         sort, tree, shapes = json.loads(encoded)
         return cls(
             MessageType(sort),
@@ -126,26 +110,19 @@ _MARK = "tensor:"
 
 
 def encode(message: Message) -> tuple[bytes, list[Tensor]]:
-    """Take a message apart into a header and tensors.
-
-    Returns:
-        The header, JSON in UTF-8, and the tensors that it mentions, in order.
-
-    Raises:
-        TypeError: if the content holds something else than plain values and tensors.
-    """
+    """Splits a message into a header, JSON in UTF-8, and the tensors that it mentions, in order."""
     tree, tensors = message.flat
     shapes = [[_NAMES[t.dtype], is_small(t), *t.shape] for t in tensors]
     return json.dumps([message.sort, tree, shapes], separators=(",", ":")).encode(), tensors
 
 
 def decode(header: Header, tensors: Sequence[Tensor]) -> Message:
-    """Put a message together again; tuples come back as lists."""
+    """Rebuilds a message; tuples come back as lists."""
     return Message(header.sort, _unflatten(header.tree, tensors))
 
 
 def map_tensors(message: Message, change: Callable[[Tensor], Tensor]) -> Message:
-    """A copy of a message in which each tensor is changed."""
+    """Returns a copy of a message with `change` applied to each tensor."""
     tree, tensors = message.flat
     return Message(message.sort, _unflatten(tree, [change(tensor) for tensor in tensors]))
 

@@ -18,8 +18,8 @@ class Direction:
 
     Attributes:
         peer: the neighbour's rank.
-        wire: for what lies in the host's memory.
-        nccl: a group of the two, for tensors that go from GPU to GPU; None = these go through the host.
+        wire: carries tensors in host memory.
+        nccl: a group of the two, for tensors from GPU to GPU; None = these go through the host.
     """
 
     peer: int
@@ -29,15 +29,15 @@ class Direction:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A stage's links; none where there is no neighbour.
+    """A stage's links to its neighbours; None where there is no neighbour.
 
     Attributes:
-        from_previous: brings what is forwarded.
-        to_next: takes what is forwarded.
-        from_next: brings what comes back.
-        to_previous: takes what goes back.
-        replicas: to and from the first stages of the other pipelines, at the first process of all. Each of
-            those has that process as its previous one.
+        from_previous: receives what the previous stage sends forward.
+        to_next: sends forward to the next stage.
+        from_next: receives what the next stage sends back.
+        to_previous: sends back to the previous stage.
+        replicas: on rank 0 only, the links to and from the first stage of each other pipeline. For these
+            stages, rank 0 is the previous one.
     """
 
     from_previous: Direction | None = None
@@ -47,7 +47,7 @@ class Neighbours:
     replicas: tuple[tuple[Direction, Direction], ...] = ()
 
     def close(self) -> None:
-        """End the connections."""
+        """Closes all connections."""
         ways = [self.from_previous, self.to_next, self.from_next, self.to_previous]
         for way in (*ways, *(way for pair in self.replicas for way in pair)):
             if way is not None:
@@ -57,21 +57,22 @@ class Neighbours:
 def connect_neighbours(
     world: World, *, replicas: int = 1, nccl: torch.device | None = None, timeout: float = 1800.0
 ) -> Neighbours:
-    """Connect the stages of a pipeline; every process calls it once.
+    """Connects the stages of a pipeline. Every process calls it once.
 
     Args:
-        world: the pipeline's processes.
-        replicas: pipelines that the processes form, each a run of ranks.
-        nccl: this stage's GPU where tensors shall go from GPU to GPU. None = they go through the host, as
-            they must where stages share a GPU.
-        timeout: seconds in which the connections have to be made, and in which NCCL has to carry a tensor.
+        world: the processes of all pipelines.
+        replicas: number of pipelines. Each consists of consecutive ranks.
+        nccl: this stage's GPU, to send tensors from GPU to GPU. None = tensors go through the host, as they
+            must if stages share a GPU.
+        timeout: seconds to make the connections, and for NCCL to carry a tensor.
 
     Returns:
         This stage's links.
 
     Raises:
-        ValueError: the processes do not come out even.
+        ValueError: the processes do not divide evenly into the pipelines.
         PeerError: a neighbour cannot be reached.
+        RuntimeError: this process cannot listen.
     """
     if world.size % replicas:
         raise ValueError(f"replicas: {world.size} processes do not form {replicas} pipelines of one length")
@@ -99,15 +100,15 @@ def connect_neighbours(
 def _nccl_groups(
     world: World, chain: list[tuple[int, int]], device: torch.device, timeout: float
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A group per direction, made in the same order everywhere; one small message goes through each."""
+    """Creates a group per direction, in one order on all ranks, and sends a small message through each."""
     limit = timedelta(seconds=timeout)
     store = dist.PrefixStore("groups", world.store)
-    # the default group is none of these; it connects when it is first used, which nobody does
+    # new_group needs a default group; that connects at its first use, and nobody uses it
     dist.init_process_group("nccl", store=store, rank=world.rank, world_size=world.size, timeout=limit)
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     for left, right in chain:
         for source, target in ((left, right), (right, left)):
-            # a process that is in neither still counts along
+            # every process has to make every group, even those that it is not in
             group = dist.new_group([left, right], timeout=limit, backend="nccl")
             if world.rank in (source, target):
                 groups[source, target] = group

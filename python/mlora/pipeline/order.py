@@ -1,6 +1,6 @@
-"""What a stage does next, given what is waiting: shared by the runtime and the simulator.
+"""The order in which a stage runs what is waiting, for the runtime and the simulator.
 
-Both directions of a pipeline are strict FIFOs, so the choice is only between the oldest waiting forward, the
+Both directions of a pipeline are strict FIFOs. So the choice is only between the oldest waiting forward, the
 oldest waiting backward, and waiting.
 """
 
@@ -17,11 +17,11 @@ from .schedules import FLUSHED, SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class RoundPosition:
-    """Where a micro-batch stands in its round.
+    """A micro-batch's position in its round.
 
     Attributes:
         index: from 0.
-        size: micro-batches of the round.
+        size: number of micro-batches in the round.
     """
 
     index: int = 0
@@ -29,32 +29,22 @@ class RoundPosition:
 
 
 ALONE = RoundPosition()
-"""The only micro-batch of its round."""
+"""The position of a micro-batch that is the only one of its round."""
 
 
 class Order(Protocol):
-    """One stage's choices; it remembers what it chose."""
+    """Chooses what one stage runs next, and remembers its choices."""
 
     def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
-        """Choose what runs now.
-
-        Args:
-            forward: the oldest waiting forward, None where there is none.
-            backward: the oldest waiting backward.
-
-        Returns:
-            Its kind, or None to wait although something may be ready.
-        """
+        """Chooses between the oldest waiting forward and backward; None = wait, though one may be ready."""
 
 
 class Alternating:
-    """LoRAPP's rule: whatever is ready; when both are, the other than the last.
+    """LoRAPP's rule: run what is ready; if both kinds are, the other one than last time.
 
-    With any latency between stages, pure backward-first locks into a bubble of some 20% where there are as
-    many adapters as stages; alternation stays at the bound.
-
-    Args:
-        in_flight: the most micro-batches between their forward and backward on this stage; None = any number.
+    With any latency between stages, backward-first locks into a bubble of some 20% if there are as many
+    adapters as stages. Alternation stays at the bound. `in_flight` limits the micro-batches between forward
+    and backward on this stage; None = any number.
     """
 
     def __init__(self, in_flight: int | None = None) -> None:
@@ -65,7 +55,6 @@ class Alternating:
         self._last = ActionType.BACKWARD
 
     def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
-        """See `Order.next_action`."""
         full = self._most is not None and self._between >= self._most
         may_forward = forward is not None and not full
         if backward is not None and not (may_forward and self._last is ActionType.BACKWARD):
@@ -80,16 +69,8 @@ class Alternating:
 
 
 class Listed:
-    """A stage's list of actions, one after the other, waiting for each; a list for each round.
-
-    Args:
-        stage: whose list.
-        stages: D.
-        schedule: `gpipe` or `1f1b`, or the lists of a round of one fixed size.
-
-    Raises:
-        ValueError: if there is no such schedule, or the lists are not those of D stages.
-    """
+    """Runs a stage's list of actions in order, and waits for each. Each round has a list.
+    `schedule` is `gpipe`, `1f1b`, or the lists for rounds of one size."""
 
     def __init__(self, stage: int, stages: int, schedule: str | Schedule) -> None:
         self._stage, self._stages, self._schedule = stage, stages, schedule
@@ -99,11 +80,7 @@ class Listed:
         self._left: deque[Action] = deque()
 
     def next_action(self, forward: RoundPosition | None, backward: RoundPosition | None) -> ActionType | None:
-        """See `Order.next_action`.
-
-        Raises:
-            ValueError: if a round has another size than the lists are for.
-        """
+        """See `Order.next_action`; raises ValueError if a round has another size than the lists are for."""
         if not self._left:
             if forward is None:
                 return None
@@ -124,23 +101,15 @@ class Listed:
 
 
 def in_flight_of(stage: int, stages: int, in_flight: int) -> int:
-    """How many of W micro-batches in a pipeline of D stages may be between forward and backward on stage s.
+    """Returns how many micro-batches may be between forward and backward on stage s.
 
-    `min(W, 1 + k (D - 1 - s))` with `k = ceil((W - 1) / (D - 1))`: 1F1B's `D - s` where W = D. With latency
-    between stages and no such limit, the burst of forwards at the start locks forwards and backwards into
-    each other's way: 16 points of bubble at D = W = 8, latency 5% of T, T_b = 1.15 T_f. With it the bubble is
-    the closed form's for any W up to D.
+    With W = `in_flight` micro-batches in a pipeline of D stages this is
 
-    Args:
-        stage: s.
-        stages: D.
-        in_flight: W.
+        min(W, 1 + k (D - 1 - s)),  k = ceil((W - 1) / (D - 1)).
 
-    Returns:
-        At least 1; W on the first stage.
-
-    Raises:
-        ValueError: if W is below 1.
+    For W = D it is 1F1B's `D - s`. With latency between stages and without this limit, the burst of forwards
+    at the start makes forwards and backwards block each other. This costs 16 points of bubble at D = W = 8,
+    latency 5% of T, T_b = 1.15 T_f. With the limit, the bubble is that of the closed form for any W up to D.
     """
     if in_flight < 1:
         raise ValueError(f"in_flight: expected at least 1, got {in_flight}")
@@ -151,25 +120,11 @@ def in_flight_of(stage: int, stages: int, in_flight: int) -> int:
 
 
 def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int | None = None) -> Order:
-    """The order of a stage under a schedule.
-
-    Args:
-        schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
-        stage: whose order.
-        stages: D.
-        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; None = any number. See
-            `in_flight_of`.
-
-    Returns:
-        A new order.
-
-    Raises:
-        ValueError: if there is no such schedule, or the lists do not fit.
-    """
+    """Returns a new order for a stage under a schedule; `in_flight` is for `lorapp`, see `in_flight_of`."""
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if stages == 1:
-        return Alternating()  # a micro-batch after the other
+        return Alternating()  # one micro-batch after the other
     if schedule == "lorapp":
         return Alternating(None if in_flight is None else in_flight_of(stage, stages, in_flight))
     return Listed(stage, stages, schedule)

@@ -1,7 +1,7 @@
 """Ports: one direction between two neighbouring stages, a strict FIFO of messages.
 
-On the wire a message is an envelope (`envelope.py`) with its header and small tensors, and then each of its
-large tensors.
+On the wire a message is an envelope (`envelope.py`) with its header and small tensors, then each large
+tensor.
 """
 
 from __future__ import annotations
@@ -26,38 +26,25 @@ class Port(Protocol):
     """One end of one direction. Calls block; one thread writes, another one reads.
 
     Attributes:
-        began: when the message that was read last began to arrive, in nanoseconds of the monotonic clock.
-        sent: bytes that were written so far; none between threads, which share memory.
+        began: when the last message read began to arrive, in nanoseconds of the monotonic clock.
+        sent: bytes written so far; 0 between threads, which share memory.
     """
 
     began: int
     sent: int
 
     def write(self, credit: int, message: Message | None) -> None:
-        """Hand over a message and returned credit.
-
-        Args:
-            credit: bytes that the other direction may send again.
-            message: None = credit alone.
-        """
+        """Sends a message, if any, and `credit`: the bytes that the other direction may send again."""
 
     def read(self) -> tuple[int, Message | None]:
-        """Wait for what `write` handed over at the other end.
-
-        Raises:
-            PeerError: if that end was closed.
-        """
+        """Waits for the other end's `write`; raises PeerError if that end was closed."""
 
     def close(self) -> None:
-        """End the direction: `read` raises, and `write` may."""
+        """Ends the direction: `read` raises, and `write` may."""
 
 
 class LocalPort:
-    """Both ends in one process, for stages that are threads.
-
-    Args:
-        device: where the reader's tensors shall be.
-    """
+    """Both ends in one process, for stages that are threads; the reader gets its tensors on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._queue: queue.SimpleQueue[tuple[int, Message | None] | None] = queue.SimpleQueue()
@@ -65,11 +52,9 @@ class LocalPort:
         self.began = self.sent = 0
 
     def write(self, credit: int, message: Message | None) -> None:
-        """See `Port.write`."""
         self._queue.put((credit, message))
 
     def read(self) -> tuple[int, Message | None]:
-        """See `Port.read`."""
         found = self._queue.get()
         if found is None:
             raise PeerError("closed by the other end")
@@ -78,20 +63,12 @@ class LocalPort:
         return credit, message and self._lane.take_over(message)
 
     def close(self) -> None:
-        """See `Port.close`."""
         self._queue.put(None)
 
 
 class WirePort:
-    """One end of one direction between two processes.
-
-    Large tensors of a GPU travel through pinned memory of the host, or from GPU to GPU over NCCL.
-
-    Args:
-        wire: for headers, small tensors and, without `nccl`, large ones.
-        device: where the reader's tensors shall be.
-        nccl: a group of the two processes, for large tensors.
-    """
+    """One end of one direction between two processes; the reader gets its tensors on `device`.
+    Large GPU tensors travel through pinned host memory, or from GPU to GPU over `nccl`, their own group."""
 
     def __init__(
         self,
@@ -104,7 +81,6 @@ class WirePort:
         self.began = self.sent = 0
 
     def write(self, credit: int, message: Message | None) -> None:
-        """See `Port.write`."""
         if message is None:
             self._send(seal(credit))
             return
@@ -113,19 +89,18 @@ class WirePort:
             envelope = seal(credit, header, [tensor for tensor in tensors if is_small(tensor)])
             large = [tensor for tensor in tensors if not is_small(tensor)]
             if self._nccl is None:
-                for tensor in large:  # one after the other on the host: a model's weights are thousands
+                for tensor in large:  # one at a time on the host: a model has thousands of weights
                     self._send([*envelope, as_bytes(self._lane.on_host(tensor))])
                     envelope = []
                 self._send(envelope)
                 return
             self._send(envelope)
             for tensor in large:
-                # as `torch.distributed.send`, whose checks cost as much again
+                # the core of `torch.distributed.send`; its checks cost as much again
                 self._nccl.send([self._lane.to_send(tensor)], 1 - self._nccl.rank(), 0).wait()
                 self.sent += tensor.nbytes
 
     def read(self) -> tuple[int, Message | None]:
-        """See `Port.read`."""
         block = self._wire.receive(torch.empty(BLOCK, dtype=torch.uint8))
         self.began = time.monotonic_ns()
         more = rest_of(block)
@@ -141,7 +116,6 @@ class WirePort:
         return credit, self._lane.arrived(decode(header, tensors))
 
     def close(self) -> None:
-        """See `Port.close`."""
         self._wire.close()
 
     def _receive_large(self, expected: Shape) -> Tensor:
@@ -158,28 +132,24 @@ class WirePort:
 
 
 class Lane:
-    """One role's stream on a device; on a CPU, where threads are the roles, nothing.
-
-    Args:
-        device: of the stage.
-    """
+    """One role's stream on a GPU. On a CPU the roles are threads only, and a lane does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def entered(self) -> Any:
-        """A context in which this role's stream is the current one."""
+        """Returns a context in which this role's stream is the current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def after(self, message: Message) -> Any:
-        """The same; what is launched inside comes after the message's tensors are there."""
+        """Returns the same context; work launched inside waits for the message's tensors."""
         if self._stream is not None and message.ready is not None:
             self._stream.wait_event(message.ready)
         return self.entered()
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory, complete."""
+        """Returns the tensor in host memory, after the copy has ended."""
         if not tensor.is_cuda:
             return tensor
         assert self._stream is not None
@@ -190,30 +160,30 @@ class Lane:
         return host
 
     def to_send(self, tensor: Tensor) -> Tensor:
-        """The tensor on this stage's device, whose memory is not used anew before this role has sent it."""
+        """Returns the tensor on this stage's device; its memory is not reused until this role has sent it."""
         if tensor.is_cuda and self._stream is not None:
             tensor.record_stream(self._stream)
         return self.on_device(tensor).contiguous()
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on this stage's device; a copy to a GPU may be under way on this role's stream."""
+        """Returns the tensor on this stage's device; a copy to a GPU may still run on this role's stream."""
         return tensor.to(self._device, non_blocking=self._stream is not None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, on_device: bool) -> Tensor:
-        """Room for a tensor: on the device, or on the host, pinned where the device is a GPU."""
+        """Returns an empty tensor on the device, or on the host, pinned if the device is a GPU."""
         if on_device:
             return torch.empty(shape, dtype=dtype, device=self._device)
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def arrived(self, message: Message) -> Message:
-        """Note in the message when its tensors are there."""
+        """Records in the message when its tensors are there."""
         if self._stream is not None:
             message.ready = torch.cuda.Event()
             message.ready.record(self._stream)
         return message
 
     def take_over(self, message: Message) -> Message:
-        """A message of another stage of this process, with its tensors on this stage's device."""
+        """Returns a message of another stage of this process with its tensors on this stage's device."""
         if self._stream is None:
             if message.ready is None:
                 return message

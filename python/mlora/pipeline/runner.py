@@ -1,4 +1,4 @@
-"""A stage at work: takes what waits in the order that its schedule chooses, and hands it on."""
+"""A stage at work: runs waiting messages in the order of its schedule, and passes on the results."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ from .stage import Stage
 
 
 class PipelineError(RuntimeError):
-    """A stage failed, or the link with one broke."""
+    """A stage failed, or the link to a stage broke."""
 
 
 class Runner:
-    """The compute role of a stage. Its links' receivers fill its two queues.
+    """The compute role of a stage. The receivers of its links fill its two queues.
 
-    Controls and micro-batches that are not trained run as soon as they are the oldest of their queue; the
-    order decides about the others.
+    Controls and micro-batches without training run as soon as they are the oldest of their queue. The order
+    decides about the others.
 
     Args:
-        stage: what is run.
-        order: what is run next.
-        name: under which the others are told of its errors; default: with its index.
+        name: names this stage in errors that the others see; default: by its index.
 
     Attributes:
-        before: the link with the stage before, None at the first.
-        after: the link with the stage after, None at the last.
-        others: links of the driver with further pipelines.
-        results: what has come back to the first stage, or from further pipelines.
-        failure: what ended its work before the pipeline's end.
+        before: the link to the stage before, None at the first.
+        after: the link to the stage after, None at the last.
+        others: the driver's links to further pipelines.
+        results: messages that have come back to the first stage, or from further pipelines.
+        failure: the error that ended its work before the pipeline's end.
         piece: the number of the message that it works on, counted from 1; 0 while it waits.
     """
 
@@ -56,21 +54,21 @@ class Runner:
         self._backwards: deque[Message] = deque()
 
     def from_before(self, message: Message) -> None:
-        """Take a message of the stage before, or of the driver; from any thread."""
+        """Queues a message of the stage before, or of the driver; from any thread."""
         self._take(self._forwards, message)
 
     def from_after(self, message: Message) -> None:
-        """Take a message of the stage after; from any thread."""
+        """Queues a message of the stage after; from any thread."""
         self._take(self._backwards, message)
 
     def from_replica(self, message: Message) -> None:
-        """Take a result of a further pipeline, at the driver's stage; from any thread."""
+        """Queues a result of a further pipeline, at the driver's stage; from any thread."""
         if message.sort is MessageType.END:
             return
         self._take(self._backwards if message.sort is MessageType.FAULT else self.results, message)
 
     def _take(self, waiting: deque[Message], message: Message) -> None:
-        """Queue a message; a fault takes the place of all others, and the first one tells of the cause."""
+        """Queues a message. The first fault replaces all others, because it names the cause."""
         with self._change:
             if message.sort is MessageType.FAULT:
                 if waiting and waiting[0].sort is MessageType.FAULT:
@@ -80,31 +78,24 @@ class Runner:
             self._change.notify()
 
     def run(self) -> None:
-        """Work until the pipeline is closed.
+        """Works until the pipeline is closed.
 
         Raises:
-            PipelineError: if another stage failed.
+            PipelineError: another stage failed.
             Exception: whatever the stage's module raised; the other stages are told.
         """
         while self.work():
             pass
 
     def serve(self) -> None:
-        """As `run`; an error is left in `failure` only, since the first stage has been told of it."""
+        """Works like `run`, but keeps an error in `failure` only: the first stage has been told of it."""
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: error is self.failure)
             self.run()
 
     def work(self) -> bool:
-        """Wait for something that may run, and run it, or for a result of a further pipeline.
-
-        Returns:
-            Whether there will be more: False after the pipeline's end.
-
-        Raises:
-            PipelineError: if another stage failed.
-            Exception: whatever the stage's module raised; the other stages are told.
-        """
+        """Waits for one message and runs it; returns False after the pipeline's end.
+        A result of a further pipeline ends the wait, too. Errors are those of `run`."""
         with ExitStack() as stack:
             stack.push(self._tell)
             found = self._next()
@@ -165,13 +156,13 @@ class Runner:
         self._hand_back(done)
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Do what the driver asks all stages for: `spans` of this runner, the rest of the stage."""
+        """Does what the driver asks of all stages: `spans` itself, everything else by the stage's hooks."""
         if verb == "spans":
             return self.stage.trace.by_the_wall()
         return self.stage.hooks.control(verb, arguments)
 
     def answer(self, message: Message, answer: object) -> None:
-        """Pass a control on with this stage's answer, or turn it round at the last stage."""
+        """Passes a control on with this stage's answer; the last stage sends the answers back."""
         content = message.content
         answers = [*content["answers"], answer]
         if self.after is not None:
@@ -209,11 +200,8 @@ class Runner:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Drop what waits, remember an error that ends the work, and tell the other stages of it.
-
-        Args:
-            error: what happened. Alone, the stage may go on with what comes after it.
-        """
+        """Drops waiting messages, keeps the error in `failure`, and tells the other stages of it.
+        A stage without links does not keep the error: it may go on with the work that comes next."""
         with self._change:
             self._forwards.clear()
             self._backwards.clear()
@@ -226,7 +214,7 @@ class Runner:
             link.send(Message(MessageType.FAULT, {"message": text}))
 
     def arrive(self, message: Message) -> None:
-        """Let the compute stream wait for a message's tensors."""
+        """Makes the compute stream wait for a message's tensors."""
         if message.ready is not None:
             stream = torch.cuda.current_stream(message.ready.device)
             stream.wait_event(message.ready)
@@ -235,7 +223,7 @@ class Runner:
                     tensor.record_stream(stream)
 
     def leave(self, message: Message) -> None:
-        """Note when the tensors of a message are computed."""
+        """Records in a message, by a GPU event, when its tensors are computed."""
         device = next((t.device for t in message.tensors if t.is_cuda), None)
         if device is not None:
             message.ready = torch.cuda.Event()

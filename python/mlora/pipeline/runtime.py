@@ -1,4 +1,4 @@
-"""A pipeline within one process: the stages after the first are threads."""
+"""A pipeline within one process: each stage after the first is a thread."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from .trace import Span, Trace
 
 
 class Pipeline(Driver):
-    """Runs micro-batches over a model cut into stages.
+    """Runs micro-batches through a model that is cut into stages.
 
-    The first stage computes in the caller's thread, each other in its own, which pays where they have devices
-    of their own; `StageProcess` is the stage of one process of several. With one stage every schedule is the
-    same: a micro-batch after the other, each forward, loss and backward as one unit. Autocast is a thread's
-    own: enter it inside of the modules.
+    The first stage computes in the caller's thread, each other stage in its own. This pays if the stages have
+    devices of their own. `StageProcess` runs one stage per process. With one stage all schedules are the
+    same: one micro-batch after the other, each forward, loss and backward as one unit. Autocast holds for one
+    thread only: enter it inside the modules.
 
-    `lorapp` (mLoRA, section 4) runs what is ready and fills the pipeline with whatever is submitted: with
-    independent micro-batches there is no bubble.
+    `lorapp` (mLoRA, section 4) runs whatever is ready and fills the pipeline with all submitted
+    micro-batches. If the micro-batches are independent, there is no bubble.
 
     Args:
         stages: the modules, in order, each on its device; any `nn.Module`s. The first is called with a
-            micro-batch's inputs, each other with what the one before gave: one tensor or several.
+            micro-batch's inputs, each other with the output of the one before: one tensor or several.
         schedule: `lorapp`, `1f1b`, `gpipe`, or lists of actions for rounds of one size.
         loss_fn: `(output of the last stage, targets) -> (scalar to differentiate, report)`.
-        hooks: what each stage does beside; default: nothing.
+        hooks: one per stage, for what it does besides running its module; default: nothing.
         in_flight: for `lorapp`, the most micro-batches between their first forward and their last backward;
             None = any number.
-        credit_bytes: of tensors that may be on their way to a stage or wait there, for each neighbour.
-        delay: seconds by which each message is held back, as a link's latency would; for measurements.
-        trace: spans to keep for each stage.
+        credit_bytes: for each neighbour, the bytes of tensors that may be on their way to a stage or wait
+            there.
+        delay: seconds to hold each message back, to imitate a link's latency in measurements.
+        trace: number of spans to keep for each stage.
 
     Raises:
-        ValueError: if there is no stage, or no such schedule.
+        ValueError: there is no stage, another number of hooks than of stages, or no such schedule.
 
     Example:
         >>> pipeline = Pipeline([first, second], "1f1b", lambda y, t: ((y - t).square().mean(), None))
@@ -50,6 +51,11 @@ class Pipeline(Driver):
         ...     pipeline.submit({"input": x}, t)
         >>> pipeline.step()
         >>> pipeline.close()
+
+        A custom schedule, for rounds of two micro-batches:
+
+        >>> lists = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+        >>> schedule = [[Action.parse(text) for text in stage.split()] for stage in lists]
     """
 
     def __init__(
@@ -90,11 +96,11 @@ class Pipeline(Driver):
             thread.start()
 
     def spans(self) -> list[list[Span]]:
-        """What the roles of each stage did; empty without `trace`."""
+        """Returns the spans of each stage; empty without `trace`."""
         return [runner.stage.trace.spans() for runner in self._runners]
 
     def close(self) -> None:
-        """See `Driver.close`; the threads have ended."""
+        """Closes the pipeline as `Driver.close` does, and waits for its threads to end."""
         super().close()
         for thread in self._threads:
             thread.join()
@@ -133,6 +139,6 @@ def _serve(runner: Runner) -> None:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where a module's real tensors are; a module without any computes where its input is, on the CPU."""
+    """Returns the device of a module's first tensor that is not on `meta`; the CPU if there is none."""
     tensors = (*module.parameters(), *module.buffers())
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))

@@ -14,33 +14,18 @@ SCHEDULES = ("lorapp", "1f1b", "gpipe")
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards of a round, then all backwards; the last stage runs units.
-
-    Args:
-        stages: D.
-        micro_batches: N.
-
-    Returns:
-        D lists of 2N actions.
-    """
+    """Returns a list per stage: all forwards of a round, then all backwards; the last stage runs units."""
     return [_flushed(stage, stages, micro_batches, ahead=micro_batches) for stage in range(stages)]
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
-    """`D - 1 - s` forwards ahead on stage s, then one forward, one backward in turns, then the rest.
-
-    Args:
-        stages: D.
-        micro_batches: N.
-
-    Returns:
-        D lists of 2N actions.
-    """
+    """Returns a list per stage. Stage s of D runs `D - 1 - s` forwards, then forward and backward in
+    turns, then the remaining backwards."""
     return [_flushed(s, stages, micro_batches, ahead=stages - s) for s in range(stages)]
 
 
 def _flushed(stage: int, stages: int, micro_batches: int, ahead: int) -> list[Action]:
-    """The list of a stage that has at most `ahead` micro-batches between forward and backward."""
+    """Returns the list of a stage that has at most `ahead` micro-batches between forward and backward."""
     ahead = 1 if stage == stages - 1 else min(ahead, micro_batches)
     actions = [Action(stage, ActionType.FORWARD, index) for index in range(ahead)]
     for index in range(micro_batches):

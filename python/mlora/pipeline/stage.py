@@ -1,4 +1,4 @@
-"""One stage: a module, and what it does with the messages of a micro-batch."""
+"""One stage: a module, and how it runs the messages of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
 class Hooks:
-    """What a stage does beside running its module; this one does nothing."""
+    """What a stage does besides running its module. This base class does nothing."""
 
     def around(
         self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]
     ) -> AbstractContextManager[Any]:
-        """A context for each forward and each backward.
+        """Returns a context that each forward and each backward runs in.
 
         Args:
             train: whether the micro-batch is trained.
-            common: what was submitted for all stages.
+            common: the micro-batch's keyword arguments for every stage.
             given: activations or gradients of the neighbouring stage.
+
+        Returns:
+            A context manager.
         """
         return nullcontext()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Tell the first stage something when a micro-batch has passed backward.
+        """Returns a note for the first stage after each backward of a micro-batch.
 
         Args:
-            common: what was submitted for all stages.
+            common: the micro-batch's keyword arguments for every stage.
 
         Returns:
             Plain values and tensors: this stage's entry in `Result.notes`.
@@ -45,17 +48,17 @@ class Hooks:
         return {}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Do what the first stage asks all stages to do, between micro-batches; see `Driver.control`.
+        """Does what the first stage asks of all stages between micro-batches; see `Driver.control`.
 
         Args:
-            verb: what.
+            verb: names what to do.
             arguments: plain values and tensors.
 
         Returns:
             Plain values and tensors: this stage's answer.
 
         Raises:
-            ValueError: if it knows no such verb.
+            ValueError: the verb is unknown.
         """
         raise ValueError(f"control: this stage knows no {verb!r}")
 
@@ -70,7 +73,10 @@ class MicroBatch:
         targets: travels to the last stage, for its loss.
         common: keyword arguments of every stage's module.
         train: whether a backward pass follows.
-        position: where it stands in its round.
+        position: its position in its round.
+
+    Raises:
+        TypeError: `inputs` is not a mapping of keyword arguments.
     """
 
     number: int
@@ -81,17 +87,12 @@ class MicroBatch:
     position: RoundPosition = ALONE
 
     def __post_init__(self) -> None:
-        """Check what callers get wrong first.
-
-        Raises:
-            TypeError: if `inputs` are no keyword arguments.
-        """
         if not isinstance(self.inputs, Mapping):
             kind = type(self.inputs).__name__
             raise TypeError(f"inputs: expected a dict of the first stage's keyword arguments, got {kind}")
 
     def message(self) -> Message:
-        """What the first stage begins with."""
+        """Returns the message that the first stage begins with."""
         content = {
             "number": self.number,
             "train": self.train,
@@ -113,17 +114,18 @@ class _InFlight:
 
 
 class Stage:
-    """A module as a stage: the first gets a micro-batch's inputs, later ones what the one before gave.
+    """A module as a stage of a pipeline.
 
-    A module may give one tensor or several. Floating-point tensors have gradients.
+    The first stage gets a micro-batch's inputs, each later one the output of the stage before. A module may
+    return one tensor or several. Floating-point tensors have gradients.
 
     Args:
         module: called with the activations of the stage before, and `common` by keyword.
-        index: of the stage.
-        count: D.
-        loss_fn: of the last stage; others need none.
-        hooks: what it does beside.
-        trace: told of what was computed.
+        index: the stage's number, from 0.
+        count: number of stages, D.
+        loss_fn: needed on the last stage only.
+        hooks: what it does besides running its module; default: nothing.
+        trace: records the time spent computing.
     """
 
     def __init__(
@@ -143,11 +145,11 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the loss."""
+        """Whether this is the last stage, which computes the loss."""
         return self.index == self.count - 1
 
     def forward(self, message: Message) -> Message:
-        """Run a micro-batch forward.
+        """Runs a micro-batch forward.
 
         Args:
             message: `FORWARD`.
@@ -167,13 +169,18 @@ class Stage:
         )
 
     def unit(self, message: Message) -> Message:
-        """Run a micro-batch through the last stage: forward, loss and, in training, backward.
+        """Runs a micro-batch through the last stage: forward, loss and, in training, backward.
+
+        In training, gradients are added to the parameters' `grad`.
 
         Args:
-            message: `FORWARD`. In training, gradients are added to the parameters' `grad`.
+            message: `FORWARD`.
 
         Returns:
-            `BACKWARD` for the stage before, or `REPLY` where nothing is trained.
+            `BACKWARD` for the stage before, or `REPLY` without training.
+
+        Raises:
+            TypeError: the loss function returns a tensor, not a loss and a report.
         """
         content = message.content
         assert self._loss_fn is not None
@@ -196,7 +203,7 @@ class Stage:
         return Message(MessageType.BACKWARD, {**end, "gradients": gradients, "notes": [note]})
 
     def backward(self, message: Message) -> Message:
-        """Run a micro-batch backward.
+        """Runs a micro-batch backward. Gradients are added to the parameters' `grad`.
 
         Args:
             message: `BACKWARD` of the stage after.
@@ -225,7 +232,7 @@ class Stage:
         return self.trace.span("compute", sort or message.sort, message.number)
 
     def _call(self, content: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
-        """The activations as leaves of this stage's graph, and the module's output."""
+        """Returns the activations as leaves of this stage's graph, and the module's output."""
         train = content["train"]
         received = [
             tensor.detach().requires_grad_(train and tensor.is_floating_point())

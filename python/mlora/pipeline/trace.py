@@ -1,4 +1,4 @@
-"""What a stage's roles did when."""
+"""Records what each role of a stage did, and when."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ ROLES = ("receive", "compute", "send")
 
 
 class Span(NamedTuple):
-    """Something that a role did.
+    """One piece of work of a role.
 
     Attributes:
-        role: `receive`, `compute` or `send`.
+        role: one of `ROLES`.
         sort: `forward` (with the loss, on the last stage), `backward`, or another message's.
-        number: of the micro-batch, or -1.
-        begin: nanoseconds of the machine's monotonic clock.
-        end: the same.
+        number: the micro-batch's, or -1.
+        begin, end: nanoseconds of the machine's monotonic clock.
     """
 
     role: str
@@ -34,12 +33,10 @@ class Entry(NamedTuple):
     """A micro-batch that entered a pipeline.
 
     Attributes:
-        number: it counts all micro-batches of the pipeline.
-        stream: whose it is.
-        position: in its round.
-        rows: how many it has.
-        train: whether it has a backward.
-        replica: which pipeline it entered.
+        number: counts all micro-batches of the pipeline.
+        stream: the stream that it belongs to.
+        position: its index in its round.
+        replica: the pipeline that it entered.
     """
 
     number: int
@@ -51,13 +48,8 @@ class Entry(NamedTuple):
 
 
 class Trace:
-    """Collects spans of one stage, the latest ones; its roles write from their own threads.
-
-    On a GPU the compute role's spans are those of launching, not of the kernels.
-
-    Args:
-        limit: how many are kept; 0 = none.
-    """
+    """Keeps the latest `limit` spans of one stage. Its roles write from their own threads.
+    On a GPU, spans of the compute role cover the launching, not the kernels."""
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
@@ -65,24 +57,24 @@ class Trace:
         self._lock = threading.Lock()
 
     def add(self, role: str, sort: str, number: int, begin: int) -> None:
-        """Note what ends now."""
+        """Records a span that ends now."""
         if self.limit:
             with self._lock:
                 self._spans.append(Span(role, sort, number, begin, time.monotonic_ns()))
 
     @contextmanager
     def span(self, role: str, sort: str, number: int) -> Iterator[None]:
-        """Note what happens inside the context."""
+        """Records the time spent inside the context."""
         begin = time.monotonic_ns()
         yield
         self.add(role, sort, number, begin)
 
     def spans(self) -> list[Span]:
-        """What was noted, in the order of the ends."""
+        """Returns the spans, in the order of their ends."""
         with self._lock:
             return list(self._spans)
 
     def by_the_wall(self) -> list[list[object]]:
-        """The spans as plain values; times since 1970, which the clocks of several machines share."""
+        """Returns the spans as plain values; times since 1970, which the clocks of several machines share."""
         shift = time.time_ns() - time.monotonic_ns()
         return [[s.role, s.sort, s.number, s.begin + shift, s.end + shift] for s in self.spans()]

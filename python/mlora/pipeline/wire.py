@@ -1,8 +1,8 @@
 """Bytes between two processes, in one direction: a TCP connection.
 
-A two-rank gloo group per direction does the same, but sends only after the receiver has told that it waits,
-and works in a thread of its own: on the machine of docs/design.md a hop took 0.7 ms longer with it, and twice
-the processor time.
+A gloo group of two ranks per direction does the same, but it sends only after the receiver has said that it
+waits, and it works in its own thread. On the machine of docs/design.md a hop with gloo took 0.7 ms longer,
+and twice the processor time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ from ..cluster.world import PeerError, World, stages_have
 
 _HELLO = struct.Struct("<32sq")  # the listener's secret, and the source's rank
 _HELLO_SECONDS = 5.0
-_MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
-# seconds: a neighbour's machine that is gone without a word, or a way that forgets idle connections. There is
-# no TCP_USER_TIMEOUT: it would end connections of a run that is suspended for that long, too
+_MOST_PARTS = 1024  # of one sendmsg, limits.h: UIO_MAXIOV
+# seconds; notices a neighbour's machine that vanished, and keeps idle connections open in the network.
+# No TCP_USER_TIMEOUT: it would also end the connections of a run that is suspended for that long
 _KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Wire:
-    """One end. One thread at its source sends, one at its target receives.
-
-    Args:
-        connection: this end's.
-    """
+    """One end of a connection. One thread at the source sends, one at the target receives.
+    `send` and `receive` raise PeerError if the connection broke."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
@@ -45,14 +42,7 @@ class Wire:
         self._connection = connection
 
     def send(self, parts: Sequence[Tensor]) -> None:
-        """Send bytes; returns when the system has taken them.
-
-        Args:
-            parts: `[n]` uint8 each, contiguous, of the host.
-
-        Raises:
-            PeerError: if the connection broke.
-        """
+        """Sends contiguous `[n]` uint8 tensors of the host; returns when the system has taken them."""
         views = [memoryview(part.numpy().data) for part in parts]
         while views:
             count = _done(self._connection.sendmsg, views[:_MOST_PARTS])
@@ -62,17 +52,7 @@ class Wire:
                 views[0] = views[0][count:]
 
     def receive(self, into: Tensor) -> Tensor:
-        """Wait for as many bytes as there is room for.
-
-        Args:
-            into: `[n]` uint8, contiguous, of the host.
-
-        Returns:
-            The same.
-
-        Raises:
-            PeerError: if the connection broke.
-        """
+        """Fills a contiguous `[n]` uint8 tensor of the host, waiting for all of its bytes, and returns it."""
         room = memoryview(into.numpy().data)
         while room:
             count = _done(self._connection.recv_into, room)
@@ -82,7 +62,7 @@ class Wire:
         return into
 
     def close(self) -> None:
-        """End the connection; the other end reads what was sent, and then its end. So does a thread here."""
+        """Closes the connection. The other end, and a thread here, read what was sent and then the end."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -96,28 +76,21 @@ def _done(operation: Callable[[Any], int], data: Any) -> int:
 
 
 def connect(world: World, pairs: Sequence[tuple[int, int]], timeout: float) -> dict[tuple[int, int], Wire]:
-    """Connect processes; all of them call it once.
+    """Connects processes and returns this one's end of each of its `(source, target)` pairs of ranks.
 
-    Each waits for its sources at a port of its own, which the world's store tells of with a secret that a
-    source has to know.
-
-    Args:
-        world: the processes.
-        pairs: `(source, target)`: their ranks. Those that this process is not in are of no account.
-        timeout: seconds in which all processes have to come, and then again to connect.
-
-    Returns:
-        This process's end of each of its pairs.
+    All processes call it once. Each waits for its sources at its own port. It publishes the port in the
+    world's store, with a secret that a source has to send. All processes have `timeout` seconds to come, and
+    as many again to connect.
 
     Raises:
-        PeerError: if another process cannot be reached, or does not come.
-        RuntimeError: if this one cannot listen.
+        PeerError: another process cannot be reached, or does not come.
+        RuntimeError: this process cannot listen.
     """
     host, everywhere = _own_address(world.store)
     secret = secrets.token_hex(16)
     with closing(_listener("" if everywhere else host)) as listener:
         port = listener.getsockname()[1]
-        # one that is known by the store's name only is where the store is
+        # "": its own address is loopback only, so others call it by the store's host name
         addresses = world.gather("wires", ["" if everywhere else host, port, secret], timeout)
         deadline = time.monotonic() + timeout
         wires = {
@@ -164,7 +137,7 @@ def _awaited(
 
 
 def _greeted(connection: socket.socket, secret: str) -> int:
-    """Who has called, or -1 for one that does not know the secret."""
+    """Returns the caller's rank, or -1 if it does not know the secret."""
     hello, deadline = bytearray(), time.monotonic() + _HELLO_SECONDS
     try:
         while len(hello) < _HELLO.size:
@@ -180,10 +153,8 @@ def _greeted(connection: socket.socket, secret: str) -> int:
 
 
 def _own_address(store: dist.Store) -> tuple[str, bool]:
-    """This process's address on the way to the store, and whether it has to listen at all of them.
-
-    A machine may know its own name as one of its loopback addresses, which others cannot call.
-    """
+    """Returns this process's address towards the store, and whether it has to listen at all addresses.
+    A machine may know its own name as one of its loopback addresses, which others cannot call."""
     host = _store_host(store)
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -203,7 +174,7 @@ def _store_host(store: dist.Store) -> str:
 
 
 def _listener(host: str) -> socket.socket:
-    """A port of its own at an address, or at all of them."""
+    """Listens at a free port of an address, or of all addresses if `host` is empty."""
     both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     try:

@@ -1,7 +1,7 @@
 """The bubble ratio of the steady window: a lower bound in closed form, and where it is reached.
 
-D stages, L streams, N micro-batches of each step, T = forward + backward of a micro-batch on a stage, c the
-latency of a hop between neighbours, W micro-batches in flight at most.
+D stages, L streams, N micro-batches per step, T = forward + backward of a micro-batch on a stage, c = latency
+of a hop between neighbours, W = the most micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ def least_bubble(
     optimizer: Sequence[float] | None = None,
     in_flight: int | None = None,
 ) -> float:
-    """A lower bound of the bubble ratio of an endless run; see `is_reached`.
+    """Returns a lower bound of the bubble ratio of an endless run; see `is_reached`.
 
-    A round, in which each of L adapters makes a step of N micro-batches, takes at least as long as a stage
-    works in it; as long as a step: the way to a stage and back, and the stage's N micro-batches; and, with at
-    most W micro-batches in flight, `L N / W` times the way through all stages. For equal stages without
-    optimizer times and W it is `max(0, 1 - L N / (D + N - 1 + 2 (D - 1) c / T))`: with c = 0 and N = 1
-    `max(0, (D - L) / D)` (mLoRA, section 4), with c = 0 and L = 1 that of GPipe and 1F1B,
-    `(D - 1) / (N + D - 1)` (GPipe, section 2.3).
+    In a round, each of L adapters makes a step of N micro-batches. A round takes at least as long as
+
+    - the work of a stage in it,
+    - one step: the way to a stage and back, and the stage's N micro-batches,
+    - `L N / W` times the way through all stages, if at most W micro-batches are in flight.
+
+    For equal stages without optimizer times and W it is `max(0, 1 - L N / (D + N - 1 + 2 (D - 1) c / T))`.
+    With c = 0 and N = 1 this is `max(0, (D - L) / D)` (mLoRA, section 4). With c = 0 and L = 1 it is the
+    bubble of GPipe and 1F1B, `(D - 1) / (N + D - 1)` (GPipe, section 2.3).
 
     Args:
         seconds: T of each stage.
-        hops: time on the way to the next stage and back, of each pair of neighbours.
+        hops: for each pair of neighbours, seconds on the way to the next stage and back.
         adapters: L; 1 for `gpipe` and `1f1b`.
         micro_batches: N.
-        optimizer: of each stage, the time of an adapter's optimizer step.
+        optimizer: for each stage, seconds of an adapter's optimizer step.
         in_flight: W.
     """
     steps = optimizer or [0.0] * len(seconds)
@@ -49,14 +52,12 @@ def least_bubble(
 
 
 def is_reached(workload: Workload) -> bool:
-    """Whether a long simulated run is known to come to `least_bubble`, which else is only a lower bound.
+    """Whether a long simulated run is known to reach `least_bubble`, which otherwise is only a lower bound.
 
-    Known for equal stages without optimizer times and equal streams, where links take no time and W is at
-    least L N; and for `lorapp` where all links are alike, N = 1 and W = L <= D. What a finite run has beyond
-    it is of its begin, and shrinks with the number of steps.
-
-    Args:
-        workload: one stream for `gpipe` and `1f1b`; of lists of actions nothing is known.
+    Known for equal stages without optimizer times and equal streams, if links take no time and W is at least
+    L N; and for `lorapp` if all links are alike, N = 1 and W = L <= D. `gpipe` and `1f1b` need one stream,
+    and nothing is known of lists of actions. A finite run's bubble is larger because of its beginning; the
+    difference shrinks with the number of steps.
     """
     first, depth, count = workload.streams[0], len(workload.stages), len(workload.streams)
     alike = set(workload.streams) == {first} and len(set(first.rows)) == 1

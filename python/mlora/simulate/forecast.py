@@ -1,4 +1,4 @@
-"""What `mlora simulate` does: options to a workload, a simulated timeline to what it prints."""
+"""`mlora simulate`: turns its options into a workload, and the simulated timeline into its output."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mlora.simulate.timeline import Timeline, as_events
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 
 BARS, MOST_BARS = 60, 60_000
-"""What a picture shows: of stage 0 at least, and of all stages at most."""
+"""Bars in a picture: the least of stage 0, and the most of all stages."""
 
 ADAPTERS = 4
-"""Streams of lorapp where nothing says how many."""
+"""Streams of lorapp, unless an option or the file of times gives their number."""
 
 GROUPS_OF_A_STAGE = 2
 """A run spreads its adapters over at most this many groups per stage (`mlora.tasks.groups.group_count`)."""
@@ -54,12 +54,9 @@ class Forecast:
     """A simulated run.
 
     Attributes:
-        workload: what was simulated.
-        timeline: what came of it.
-        measures: its numbers.
         closed_form: a lower bound of an endless run's bubble ratio.
-        exact: whether such a run is known to come to it.
-        origin: where the number of streams is from, unless it was given.
+        exact: whether an endless run is known to reach this bound.
+        origin: says where the number of streams is from, unless it was given.
     """
 
     workload: Workload
@@ -70,7 +67,7 @@ class Forecast:
     origin: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints: seconds, bytes and rows."""
+        """Returns the content of `--json`, in seconds, bytes and rows."""
         workload, links = self.workload, {}
         for name in ("forward", "backward"):
             each = [asdict(link) for link in workload.links(getattr(workload, name))]
@@ -90,7 +87,7 @@ class Forecast:
         }
 
     def lines(self) -> list[str]:
-        """What the command prints over its table."""
+        """Returns the lines that the command prints above its table."""
         workload, measures = self.workload, self.measures
         first, stages, streams = workload.streams[0], len(workload.stages), len(workload.streams)
         steps = _counted(first.steps, "step")
@@ -123,7 +120,7 @@ class Forecast:
         return lines
 
     def table(self) -> list[list[str]]:
-        """Rows of the stages, the first one with the titles."""
+        """Returns a row of titles and one row per stage."""
         rows = self.workload.streams[0].rows[0]
         return [
             ["stage", "forward ms", "backward ms", "most in flight"],
@@ -139,14 +136,7 @@ class Forecast:
         ]
 
     def draw(self, path: Path) -> None:
-        """Write a picture of its begin: into the second round of the steady window.
-
-        Args:
-            path: the PNG file.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Draws the run's beginning as a PNG, into the second round of the steady window."""
         from mlora.simulate.plot_timeline import plot_timeline
 
         events = as_events(self.timeline.events)
@@ -157,7 +147,7 @@ class Forecast:
         plot_timeline(path, events, title, window=self.measures.window, until=until)
 
     def _until(self) -> float | None:
-        """Where a picture ends; None where it shows everything."""
+        """Returns the time at which the picture ends; None = it shows everything."""
         events, window = self.timeline.events, self.measures.window
         until = self.timeline.of_stage(0)[:BARS][-1].end
         if window:
@@ -167,21 +157,11 @@ class Forecast:
         return until if until < begins[-1] else None
 
 
-MOST_ACTIONS = 10_000_000  # minutes of simulation
+MOST_ACTIONS = 10_000_000  # take minutes to simulate
 
 
 def forecast(options: Options) -> Forecast:
-    """Simulate what the options say.
-
-    Args:
-        options: of the command.
-
-    Returns:
-        The simulated run.
-
-    Raises:
-        RunError: one line that names the option that is wrong.
-    """
+    """Simulates a run with these options; RunError names a wrong option in one line."""
     try:
         times = None if options.times is None else read_times(options.times)
         adapters, origin = _streams(options, times)
@@ -197,7 +177,7 @@ def forecast(options: Options) -> Forecast:
 
 
 def _streams(options: Options, times: StageTimes | None) -> tuple[int, str]:
-    """How many streams of lorapp there are, and where that is from, unless it was given."""
+    """Returns the number of lorapp's streams and, unless it was given, where the number is from."""
     if options.adapters is not None or options.times is None or times is None:
         return options.adapters or ADAPTERS, ""
     if options.schedule in FLUSHED:
@@ -247,7 +227,7 @@ def _workload(options: Options, times: StageTimes | None, adapters: int) -> Work
 
 
 def _check_used(options: Options) -> None:
-    """Refuse an option that the others leave without effect."""
+    """Refuses an option that has no effect beside the others."""
     if options.in_flight is not None and options.schedule in FLUSHED:
         raise RunError(f"--in-flight: is for lorapp; {options.schedule} says itself what is in flight")
     if options.itemsize is not None and options.hidden is None:

@@ -1,4 +1,4 @@
-"""What a timeline amounts to: bubble ratio, throughput, micro-batches in flight."""
+"""Measures of a timeline: bubble ratio, throughput, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What a timeline amounts to.
+    """The measures of a timeline.
 
     Attributes:
         makespan: seconds from the first begin to the last end.
         makespan_bubble_ratio: idle / (stages * makespan).
         makespan_throughput: rows per second over the makespan.
-        window: the steady window, None where the run is too short for one.
-        rounds: how many rounds it holds.
-        bubble_ratio: idle / (stages * time) over the steady window.
-        throughput: rows per second over it.
+        window: the steady window, None if the run is too short for one.
+        rounds: number of rounds in the window.
+        bubble_ratio: idle / (stages * time) over the window.
+        throughput: rows per second over the window.
         in_flight: for each stage, the most micro-batches between begin of forward and end of backward.
-        rows_in_flight: the most rows of such micro-batches.
+        rows_in_flight: for each stage, the most rows of these micro-batches.
     """
 
     makespan: float
@@ -45,24 +45,13 @@ class Measures:
     rows_in_flight: list[int]
 
     def bubbles(self, whole: str) -> str:
-        """The bubble ratios, in words.
-
-        Args:
-            whole: what the makespan is that of, `run` or `trace`.
-        """
+        """Returns the bubble ratios in words; `whole` names what the makespan covers, `run` or `trace`."""
         steady = "" if self.bubble_ratio is None else f"{self.bubble_ratio:.1%} in the steady window, "
         return f"bubble {steady}{self.makespan_bubble_ratio:.1%} of the whole {whole}"
 
 
 def measure(timeline: Timeline) -> Measures:
-    """Measure a timeline.
-
-    Args:
-        timeline: simulated, or of a trace.
-
-    Returns:
-        Its numbers.
-    """
+    """Measures a timeline, simulated or of a trace."""
     events = timeline.events
     whole = Window(float(events["begin"].min()), float(events["end"].max()))
     window, rounds = steady_window(timeline)
@@ -81,16 +70,11 @@ def measure(timeline: Timeline) -> Measures:
 
 
 def steady_window(timeline: Timeline) -> tuple[Window | None, int]:
-    """Whole rounds after every stage's first backward and before any stream ends.
+    """Returns the window of whole rounds after every stage's first backward and before any stream ends.
 
     A round is a step of the stream that ends first: from the end of its last backward on stage 0 to the end
-    of the next step's.
-
-    Args:
-        timeline: of a whole run.
-
-    Returns:
-        The window, None where there is no whole round, and how many rounds it holds.
+    of the next step's. Also returns the number of rounds; without a whole round, None and 0. The timeline
+    must cover a whole run.
     """
     backwards = timeline.events[timeline.events["kind"] == ActionType.BACKWARD]
     ends = np.full(timeline.stages, np.inf)
@@ -109,15 +93,13 @@ def steady_window(timeline: Timeline) -> tuple[Window | None, int]:
 
 
 def bubble_ratio(timeline: Timeline, window: Window) -> float:
-    """Idle / (stages * time) within a window."""
+    """Returns idle / (stages * time) within a window."""
     return max(0.0, 1.0 - sum(busy_shares(timeline, window)) / timeline.stages)  # sums of times are rounded
 
 
 def busy_shares(timeline: Timeline, window: Window) -> list[float]:
-    """Busy / time of each stage within a window.
-
-    That of the busiest one is the throughput over that of the slowest stage, were it never to wait.
-    """
+    """Returns busy / time of each stage within a window.
+    The largest share is the throughput relative to that of the slowest stage if it never waited."""
     events, whole = timeline.events, window.end - window.begin
     if not whole:
         return [1.0] * timeline.stages
@@ -127,7 +109,7 @@ def busy_shares(timeline: Timeline, window: Window) -> list[float]:
 
 
 def throughput(timeline: Timeline, window: Window) -> float:
-    """Rows per second whose backward on stage 0 ended within a window, its begin excluded."""
+    """Returns rows per second whose backward on stage 0 ends in a window, its begin excluded."""
     events = timeline.events
     chosen = (events["stage"] == 0) & (events["kind"] == ActionType.BACKWARD)
     chosen &= (events["end"] > window.begin) & (events["end"] <= window.end)
@@ -136,7 +118,7 @@ def throughput(timeline: Timeline, window: Window) -> float:
 
 
 def _most_in_flight(events: np.ndarray) -> tuple[int, int]:
-    """The most micro-batches, and the most rows, between forward and backward on one stage."""
+    """Returns the most micro-batches, and the most rows, between forward and backward on one stage."""
     forwards, backwards = (
         events[events["kind"] == ActionType.FORWARD],
         events[events["kind"] == ActionType.BACKWARD],

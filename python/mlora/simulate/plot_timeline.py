@@ -1,4 +1,4 @@
-"""A picture of a pipeline's timeline, simulated or measured: a row a stage, a colour a stream."""
+"""Draws a pipeline's timeline, simulated or measured: one row per stage, one colour per stream."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ def plot_timeline(
     until: float | None = None,
     names: Sequence[str] = (),
 ) -> None:
-    """Draw what each stage did when.
+    """Draws the work of each stage over time into a PNG file.
 
     Args:
-        path: the PNG file to write.
         events: work of stages, in any order; at least one.
-        title: over the picture.
         window: the steady window, in seconds.
         until: seconds at which the picture ends; default: with the last event.
-        names: of the streams, by their numbers; default: the numbers.
+        names: the streams' names, by number; default: the numbers.
 
     Raises:
         RunError: the file cannot be written.
@@ -83,7 +81,7 @@ def _colours(streams: Sequence[int]) -> dict[int, tuple[float, float, float]]:
 
 
 def _shade(colour: tuple[float, float, float], kind: str) -> tuple[float, float, float] | str:
-    """Forwards are light, backwards full."""
+    """Returns the colour of a bar: light for forwards, full for backwards."""
     if kind in OTHERS:
         return OTHERS[kind][0]
     if kind == ActionType.BACKWARD:
@@ -99,7 +97,7 @@ def _row(
     colours: dict[int, tuple[float, float, float]],
     stages: int,
 ) -> None:
-    """The lane of a stage: grey where it is idle."""
+    """Draws the row of a stage, grey while it is idle."""
     width = axes.get_xlim()[1]
     height = 0.78 if stages <= 40 else 1.0
     axes.broken_barh([(0, width)], (stage - height / 2, height), facecolor=IDLE, zorder=1)
@@ -115,7 +113,7 @@ def _row(
 
 
 def _numbers(axes: Axes, events: Sequence[Event], streams: int) -> None:
-    """Write into each bar its stream, or the micro-batch where there is one stream only."""
+    """Writes into each bar its stream, or its micro-batch if there is only one stream."""
     width = axes.get_xlim()[1]
     bars = [event for event in events if event.kind not in OTHERS]
     if not bars or median(event.end - event.begin for event in bars) < width / 110:
@@ -139,7 +137,7 @@ def _frame(axes: Axes, stages: int) -> None:
 
 
 def _busy(axes: Axes, events: Sequence[Event], window: tuple[float, float], stages: int) -> None:
-    """How much of the window each stage works, at the right edge."""
+    """Writes at the right edge how much of the window each stage works."""
     if stages > 40:
         return
     busy = [0.0] * stages
@@ -152,7 +150,7 @@ def _busy(axes: Axes, events: Sequence[Event], window: tuple[float, float], stag
 
 
 def _mark(axes: Axes, begin: float, end: float) -> None:
-    """The steady window, between dashed lines."""
+    """Marks the steady window with dashed lines."""
     width = axes.get_xlim()[1]
     for edge in (begin, end):
         if edge <= width:

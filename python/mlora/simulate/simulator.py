@@ -1,7 +1,8 @@
-"""A discrete-event simulation of a pipeline: the stages decide by the same `Order`s as in the runtime.
+"""A discrete-event simulation of a pipeline. Its stages decide by the same `Order`s as in the runtime.
 
-Both directions are FIFOs and all stages take micro-batches in one order, so a queue is two counts: how many
-have come and how many were begun. Time is whole picoseconds: what happens at once, happens at equal numbers.
+Both directions are FIFOs and all stages take micro-batches in one order. So a queue is two counts: how many
+micro-batches have come, and how many were begun. Times are whole picoseconds, so that simultaneous events
+have equal times.
 """
 
 from __future__ import annotations
@@ -31,30 +32,20 @@ def simulate(
     orders: Callable[[int, int], Order] | None = None,
     measured: MeasuredTimes | None = None,
 ) -> Timeline:
-    """Run a workload without running it.
+    """Simulates a workload, and returns every action of every micro-batch and every message.
 
-    A stream's micro-batches are offered to stage 0 together, when it joins and when all backwards of its step
-    have ended there; streams queue in the order in which they become free. The last stage runs forward and
-    backward as one unit. Sends never block a stage.
+    A stream's micro-batches are offered to stage 0 together: when the stream joins, and when all backwards of
+    its step have ended there. Streams queue in the order in which they become free. The last stage runs
+    forward and backward as one unit. Sends never block a stage.
 
     Args:
-        workload: the pipeline and its streams.
         orders: `(stage, D) -> Order`, instead of those of the workload's schedule.
-        measured: how long each forward and backward took, instead of the times of the workload's stages:
-            then a run is played again, with what its micro-batches differ by.
-
-    Returns:
-        Every action of every micro-batch, and every message.
+        measured: the times of each forward and backward, instead of those of the workload's stages. This
+            replays a run with the differences between its micro-batches.
 
     Raises:
-        ValueError: if the schedule does not fit the streams, a stage waits for ever, or a run takes more than
+        ValueError: the schedule does not fit the streams, a stage waits for ever, or a run takes more than
             2**63 picoseconds.
-
-    Example:
-        >>> stages = [StageTime(forward=1e-3, backward=1e-3)] * 4
-        >>> timeline = simulate(Workload(stages, [Stream(steps=10)] * 2))
-        >>> measure(timeline).bubble_ratio
-        0.5
     """
     try:
         return _Simulation(workload, orders, measured).run()
@@ -86,7 +77,7 @@ class _Channel:
         self.begins: list[list[int]] = [[] for _ in links]
 
     def send(self, hop: int, now: int, ticks: int) -> int:
-        """Queue a message behind the earlier ones; returns when it arrives."""
+        """Queues a message behind the earlier ones, and returns when it arrives."""
         begin = max(now, self.free[hop])
         self.begins[hop].append(begin)
         self.free[hop] = begin + ticks
@@ -124,7 +115,7 @@ class _Simulation:
         self.items: list[tuple[int, int, int, int]] = []  # stream, step, micro-batch, rows
         self.places: list[RoundPosition] = []
         self.costs: list[_Cost] = []
-        self.cost_of: dict[object, _Cost] = {}  # by rows; where they were measured, by micro-batch
+        self.cost_of: dict[object, _Cost] = {}  # by rows; by micro-batch if times were measured
         self.step = [0] * len(workload.streams)
         self.left = [0] * len(workload.streams)
 
@@ -143,7 +134,7 @@ class _Simulation:
         return self.timeline()
 
     def at(self, time: int, what: int, index: int) -> None:
-        """Let something happen later, to a stage or, for `_JOIN`, a stream."""
+        """Plans an event of a stage or, for `_JOIN`, of a stream."""
         happens = self.calendar.get(time)
         if happens is None:
             self.calendar[time] = [index << 2 | what]
@@ -152,7 +143,7 @@ class _Simulation:
             happens.append(index << 2 | what)
 
     def happen(self, what: int, index: int, touched: list[int]) -> None:
-        """What happens now; stages that may have got something to do are added to `touched`."""
+        """Carries out an event, and adds to `touched` the stages that may have got work."""
         if what == _FINISH:
             self.finish(index, touched)
         elif what == _FORWARD:
@@ -165,7 +156,7 @@ class _Simulation:
         touched.append(index)
 
     def offer(self, index: int) -> None:
-        """A stream's next step enters the queue of stage 0."""
+        """Queues a stream's next step at stage 0."""
         stream = self.workload.streams[index]
         step, size = self.step[index], stream.micro_batches
         for micro_batch in range(size):
@@ -199,7 +190,7 @@ class _Simulation:
         return cost
 
     def begin(self, stage: int) -> None:
-        """Let an idle stage choose."""
+        """Lets an idle stage choose its next action and begin it."""
         forwards, backwards = self.begun_forward[stage], self.begun_backward[stage]
         first, second = len(forwards), len(backwards)
         forward = self.places[first] if first < self.came_forward[stage] else None
@@ -225,14 +216,14 @@ class _Simulation:
         self.at(end, _FINISH, stage)
 
     def optimizer_ticks(self, stage: int, item: int) -> int:
-        """Before the first forward of a step stands the optimizer step of the one before."""
+        """Returns the ticks of the optimizer step that precedes the next step's first forward, or 0."""
         if not self.optimizer[stage]:
             return 0
         _, step, micro_batch, _ = self.items[item]
         return self.optimizer[stage] if step and not micro_batch else 0
 
     def finish(self, stage: int, touched: list[int]) -> None:
-        """A stage has done what it ran: on to the neighbour, or, at stage 0, the end of a micro-batch."""
+        """Ends a stage's action: sends its result to the neighbour or, at stage 0, ends a micro-batch."""
         kind, self.running[stage] = self.running[stage], None
         if kind is ActionType.FORWARD:
             item = len(self.begun_forward[stage]) - 1
@@ -252,7 +243,7 @@ class _Simulation:
             self.at(time, what, stage)
 
     def end(self, index: int) -> None:
-        """A micro-batch of a stream is done; after the last one of a step, the next step is offered."""
+        """Ends a micro-batch of a stream, and offers the next step after the last one of a step."""
         self.left[index] -= 1
         if not self.left[index]:
             self.step[index] += 1
@@ -286,7 +277,7 @@ class _Simulation:
         return Timeline(self.stages, events, stack([sent, returned]))
 
     def optimizer_part(self, forward: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The optimizer steps, each just before the forward that waited for it."""
+        """Returns the optimizer steps, each just before the forward that waited for it."""
         first = (forward["step"] > 0) & (forward["micro_batch"] == 0)
         spent = np.array(self.optimizer)[:, None] / TICKS
         busy = spent[:, 0] > 0

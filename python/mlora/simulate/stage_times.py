@@ -31,7 +31,7 @@ class MeasuredLink(BaseModel):
 
     Attributes:
         latency: seconds.
-        bandwidth: bytes per second; none = any.
+        bandwidth: bytes per second; None = unlimited.
         message_bytes: of a micro-batch.
         overhead: seconds that each message occupies the link beyond its bytes.
     """
@@ -44,7 +44,7 @@ class MeasuredLink(BaseModel):
     overhead: float = Field(default=0.0, ge=0)
 
     def link(self, rows: int) -> SimulatedLink:
-        """As the simulator takes it."""
+        """Returns the link for the simulator."""
         bandwidth = float("inf") if self.bandwidth is None else self.bandwidth
         return SimulatedLink(self.latency, bandwidth, self.message_bytes / rows, self.overhead)
 
@@ -58,9 +58,9 @@ class StageTimes(BaseModel):
     Attributes:
         rows: of the micro-batches that were measured.
         stages: D of them, from the first.
-        forward: D - 1 links, each from a stage to the next; none = no time on links.
+        forward: D - 1 links, each from a stage to the next; none = links take no time.
         backward: D - 1 links back, the first from stage 1 to stage 0.
-        streams: adapters, or groups that share batches, that the run had; none = it is not known.
+        streams: number of adapters, or of groups that share batches, in the run; None = unknown.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -72,28 +72,18 @@ class StageTimes(BaseModel):
     streams: int | None = Field(default=None, ge=1)
 
     def stage_times(self) -> list[StageTime]:
-        """The stages as the simulator takes them."""
+        """Returns the stages for the simulator."""
         return [StageTime(stage.forward, stage.backward, optimizer=stage.optimizer) for stage in self.stages]
 
     def links(self) -> tuple[list[SimulatedLink], list[SimulatedLink]]:
-        """The links forward and backward as the simulator takes them."""
+        """Returns the links forward and backward for the simulator."""
         none = [MeasuredLink()] * (len(self.stages) - 1)
         forward, backward = self.forward or none, self.backward or none
         return [link.link(self.rows) for link in forward], [link.link(self.rows) for link in backward]
 
 
 def read_times(path: Path) -> StageTimes:
-    """Read a file of measured times.
-
-    Args:
-        path: a JSON file.
-
-    Returns:
-        What it holds.
-
-    Raises:
-        RunError: it cannot be read or holds something else.
-    """
+    """Reads a JSON file of measured times; RunError if it cannot be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "traceEvents" in content:

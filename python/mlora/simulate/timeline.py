@@ -1,4 +1,4 @@
-"""What ran where and when, simulated or measured, in columns."""
+"""A timeline in columns: what ran where and when, simulated or measured."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 from ..pipeline.actions import Action, ActionType, Schedule
 
 OPTIMIZER, EVALUATION = "S", "E"
-"""The kinds of a stage's optimizer step and of a forward without a backward, in traces; forwards and
-backwards have those of `ActionType`."""
+"""Kinds of events beside `ActionType`'s: an optimizer step and, in traces, a forward without a backward."""
 
 COLUMNS = np.dtype(
     [
@@ -33,9 +32,9 @@ class Event(NamedTuple):
 
     Attributes:
         stage: from 0; of a message, the stage that sends it.
-        kind: F, B, S for an optimizer step, or E for a forward of an evaluation.
-        stream: the adapter or group, by its index.
-        step: its optimizer step, from 0.
+        kind: `F`, `B`, `S` for an optimizer step, or `E` for a forward of an evaluation.
+        stream: index of the adapter or group.
+        step: the stream's optimizer step, from 0.
         micro_batch: index within the step.
         begin, end: seconds.
         rows: of the micro-batch.
@@ -56,7 +55,6 @@ class Timeline:
     """The work of all stages.
 
     Attributes:
-        stages: D.
         events: of the stages, rows of `COLUMNS`, sorted by stage and time.
         messages: on the links, sorted likewise.
     """
@@ -67,23 +65,18 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event], messages: Iterable[Event] = ()) -> Timeline:
-        """Put events into columns, for example those of a trace.
-
-        Args:
-            events: of stages, in any order; at least one.
-            messages: on links.
-        """
+        """Puts events of stages (at least one) and messages on links, in any order, into columns."""
         columns = _sorted(np.array([tuple(event) for event in events], dtype=COLUMNS))
         sent = _sorted(np.array([tuple(event) for event in messages], dtype=COLUMNS))
         return cls(int(columns["stage"].max()) + 1, columns, sent)
 
     def of_stage(self, stage: int) -> list[Event]:
-        """The events of a stage in the order of time."""
+        """Returns a stage's events in the order of time."""
         return as_events(self.events[self.events["stage"] == stage])
 
 
 def as_events(columns: np.ndarray) -> list[Event]:
-    """Rows of `COLUMNS` as events."""
+    """Returns rows of `COLUMNS` as events."""
     return [Event(*row) for row in columns.tolist()]
 
 
@@ -92,11 +85,7 @@ def _sorted(columns: np.ndarray) -> np.ndarray:
 
 
 def stack(parts: Iterable[dict[str, Any]]) -> np.ndarray:
-    """One table of columns that broadcast against each other, sorted by stage and time.
-
-    Args:
-        parts: for each, a value or an array by the name of the column.
-    """
+    """Returns one table, sorted by stage and time, of parts whose columns broadcast against each other."""
     tables = []
     for part in parts:
         arrays = np.broadcast_arrays(*(part[name] for name in COLUMNS.names or ()))
@@ -108,17 +97,12 @@ def stack(parts: Iterable[dict[str, Any]]) -> np.ndarray:
 
 
 def action_lists(timeline: Timeline) -> Schedule:
-    """The order of a timeline's work as lists of actions: a whole `lorapp` run as a fixed schedule.
+    """Returns a timeline's order of work as lists of actions: a whole `lorapp` run as a fixed schedule.
 
-    All micro-batches of all streams and steps are numbered as they enter stage 0, and count as one round, so
-    that `check_schedule` accepts the lists. They hold for these streams only; with other times than the
-    timeline's they still run, and wait longer.
-
-    Args:
-        timeline: a run from its begin to its end.
-
-    Returns:
-        D lists of 2M actions.
+    These are D lists of 2M actions. All M micro-batches of all streams and steps are numbered as they enter
+    stage 0 and count as one round, so that `check_schedule` accepts the lists. The lists hold for these
+    streams only. With other times than the timeline's they still run, but wait longer. The timeline
+    must cover a whole run.
     """
     numbers: dict[tuple[int, int, int], int] = {}
     lists: list[list[Action]] = [[] for _ in range(timeline.stages)]

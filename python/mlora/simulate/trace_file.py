@@ -1,4 +1,4 @@
-"""What a pipeline's trace is made into: a file for Perfetto, a picture, and times for `mlora simulate`."""
+"""Files made of a pipeline's trace: for Perfetto, a picture, and times for `mlora simulate`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from mlora.simulate.plot_timeline import plot_timeline
 from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
 from mlora.simulate.timeline import EVALUATION, Event, Timeline, as_events
 
-SPANS = 1 << 17  # of a stage: the latest ones are kept
+SPANS = 1 << 17  # per stage; the latest ones are kept
 _KINDS = {"forward": ActionType.FORWARD, "backward": ActionType.BACKWARD}
 _SHOWN = 60  # micro-batches in the picture, from the begin of the steady window
 
 
 class TraceFiles:
-    """A trace, joined over the stages.
-
-    Timeline and times are those of the first replica.
+    """A trace, joined over the stages. Timeline and times are those of the first replica.
 
     Args:
-        stages: the spans of each stage of each replica, as `Trace.by_the_wall` gives them.
+        stages: the spans of each stage of each replica, from `Trace.by_the_wall`.
         entries: the micro-batches that entered.
-        replicas: how many pipelines there are.
+        replicas: number of pipelines.
     """
 
     def __init__(
@@ -53,18 +51,9 @@ class TraceFiles:
         return all((entry.number, kind) in found for found in self._computed for kind in ActionType)
 
     def write(self, folder: Path) -> str:
-        """Write `trace.json`, `timeline.png` and `times.json`.
-
-        Args:
-            folder: the run's.
-
-        Returns:
-            What was written, without the last two where no micro-batch was traced through all stages, and
-            the bubble, as a line for the user.
-
-        Raises:
-            RunError: a file cannot be written.
-        """
+        """Writes `trace.json`, `timeline.png`, `times.json`; returns the bubble and the files in one line.
+        If no micro-batch was traced through all stages, only `trace.json` is written. Raises RunError if a
+        file cannot be written."""
         written = [_write_json(folder / "trace.json", {"traceEvents": self._perfetto()})]
         timeline = self.timeline()
         bubble = "no micro-batch passed all stages"
@@ -76,7 +65,7 @@ class TraceFiles:
         return f"{bubble}; {', '.join(map(str, written))}"
 
     def timeline(self) -> Timeline | None:
-        """The trained micro-batches that every stage has run, or none."""
+        """Returns the trained micro-batches that every stage ran, and evaluations; None without training."""
         if not self._whole:
             return None
         streams = {name: index for index, name in enumerate(self.streams)}
@@ -92,7 +81,7 @@ class TraceFiles:
         return Timeline.of([*events, *self._evaluations()])
 
     def _evaluations(self) -> Iterator[Event]:
-        """Forwards of micro-batches that are not trained: stages are at work on them, too."""
+        """Returns forwards of micro-batches that are not trained: stages work on them, too."""
         for stage, found in enumerate(self._computed):
             for (number, kind), span in found.items():
                 entry = self._entries.get(number)
@@ -101,8 +90,8 @@ class TraceFiles:
                     yield Event(stage, EVALUATION, 0, 0, 0, begin, end, entry.rows)
 
     def times(self, timeline: Timeline) -> StageTimes:
-        """Medians over the trained micro-batches; a link's latency is from the end of computing on one side
-        to the message's arrival on the other."""
+        """Returns medians over the trained micro-batches.
+        A link's latency lasts from the end of computing on one side to the message's arrival on the other."""
         trained = timeline.events[timeline.events["kind"] != EVALUATION]
         rows = max(round(median(trained["rows"])), 1)
         stages = []
@@ -148,7 +137,7 @@ class TraceFiles:
         return path
 
     def _perfetto(self) -> list[Mapping[str, Any]]:
-        """Chrome's trace format: a process per stage, a thread per role."""
+        """Returns events in Chrome's trace format: a process per stage, a thread per role."""
         events: list[Mapping[str, Any]] = []
         for stage, spans in enumerate(self._stages):
             events.append(_name("process_name", stage, 0, f"stage {stage}"))

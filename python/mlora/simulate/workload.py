@@ -1,4 +1,4 @@
-"""What the simulator runs: stages with their times, links between them, streams of micro-batches."""
+"""The simulator's input: stages with their times, links between them, streams of micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..pipeline.schedules import SCHEDULES
 
 
 def _check(thing: object, *, least: float = 0.0) -> None:
-    """Refuse a field that is no finite number of at least `least`."""
+    """Refuses a field that is not a finite number of at least `least`."""
     for field in fields(thing):  # type: ignore[arg-type]
         value = getattr(thing, field.name)
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
@@ -24,11 +24,8 @@ class StageTime:
 
     Attributes:
         forward, backward: of any micro-batch.
-        forward_row, backward_row: more, for each row of it.
+        forward_row, backward_row: more, for each of its rows.
         optimizer: of a stream's optimizer step, which a stage runs just before the next step's first forward.
-
-    Raises:
-        ValueError: if one is negative or not finite.
     """
 
     forward: float
@@ -41,13 +38,13 @@ class StageTime:
         _check(self)
 
     def seconds(self, rows: float = 0) -> float:
-        """Forward and backward together of a micro-batch of so many rows."""
+        """Returns the time of forward and backward together."""
         return self.forward + self.backward + (self.forward_row + self.backward_row) * rows
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLink:
-    """One direction between two neighbours: a FIFO that is busy while a message is on its way into it.
+    """One direction between two neighbours: a FIFO that is busy while a message enters it.
 
     A message occupies it for `overhead + row_bytes * rows / bandwidth` and arrives `latency` after that.
 
@@ -55,10 +52,7 @@ class SimulatedLink:
         latency: seconds.
         bandwidth: bytes per second; infinite by default.
         row_bytes: bytes of a row of a micro-batch.
-        overhead: seconds of each message, whatever its size.
-
-    Raises:
-        ValueError: if one is negative or not finite, or the bandwidth is not above 0.
+        overhead: seconds per message, whatever its size.
     """
 
     latency: float = 0.0
@@ -75,7 +69,7 @@ class SimulatedLink:
                 raise ValueError(f"{name}: expected a number of at least 0, got {value}")
 
     def seconds(self, rows: float) -> float:
-        """How long a message of so many rows occupies the link."""
+        """Returns how long a message occupies the link."""
         return self.overhead + self.row_bytes * rows / self.bandwidth
 
 
@@ -88,9 +82,6 @@ class Stream:
         micro_batches: N of each step.
         rows: of its micro-batches, taken in turn over all its steps.
         start: seconds; when it joins.
-
-    Raises:
-        ValueError: if a count is below 1 or a time negative.
     """
 
     steps: int
@@ -107,7 +98,7 @@ class Stream:
         _check(self)
 
     def rows_of(self, step: int, micro_batch: int) -> int:
-        """Rows of one of its micro-batches."""
+        """Returns the rows of one of its micro-batches."""
         return self.rows[(step * self.micro_batches + micro_batch) % len(self.rows)]
 
 
@@ -117,14 +108,11 @@ class Workload:
 
     Attributes:
         stages: times of the D stages.
-        streams: what runs; `gpipe` and `1f1b` flush after each step of a stream, so that several take turns.
+        streams: `gpipe` and `1f1b` flush after each step of a stream, so several streams take turns.
         schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
         forward: the links from each stage to the next: one for all, or D - 1.
-        backward: those from each stage to the one before, `backward[s]` from stage s + 1 to stage s.
+        backward: the links back; `backward[s]` is from stage s + 1 to stage s.
         in_flight: for `lorapp`, the most micro-batches in the pipeline at once; None = any number.
-
-    Raises:
-        ValueError: if there are no stages or streams, or another number of links.
     """
 
     stages: Sequence[StageTime]
@@ -149,7 +137,7 @@ class Workload:
                 )
 
     def links(self, direction: SimulatedLink | Sequence[SimulatedLink]) -> list[SimulatedLink]:
-        """One link for each pair of neighbours."""
+        """Returns one link for each pair of neighbours."""
         return (
             [direction] * (len(self.stages) - 1) if isinstance(direction, SimulatedLink) else list(direction)
         )
