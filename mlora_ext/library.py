@@ -1,4 +1,4 @@
-"""The compiled library: loading it, and saying how to build it where it is missing."""
+"""Loads the compiled library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ if LOADED:
 
 
 def check_library() -> None:
-    """Refuses to go on without the compiled operators.
-
-    Raises:
-        RuntimeError: the library has not been built; says how to build it.
-    """
+    """Raises RuntimeError if the compiled operators are missing, and says how to build them."""
     if not LOADED:
         raise RuntimeError(
             f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). Build them "

@@ -1,1 +1,1 @@
-"""What an adapter is made of."""
+"""Kinds of adapters, and the configs that are supported."""

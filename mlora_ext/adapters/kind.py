@@ -1,4 +1,4 @@
-"""What an adapter is made of. A new kind of adapter is a class in one file: see `AdapterKind`.
+"""The interface of a kind of adapter. To add a kind, write one class: see `AdapterKind`.
 
 Letters: D = d_in, O = d_out, R = rank.
 """
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one adapter is in one layer.
+    """One adapter's settings in one layer.
 
     Attributes:
-        rank: R.
         scaling: `alpha / r`, or `alpha / sqrt(r)`.
         dropout: probability, on the input of the low-rank part.
-        kind: name of the adapter's kind.
+        kind: the kind's name in the registry.
     """
 
     rank: int
@@ -35,12 +34,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One of an adapter's Parameters in one layer: `[rows, width]`, stored row after row.
+    """Size of one Parameter of an adapter in one layer: `[rows, width]`, stored row after row.
 
     Attributes:
-        rows: how many.
-        width: of each.
-        transposed: whether the Parameter is the transposed view `[width, rows]`.
+        transposed: whether the Parameter is the transposed view `[width, rows]` of this storage.
     """
 
     rows: int
@@ -49,20 +46,20 @@ class ParameterSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The Parameter's shape."""
         return (self.width, self.rows) if self.transposed else (self.rows, self.width)
 
 
 class AdapterKind(ABC):
-    """A kind of adapter: its Parameters, and what the operator computes with them.
+    """A kind of adapter: its Parameters, and how the operator's A and B are made of them.
 
-    The operator adds `scaling · drop(x) Aᵀ Bᵀ` to the rows of each adapter. A kind says what A and B are made
-    of (`factors`), and may scale the outputs of its rows (`output_scale`), all differentiably. All kinds mix
-    in one batch. `mlora_ext.adapters.registry.register_adapter_kind` makes a kind known.
+    The operator adds `scaling · drop(x) Aᵀ Bᵀ` to the rows of each adapter. A kind returns A and B
+    (`factors`) and may scale the outputs of its rows (`output_scale`). Both must be differentiable. Adapters
+    of all kinds can share a batch. `mlora_ext.adapters.registry.register_adapter_kind` registers a kind.
 
     Attributes:
-        name: of the kind.
-        parameter_names: of its Parameters, as PEFT names them; no other kind's mean something else.
+        name: the kind's name.
+        parameter_names: names of its Parameters, as PEFT writes them. Two kinds may share a name only if it
+            means the same in both.
 
     Example:
         >>> class FrozenA(Lora):
@@ -77,52 +74,58 @@ class AdapterKind(ABC):
 
     @abstractmethod
     def serves(self, config: Any) -> bool:
-        """Whether an adapter with this config of PEFT's is of this kind."""
+        """Whether an adapter with this PEFT config is of this kind."""
 
     @abstractmethod
     def check(self, name: str, config: Any) -> None:
-        """Refuses what is not supported, field by field: nothing in a config is ignored.
+        """Refuses every setting of a config that is not supported; no field is ignored.
 
         Args:
-            name: of the adapter, for messages.
-            config: one that `serves` accepted.
+            name: the adapter's name, for messages.
+            config: a config that `serves` accepted.
 
         Raises:
-            ValueError: naming the adapter, the field and its value.
+            ValueError: a field is not supported; names the adapter, the field and its value.
         """
 
     @abstractmethod
     def parameters(self, rank: int, d_in: int, d_out: int) -> dict[str, ParameterSpec]:
-        """Returns the Parameters that an adapter has in a layer, by name."""
+        """Returns the Parameters of an adapter in one layer, by name.
+
+        Args:
+            rank: R.
+            d_in: D.
+            d_out: O.
+        """
 
     @abstractmethod
     def initialise(
         self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int, frozen: FrozenWeight
     ) -> None:
-        """Fills a new adapter's Parameters in one layer; they hold zeros.
+        """Fills a new adapter's Parameters in one layer. They hold zeros before.
 
         Args:
-            own: by name; none is on the meta device.
-            config: PEFT's.
-            spec: of the layer.
-            seed: of this adapter in this layer.
-            frozen: the layer's weight.
+            own: the Parameters by name; none is on the meta device.
+            config: the adapter's PEFT config.
+            spec: the adapter's settings in this layer.
+            seed: the seed of this adapter in this layer.
+            frozen: the layer's frozen weight.
         """
 
     def factors(self, own: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns A `[R, D]` and B `[O, R]`, by default the Parameters `lora_A` and `lora_B` themselves."""
+        """Returns A `[R, D]` and B `[O, R]`. Default: the Parameters `lora_A` and `lora_B`."""
         return own["lora_A"], own["lora_B"]
 
     def output_scale(self, own: Mapping[str, Tensor], frozen: FrozenWeight) -> Tensor | None:
-        """Returns `[O]`, a factor on the outputs of the adapter's rows, bias aside; None: 1."""
+        """Returns a factor `[O]` on the outputs of the adapter's rows (not on the bias), or None for none."""
         return None
 
     def peft_key(self, parameter: str) -> str:
-        """Returns what follows the layer's name in PEFT's files."""
+        """Returns the part of a key in PEFT's files that follows the layer's name."""
         return f"{parameter}.weight"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operator takes the Parameters `lora_A` and `lora_B` as they are."""
+        """Whether the operator uses the Parameters `lora_A` and `lora_B` as they are."""
         own = type(self)
         return own.factors is AdapterKind.factors and own.output_scale is AdapterKind.output_scale

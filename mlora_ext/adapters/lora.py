@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021), with rank-stabilised scaling and ranks and alphas by pattern, as PEFT has it."""
+"""LoRA (Hu et al., 2021) as PEFT has it, with rank-stabilised scaling and patterns of ranks and alphas."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ class Lora(AdapterKind):
     parameter_names: tuple[str, ...] = ("lora_A", "lora_B")
 
     def serves(self, config: Any) -> bool:
-        """Any `peft.LoraConfig` that no other kind serves; `check` looks at its fields."""
+        """Whether the config is a plain `peft.LoraConfig`, not a subclass; `check` looks at its fields."""
         from peft import LoraConfig
 
         return type(config) is LoraConfig
 
     def check(self, name: str, config: Any) -> None:
-        """Refuses what is not supported; see `AdapterKind.check`."""
+        """Refuses settings that are not supported; see `AdapterKind.check`."""
         check_config(name, config)
 
     def parameters(self, rank: int, d_in: int, d_out: int) -> dict[str, ParameterSpec]:
-        """Returns A and B."""
         return {"lora_A": ParameterSpec(rank, d_in), "lora_B": ParameterSpec(rank, d_out, transposed=True)}
 
     def initialise(
         self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int, frozen: FrozenWeight
     ) -> None:
-        """PEFT's initial values, drawn on the CPU in fp32: the same on any device and in any dtype."""
+        """Draws PEFT's initial values on the CPU in fp32: the same on any device and in any dtype."""
         a, b, how = own["lora_A"], own["lora_B"], init_kind(config)
         generator = torch.Generator("cpu").manual_seed(seed)
         values = torch.empty(a.shape, dtype=torch.float32, device="cpu")

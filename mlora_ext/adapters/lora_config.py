@@ -1,4 +1,4 @@
-"""Which adapters are supported: names, and PEFT's LoraConfig field by field."""
+"""Checks adapter names and PEFT's `LoraConfig`, field by field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HONOURED = {
     "rank_pattern",
     "alpha_pattern",
 }
-# Facts about the adapter or its folder that do not change what it computes here.
+# Facts about the adapter or its folder; they do not change the result here.
 _NEUTRAL = {
     "task_type",
     "peft_type",
@@ -40,17 +40,13 @@ _NEUTRAL = {
     "megatron_core",
 }
 START_VALUES = ("orthogonal", "eva")
-"""PEFT's ways to draw A and B that change nothing else: of no matter once there are weights to load."""
+"""Values of `init_lora_weights` that only draw A and B. An adapter that has weights to load may have them."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
 def check_name(name: str) -> None:
-    """Refuse adapter names that cannot be a file name or part of a state dict key.
-
-    Raises:
-        ValueError: saying what is wrong with the name.
-    """
+    """Refuses adapter names that cannot be a file name or part of a state dict key (ValueError)."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"adapter name: expected a non-empty string, got {name!r}")
     if name == "__base__":
@@ -65,11 +61,7 @@ def check_name(name: str) -> None:
 
 
 def check_kind(name: str, config: object) -> None:
-    """Refuse what is not PEFT's own `LoraConfig`, whose fields are known.
-
-    Raises:
-        ValueError: naming the adapter and the type.
-    """
+    """Refuses anything but PEFT's own `LoraConfig`: the fields of a subclass are unknown (ValueError)."""
     from peft import LoraConfig
 
     if type(config) is not LoraConfig:
@@ -77,11 +69,7 @@ def check_kind(name: str, config: object) -> None:
 
 
 def check_config(name: str, config: LoraConfig) -> None:
-    """Refuse what is not supported, field by field: nothing in a config is ignored.
-
-    Raises:
-        ValueError: naming the adapter, the field and its value.
-    """
+    """Refuses every unsupported setting (ValueError with field and value); no field is ignored."""
     from peft import LoraConfig
 
     check_kind(name, config)
@@ -120,7 +108,7 @@ def check_config(name: str, config: LoraConfig) -> None:
 
 
 def _check_start(name: str, config: LoraConfig) -> None:
-    """Refuse ways to draw A and B that are not ours, above all those that change the base."""
+    """Refuses unsupported `init_lora_weights`, above all those that change the base model."""
     how = init_kind(config)
     if how in (True, False, "gaussian"):
         return
@@ -140,7 +128,7 @@ def _check_start(name: str, config: LoraConfig) -> None:
 
 
 def _check_selection(name: str, config: LoraConfig) -> None:
-    """Refuse what PEFT would fail at when it compares the names of modules."""
+    """Refuses target and layer selections on which PEFT's matching of module names would fail."""
     for field in ("target_modules", "exclude_modules"):
         value = getattr(config, field)
         names = value if isinstance(value, list | tuple | set) else [] if value is None else [value]
@@ -157,6 +145,6 @@ def _check_selection(name: str, config: LoraConfig) -> None:
 
 
 def init_kind(config: LoraConfig) -> Any:
-    """`init_lora_weights`, whose words PEFT reads in any case."""
+    """Returns `init_lora_weights` in lower case, since PEFT ignores case there."""
     how = config.init_lora_weights
     return how.lower() if isinstance(how, str) else how

@@ -1,4 +1,4 @@
-"""Kinds of adapters by name, and by PEFT's configs."""
+"""The kinds of adapters, by name and by PEFT config."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _KINDS: dict[str, AdapterKind] = {"lora": Lora()}
 
 
 def register_adapter_kind(kind: AdapterKind) -> None:
-    """Makes a kind of adapter known. Of kinds that serve a config the one that was registered last has it.
+    """Registers a kind of adapter. If several kinds serve a config, the one registered last is used.
 
     Args:
         kind: see `mlora_ext.adapters.kind.AdapterKind`.
 
     Raises:
-        ValueError: another kind has its name.
+        ValueError: another kind has this name.
     """
     if type(_KINDS.get(kind.name, kind)) is not type(kind):
         raise ValueError(f"adapter kind {kind.name!r}: there is a kind of this name; choose another one")
@@ -25,19 +25,23 @@ def register_adapter_kind(kind: AdapterKind) -> None:
 
 
 def adapter_kind(name: str) -> AdapterKind:
-    """Returns the kind of a name."""
+    """Returns the kind with this name.
+
+    Raises:
+        KeyError: no kind has this name.
+    """
     return _KINDS[name]
 
 
 def kind_for(name: str, config: Any) -> AdapterKind:
-    """Returns the kind that an adapter with this config is of.
+    """Returns the kind of an adapter with this config.
 
     Args:
-        name: of the adapter, for messages.
-        config: PEFT's.
+        name: the adapter's name, for messages.
+        config: the adapter's PEFT config.
 
     Raises:
-        ValueError: no kind serves it.
+        ValueError: no kind serves the config.
     """
     for kind in reversed(_KINDS.values()):
         if kind.serves(config):
@@ -46,5 +50,5 @@ def kind_for(name: str, config: Any) -> AdapterKind:
 
 
 def parameter_names() -> set[str]:
-    """Returns the names of all kinds' Parameters."""
+    """Returns the names of the Parameters of all kinds."""
     return {name for kind in _KINDS.values() for name in kind.parameter_names}

@@ -1,1 +1,1 @@
-"""What computes the low-rank part: C++ on CPUs, Triton and CUDA on GPUs."""
+"""Backends of the low-rank part: C++ on CPUs, Triton and CUDA on GPUs."""

@@ -1,4 +1,4 @@
-"""What every backend is called with."""
+"""Names and types that the calls of all backends share."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ PlanTensors = tuple[Tensor | None, ...]
 Wanted = tuple[bool, bool, bool]
 """Whether dx, dA and dB are wanted."""
 Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Of lora_a and of lora_b."""
+"""Gradients of lora_a and of lora_b."""

@@ -1,4 +1,4 @@
-"""The backend `cpu`: the compiled C++ kernels, and the frozen product before or inside of their call."""
+"""The backend `cpu`: the compiled C++ kernels, with the frozen product inside of their call or before it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def backward(
     wanted: Wanted,
     into: Gradients | None,
 ) -> tuple[Tensor | None, Sequence[Tensor], Sequence[Tensor]]:
-    """Returns `(dx, da, db)`; dA and dB are added to `into` where that is given, and then empty."""
+    """Returns `(dx, da, db)`; with `into`, dA and dB are added to it and returned empty."""
     dx: Tensor | None
     if operands is not None:
         dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(

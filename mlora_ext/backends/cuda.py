@@ -1,4 +1,4 @@
-"""Launching the compiled CUDA kernels of csrc/cuda; see `mlora_ext.backends.gpu.kernels.LaunchKernels`."""
+"""Launches the compiled CUDA kernels of csrc/cuda."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_DROPOUT = (None, None, None)
 
 
 class CudaKernels:
-    """The backend's launches: one operator of the compiled library each."""
+    """The launches of backend `cuda`, one compiled operator each; see `gpu.kernels.LaunchKernels`."""
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
         made = Plan.empty(sizes, segments.device)

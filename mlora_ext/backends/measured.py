@@ -1,6 +1,6 @@
-"""Which of the two GPU backends serves a shape: read from measurements, one table for each architecture.
+"""Chooses the faster GPU backend for a shape from measurements, one table per architecture.
 
-`choices.json` beside this file holds what was measured; `mlora bench choose` makes it and prints it.
+`choices.json` beside this file holds the measurements; `mlora bench choose` makes and prints it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ PATH = Path(__file__).parent / "choices.json"
 
 @dataclass(frozen=True)
 class MeasuredShape:
-    """Forward and backward of one layer by both backends.
+    """Times of forward and backward of one layer by both backends.
 
     Attributes:
-        dtype: of x, as `bfloat16`.
-        d_in, d_out: of the layer.
-        rank: the largest of its adapters.
-        rows: of the batch.
+        dtype: of x, such as `bfloat16`.
+        rank: the largest of the adapters.
         triton_seconds, cuda_seconds: medians of one run.
     """
 
@@ -40,7 +38,7 @@ class MeasuredShape:
 
     @property
     def winner(self) -> Choice:
-        """The faster one; triton where both are equal."""
+        """The faster backend; triton if both are equal."""
         return "cuda" if self.cuda_seconds < self.triton_seconds else "triton"
 
 
@@ -48,29 +46,11 @@ Table = Mapping[str, Sequence[MeasuredShape]]
 
 
 def faster_backend(architecture: str, dtype: str, d_in: int, d_out: int, rank: int, rows: int) -> Choice:
-    """The backend that was the faster one on the most similar shape that was measured.
+    """Returns the faster backend on the most similar measured shape, such as `triton`.
 
-    Similar is what lies nearest in `(log d_in, log d_out, log rank, log rows)`, Euclidean, in the same dtype;
-    of shapes at equal distance the first in the table. Where nothing was measured for the architecture and
-    the dtype, the answer is `triton`.
-
-    Args:
-        architecture: `sm_90` and the like.
-        dtype: of x, as `bfloat16`.
-        d_in: width of x.
-        d_out: width of y.
-        rank: the largest of the adapters.
-        rows: of x.
-
-    Returns:
-        `triton` or `cuda`.
-
-    Raises:
-        ValueError: if a size is below 1, or the table is malformed; says where.
-
-    Example:
-        >>> faster_backend("sm_90", "bfloat16", d_in=4096, d_out=4096, rank=16, rows=8192)
-        'triton'
+    Most similar is the shape of the same dtype (such as `bfloat16`) that is nearest in `(log d_in, log d_out,
+    log rank, log rows)`, Euclidean; ties go to the first in the table. If nothing was measured for the
+    architecture (such as `sm_90`) and dtype, returns `triton`. A size below 1 raises ValueError.
     """
     return nearest(packaged().get(architecture, ()), dtype, d_in, d_out, rank, rows)
 
@@ -95,22 +75,15 @@ def nearest(
 
 @lru_cache(maxsize=1)
 def packaged() -> Table:
-    """The table of the package, read once."""
+    """Returns the package's table, read once."""
     return load(PATH)
 
 
 def load(path: Path) -> Table:
-    """Read a table and check it.
+    """Reads and checks a JSON table; ValueError names the file, the entry, what was expected and what came.
 
-    Args:
-        path: a JSON file `{"format": 1, "architectures": {"sm_90": {"measured": {...}, "entries": [...]}}}`;
-            `measured` says with what, an entry has the fields of `MeasuredShape`.
-
-    Returns:
-        Entries by architecture.
-
-    Raises:
-        ValueError: naming the file, the place, what was expected and what came.
+    Format: `{"format": 1, "architectures": {"sm_90": {"measured": {...}, "entries": [...]}}}`. `measured`
+    says with what it was measured; an entry has the fields of `MeasuredShape`.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +101,6 @@ def load(path: Path) -> Table:
 
 
 def _entry(path: Path, place: str, found: Any) -> MeasuredShape:
-    """One entry, checked field by field."""
     _of_type(path, place, found, dict)
     wanted = {field.name: field.type for field in fields(MeasuredShape)}
     if set(found) != set(wanted):

@@ -1,4 +1,4 @@
-"""One layer by one compiled backend, below autograd."""
+"""Runs one layer by one compiled backend, below autograd."""
 
 from __future__ import annotations
 
@@ -25,18 +25,7 @@ def forward(
     lora_b: Sequence[Tensor],
     plan: PlanTensors,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(y, s)`.
-
-    Args:
-        backend: `cpu`, `triton` or `cuda`.
-        x: `[T, D]`.
-        frozen: W.
-        operands: `frozen.fused(x)`.
-        bias: `[O]` or None.
-        lora_a: per adapter `[r, D]`.
-        lora_b: per adapter `[O, r]`.
-        plan: the tensors that `PLAN` names.
-    """
+    """Returns `(y, s)` for x `[T, D]`; `operands` is `frozen.fused(x)`."""
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":
             return cpu.forward(x, frozen, operands, bias, lora_a, lora_b, plan)
@@ -58,14 +47,9 @@ def backward(
     wanted: Wanted,
     into: Gradients | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor], Sequence[Tensor]]:
-    """Returns `(dx, da, db)`, as far as they are wanted.
+    """Returns `(dx, da, db)` as far as they are wanted; with `into`, dA and dB are added to it instead.
 
-    Args:
-        dy: `[T, O]`.
-        operands: the weight as it was saved for this pass; None: `frozen` makes the product.
-        s: of the forward pass.
-        wanted: whether dx, dA and dB are.
-        into: gradients to add dA and dB to; then none are returned.
+    `operands` is the weight as it was saved for this pass; None: `frozen` makes the product.
     """
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":

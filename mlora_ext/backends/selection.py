@@ -1,4 +1,4 @@
-"""Which implementation serves the operators: chosen by device, or explicitly with `use_backend`."""
+"""Chooses the backend of the operators: by device, or as `use_backend` says."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 Backend = Literal["reference", "cpu", "triton", "cuda"]
 _RANK, _ROWS = 32, 8192
-"""The batch for which the faster GPU backend is looked up, whatever the batch: else an adapter's bits would
-depend on its batch-mates."""
+"""Size for which every batch looks up the faster GPU backend: otherwise an adapter's bits would depend on its
+batch-mates."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
 class _Choice:
-    """What `use_backend` has chosen; a plain object, since torch.compile cannot trace a ContextVar."""
+    """The backend that `use_backend` chose; a plain object, since torch.compile cannot trace a ContextVar."""
 
     name: Backend | None = None
 
@@ -33,15 +33,18 @@ _choice = _Choice()
 
 
 def use_backend(name: Backend) -> AbstractContextManager[None]:
-    """Serve the operators with one backend inside of `with`, whatever the device; for all threads.
+    """Serves the operators with one backend inside of `with`, on every device and in all threads.
 
     Args:
         name: `reference` (plain PyTorch, any device and dtype), `cpu` (the compiled kernels), `triton` (on a
             GPU; on CPU tensors in Triton's interpreter, with TRITON_INTERPRET=1) or `cuda` (the compiled
             CUDA kernels).
 
+    Returns:
+        The context manager.
+
     Raises:
-        ValueError: if there is no such backend, or this installation does not have it.
+        ValueError: there is no such backend, or this installation does not have it.
 
     Example:
         >>> with use_backend("reference"):
@@ -64,20 +67,14 @@ def _using(name: Backend) -> Iterator[None]:
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int] = (4096, 4096)) -> Backend:
-    """The backend that serves a layer: the one that `use_backend` says, else `cpu` on a CPU, and on a GPU the
-    faster one by the measured table of its architecture.
+    """Returns the backend for a layer of shape `(d_in, d_out)`: as `use_backend` says, else by device.
 
-    Args:
-        device: of its tensors.
-        dtype: of x.
-        shape: `(d_in, d_out)`.
-
-    Raises:
-        ValueError: if the backend cannot serve them; says why and what to do.
+    That is `cpu` on a CPU, and on a GPU the faster one by its architecture's table. ValueError says why no
+    backend serves the device or dtype, and what to do.
     """
     name = _choice.name
     if name is None and device.type == "cuda":
-        # A graph calls the operator, whose kernel for CUDA tensors asks again when it runs.
+        # A compiled graph calls the operator. Its kernel for CUDA tensors asks again when it runs.
         name = "triton" if torch.compiler.is_compiling() else _faster(device, dtype, shape)
     elif name is None and device.type == "cpu":
         name = "cpu"
@@ -97,7 +94,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 
 @cache
 def _faster(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Backend:
-    """The GPU backend that the table prefers; the other one where this installation lacks it."""
+    """Returns the GPU backend that the table prefers, or the other one if this installation lacks it."""
     major, minor = torch.cuda.get_device_capability(device)
     name = str(dtype).removeprefix("torch.")
     if faster_backend(f"sm_{major}{minor}", name, *shape, rank=_RANK, rows=_ROWS) == "cuda" and _has_kernel(
@@ -112,7 +109,7 @@ def _faster(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) ->
 
 
 def _refusal(name: Backend, device: torch.device) -> str | None:
-    """Why a backend does not serve a device, or None."""
+    """Returns why a backend does not serve a device, or None."""
     if device.type == ("cpu" if name == "cpu" else "cuda"):
         if name != "cpu" and not torch.compiler.is_compiling():
             gpu_operator(name)  # type: ignore[arg-type]
@@ -136,7 +133,7 @@ def _refusal(name: Backend, device: torch.device) -> str | None:
 
 
 def _has_kernel(key: str) -> bool:
-    """Whether the loaded libraries hold the CUDA kernels for tensors of a dispatch key."""
+    """Whether the loaded libraries hold the CUDA kernels for tensors of this dispatch key."""
     return hasattr(torch.ops.mlora_ext, "cuda_shrink") and torch._C._dispatch_has_kernel_for_dispatch_key(
         "mlora_ext::cuda_shrink", key
     )
@@ -144,11 +141,7 @@ def _has_kernel(key: str) -> bool:
 
 @cache
 def gpu_operator(name: Literal["triton", "cuda"]) -> GpuOperator:
-    """The operator of a GPU backend; its kernels are loaded now.
-
-    Raises:
-        ValueError: if this installation does not have the backend.
-    """
+    """Returns a GPU backend's operator and loads its kernels; ValueError if this installation lacks it."""
     from .gpu.operator import GpuOperator
 
     if name == "triton":

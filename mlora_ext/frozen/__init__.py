@@ -1,1 +1,1 @@
-"""What multiplies by a frozen weight."""
+"""Frozen weights and their products."""

@@ -1,9 +1,8 @@
-"""The products `x Wᵀ + b` and `dy W` by the library that was measured to be the fastest here.
+"""The products `x Wᵀ + b` and `dy W` with a frozen weight, by the faster library.
 
-On a CPU the compiled operators measure PyTorch's BLAS and oneDNN once per dtype, at the first call, and take
-the faster one. Elsewhere, and for other dtypes, PyTorch's own is used. The choice changes rounding: a run
-that is resumed on another machine sets the one that it began with. Products with a packed weight are always
-oneDNN's, and faster.
+On a CPU the compiled operators measure PyTorch's BLAS and oneDNN once per dtype, at the first call, and use
+the faster one. Other devices and dtypes use PyTorch. The choice changes rounding, so a run that is resumed on
+another machine sets its first choice again. Packed weights always use oneDNN, which is faster for them.
 """
 
 from __future__ import annotations
@@ -21,52 +20,35 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """Returns `x Wᵀ + b [T, O]`, without autograd.
-
-    Args:
-        x: `[T, D]`.
-        weight: `[O, D]`, dtype of x.
-        bias: `[O]` or None.
-        packed: the weight in oneDNN's layout for this product, or None.
-    """
+    """Returns `x Wᵀ + b` for x `[T, D]`, without autograd; `packed`: W in oneDNN's layout for `x Wᵀ`."""
     if serves(x):
         return torch.ops.mlora_ext.base_linear(dense_rows(x), weight, bias, packed)
     return F.linear(x, weight, bias)
 
 
 def linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None = None) -> Tensor:
-    """Returns `dy W [T, D]`, without autograd.
-
-    Args:
-        dy: `[T, O]`.
-        weight: `[O, D]`, dtype of dy.
-        packed: the weight in oneDNN's layout for this product, or None.
-    """
+    """Returns `dy W` for dy `[T, O]`, without autograd; `packed`: W in oneDNN's layout for `dy W`."""
     if serves(dy):
         return torch.ops.mlora_ext.base_linear_dx(dense_rows(dy), weight, packed)
     return dy @ weight
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the compiled library multiplies such an x."""
+    """Whether the compiled library is there and multiplies x: a CPU tensor in fp32, bf16 or fp16."""
     return LOADED and x.device.type == "cpu" and x.dtype in _DTYPES
 
 
 def base_gemm_of(dtype: torch.dtype) -> dict[str, str]:
-    """Returns the library for a dtype on a CPU, as `{"float32": "onednn"}`; empty without a choice."""
+    """Returns a dtype's library on a CPU, such as `{"float32": "onednn"}`; empty if there is no choice."""
     if not LOADED or dtype not in _DTYPES:
         return {}
     return {str(dtype).removeprefix("torch."): torch.ops.mlora_ext.base_gemm(dtype)}
 
 
 def set_base_gemm(choices: Mapping[str, str]) -> None:
-    """Sets what `base_gemm_of` gave, in place of a measurement.
+    """Sets libraries (`aten` or `onednn`) by dtype name, as `base_gemm_of` returned them, without measuring.
 
-    Args:
-        choices: `aten` or `onednn` by name of dtype.
-
-    Raises:
-        ValueError: a name is unknown, or this build cannot serve the choice.
+    Raises ValueError if a name is unknown or this build does not have the library.
     """
     for name, library in choices.items():
         dtype = getattr(torch, name, None)

@@ -14,16 +14,7 @@ from .weight import FrozenWeight, FusedOperands
 
 
 def frozen_linear(x: Tensor, frozen: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """Returns `x Wᵀ + b`; keeps only the weight for backward.
-
-    Args:
-        x: `[..., D]`.
-        frozen: W.
-        bias: `[O]` or None, frozen.
-
-    Returns:
-        `[..., O]`.
-    """
+    """Returns `x Wᵀ + b [..., O]` for x `[..., D]`; saves only the weight for backward."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     operands = frozen.fused(rows)
     plain_torch = operands is not None and (not serves(x) or torch.is_autocast_enabled("cpu"))
@@ -48,7 +39,7 @@ def _forward(
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """A plain weight is saved as autograd saves tensors; another one makes its product again."""
+    """Saves a plain weight as autograd saves tensors; other kinds are asked for `matmul_dx` in backward."""
 
     @staticmethod
     def forward(ctx: Any, rows, weight, bias, frozen, operands):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""A frozen weight that is also kept in oneDNN's own layouts: faster, for about three times the memory."""
+"""A frozen weight that is also kept in oneDNN's layouts: faster, for about three times the memory."""
 
 from __future__ import annotations
 
@@ -13,29 +13,25 @@ from .plain import PlainWeight
 from .weight import FusedOperands
 
 Pair = tuple[Tensor | None, Tensor | None]
-"""Packed for `x Wᵀ` and for `dy W`."""
+"""The weight packed for `x Wᵀ` and for `dy W`."""
 _NOT_PACKED: Pair = (None, None)
-_PLAIN = (Tensor, nn.Parameter)  # no fake ones, whose numbers nobody can pack
+_PLAIN = (Tensor, nn.Parameter)  # no fake tensors: they have no numbers to pack
 
 
 class PackedCache:
-    """What one weight was packed to; layers whose weights are tied share one.
+    """The packed copies of one weight; layers with tied weights share a cache.
 
-    Follows the weight by its version, as autograd does: new numbers, strides or another dtype are packed when
-    they are used next. Writes through `.data`, `.detach()` or numpy count no version and are not seen. A
-    copy, or what is unpickled, packs anew.
+    It follows the weight by address and version, and packs again at the next use after its numbers, strides
+    or dtype change. Writes through `.data`, `.detach()` or numpy count no version and are not seen. Copies
+    and unpickled caches start empty.
     """
 
     def __init__(self) -> None:
-        # what was packed: as a key, and as a tensor that keeps its address from being used again; the pair
+        # (key of the weight, the weight itself so that its address is not used again, packed pair)
         self._state: tuple[tuple[Any, ...], Tensor | None, Pair] = ((), None, _NOT_PACKED)
 
     def of(self, weight: Tensor) -> Pair:
-        """Returns the packed weight and its transpose, or none of both where oneDNN does not serve it.
-
-        Args:
-            weight: `[O, D]`.
-        """
+        """Returns the weight `[O, D]` packed for each direction, or Nones where oneDNN does not serve it."""
         if type(weight) not in _PLAIN or weight.is_inference():
             return _NOT_PACKED
         key = (weight.data_ptr(), weight._version, weight.dtype, weight.device, weight.shape, weight.stride())
@@ -47,7 +43,7 @@ class PackedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the packed tensors take; oneDNN pads them."""
+        """Bytes of the packed tensors, with oneDNN's padding."""
         return sum(torch.ops.mkldnn._nbytes(tensor) for tensor in self._state[2] if tensor is not None)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -55,11 +51,11 @@ class PackedCache:
 
 
 class PackedWeight(PlainWeight):
-    """A layer's own `weight`, and oneDNN's copies of it, one for each direction.
+    """A layer's own `weight`, with one oneDNN copy for each direction.
 
     Args:
-        layer: as `PlainWeight`'s.
-        cache: of another layer with the same weight; default: one of its own.
+        layer: as for `PlainWeight`.
+        cache: the cache of another layer with the same weight; default: a new one.
     """
 
     def __init__(self, layer: nn.Module, cache: PackedCache | None = None) -> None:
@@ -68,7 +64,7 @@ class PackedWeight(PlainWeight):
 
     @classmethod
     def of(cls, weight: Tensor, cache: PackedCache | None = None) -> PackedWeight:
-        """A weight that belongs to no layer."""
+        """Makes a frozen weight that belongs to no layer."""
         packed = cls.__new__(cls)
         packed._tensors, packed._transposed = {"weight": weight}, False
         packed.cache = cache or PackedCache()
@@ -76,21 +72,21 @@ class PackedWeight(PlainWeight):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight and of its copies."""
+        """Bytes of the weight and its copies."""
         return super().nbytes + self.cache.nbytes
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns `x Wᵀ + b`, by oneDNN."""
+        """Returns `x Wᵀ + b` by oneDNN."""
         weight, packed, _ = self.fused(x)
         return linear(x, weight, bias, packed)
 
     def matmul_dx(self, dy: Tensor) -> Tensor:
-        """Returns `dy W`, by oneDNN."""
+        """Returns `dy W` by oneDNN."""
         weight, _, packed = self.fused(dy)
         return linear_dx(dy, weight, packed)
 
     def fused(self, x: Tensor) -> FusedOperands:
-        """Returns the weight with its copies, as far as they serve this x."""
+        """Returns the weight, and its packed copies where they can be used for this x."""
         weight = self.dense()
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return FusedOperands(weight)
@@ -99,14 +95,14 @@ class PackedWeight(PlainWeight):
         return FusedOperands(weight, *self.cache.of(weight))
 
     def moved(self) -> None:
-        """Forgets the copies."""
+        """Drops the packed copies."""
         self.cache = PackedCache()
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by such a weight, with this torch and processor.
+    """Whether oneDNN can multiply by this weight, with this torch and processor.
 
-    Not by those made in inference mode, which count no versions, so that nobody would see that they changed.
+    Weights made in inference mode are excluded: they count no versions, so a change would go unseen.
     """
     if type(weight) not in _PLAIN or weight.device.type != "cpu" or not weight.numel() or not LOADED:
         return False

@@ -1,4 +1,4 @@
-"""A frozen weight as it was loaded: a tensor in the dtype of x."""
+"""A frozen weight as it was loaded, in the dtype of x."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PlainWeight(FrozenWeight):
     """A layer's own `weight`.
 
     Args:
-        layer: with a parameter `weight`, `[O, D]`, or `[D, O]` where it says `fan_in_fan_out`.
+        layer: has a parameter `weight`: `[O, D]`, or `[D, O]` if its `fan_in_fan_out` is true.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -24,17 +24,13 @@ class PlainWeight(FrozenWeight):
 
     @classmethod
     def of(cls, weight: Tensor) -> PlainWeight:
-        """A weight that belongs to no layer.
-
-        Args:
-            weight: `[O, D]`; may be a transposed view.
-        """
+        """Makes a frozen weight that belongs to no layer, from `[O, D]`; it may be a transposed view."""
         plain = cls.__new__(cls)
         plain._tensors, plain._transposed = {"weight": weight}, False
         return plain
 
     def dense(self) -> Tensor:
-        """Returns the weight itself, as `[O, D]`."""
+        """Returns the weight itself as `[O, D]`, without a copy."""
         weight = self._tensors["weight"]
         assert weight is not None
         return weight.t() if self._transposed else weight
@@ -47,39 +43,36 @@ class PlainWeight(FrozenWeight):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weight's."""
         return self.dense().dtype
 
     @property
     def device(self) -> torch.device:
-        """The weight's."""
         return self.dense().device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight."""
         return self.dense().nbytes
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns `x Wᵀ + b`, by the library that is the fastest here."""
+        """Returns `x Wᵀ + b` by the faster library (`base_gemm`)."""
         return linear(x, self.dense(), bias)
 
     def matmul_dx(self, dy: Tensor) -> Tensor:
-        """Returns `dy W`, by the library that is the fastest here."""
+        """Returns `dy W` by the faster library (`base_gemm`)."""
         return linear_dx(dy, self.dense())
 
     def add_matmul(self, y: Tensor, x: Tensor) -> None:
-        """Adds `x Wᵀ` to y, in one product."""
+        """Adds `x Wᵀ` to y in one product."""
         y.addmm_(x, self.dense().t())
 
     def add_matmul_dx(self, dx: Tensor, dy: Tensor) -> None:
-        """Adds `dy W` to dx, in one product."""
+        """Adds `dy W` to dx in one product."""
         dx.addmm_(dy, self.dense())
 
     def cast(self, dtype: torch.dtype) -> FrozenWeight:
-        """Returns the weight in another dtype, as autocast does."""
+        """Returns the weight cast to another dtype, as autocast does."""
         return PlainWeight.of(self.dense().to(dtype))
 
     def fused(self, x: Tensor) -> FusedOperands:
-        """Returns the weight: it goes into the operator's one call."""
+        """Returns the weight for the operator's one fused call."""
         return FusedOperands(self.dense())

@@ -1,4 +1,4 @@
-"""Kinds of frozen weights by name."""
+"""The kinds of frozen weights, by name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _KINDS: dict[str, FrozenKind] = {"plain": PlainWeight, "packed": PackedWeight}
 
 
 def register_frozen_weight(name: str, kind: FrozenKind) -> None:
-    """Gives a kind of frozen weight a name, under which `set_frozen_weights` and an engine find it.
+    """Registers a kind of frozen weight, for `set_frozen_weights` and `Engine(frozen_weight=...)`.
 
     Args:
-        name: of the kind; not taken.
-        kind: makes the weight of a layer; see `mlora_ext.frozen.weight.FrozenWeight`.
+        name: a name that is not taken.
+        kind: makes the frozen weight of a layer; see `mlora_ext.frozen.weight.FrozenWeight`.
 
     Raises:
-        ValueError: the name is taken by another kind.
+        ValueError: another kind has this name.
     """
     if _KINDS.get(name, kind) is not kind:
         raise ValueError(f"frozen weight {name!r}: there is a kind of this name; choose another one")
@@ -25,10 +25,10 @@ def register_frozen_weight(name: str, kind: FrozenKind) -> None:
 
 
 def frozen_kind(name: str) -> FrozenKind:
-    """Returns the kind of a name.
+    """Returns the kind with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no kind has this name.
     """
     if name not in _KINDS:
         raise ValueError(f"frozen weight: expected one of {', '.join(_KINDS)}, got {name!r}")

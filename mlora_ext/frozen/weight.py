@@ -1,4 +1,4 @@
-"""What a layer asks of its frozen weight. A new kind of weight is a class in one file: see `FrozenWeight`.
+"""The interface of a frozen weight. To add a kind, write one class: see `FrozenWeight`.
 
 Letters: T rows, D = d_in, O = d_out.
 """
@@ -19,7 +19,7 @@ class FusedOperands(NamedTuple):
     Attributes:
         weight: `[O, D]`, dtype of x.
         packed: the weight in oneDNN's layout for `x Wᵀ`, or None.
-        packed_dx: the same for `dy W`.
+        packed_dx: the weight in oneDNN's layout for `dy W`, or None.
     """
 
     weight: Tensor
@@ -28,14 +28,14 @@ class FusedOperands(NamedTuple):
 
 
 class FrozenWeight(ABC):
-    """A frozen `W [O, D]` and its two products.
+    """A frozen `W [O, D]` and its two products, `x Wᵀ + b` and `dy W`. Products run without autograd.
 
-    A kind of weight is made for a layer: `kind(layer)` reads the layer's tensors, and may replace them, as a
-    quantised kind does. It must not keep the layer itself. Tensors that belong to the layer's state are its
-    parameters or buffers; the kind keeps `layer._parameters` or `layer._buffers` and looks them up at each
-    use, so that `.to()`, `deepcopy` and `load_state_dict` keep both in step.
+    `kind(layer)` makes the frozen weight of a layer. It reads the layer's tensors and may replace them, as a
+    quantised kind does. It must not keep the layer itself. Tensors that belong to the layer's state must be
+    parameters or buffers of the layer: keep `layer._parameters` or `layer._buffers`, and look the tensors up
+    at each use. Then `.to()`, `deepcopy` and `load_state_dict` keep layer and weight in step.
 
-    Products run without autograd. `register_frozen_weight` gives a kind a name.
+    Register a kind with `register_frozen_weight`.
 
     Example:
         >>> class Halved(FrozenWeight):
@@ -57,21 +57,21 @@ class FrozenWeight(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """That of x and y; how the weight is stored does not matter."""
+        """Dtype of x and y; the stored weight may have another one."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where products are computed."""
+        """Device on which products are computed."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that the weight takes, with everything that is kept beside it."""
+        """Bytes of the weight and of everything kept beside it."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Returns W `[O, D]` as a plain tensor of `dtype`: the weight itself, or made anew."""
+        """Returns W `[O, D]` as a plain tensor of `dtype`: the weight itself or a new tensor."""
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns `x Wᵀ + b`.
@@ -105,11 +105,11 @@ class FrozenWeight(ABC):
         dx.add_(self.matmul_dx(dy))
 
     def cast(self, dtype: torch.dtype) -> FrozenWeight:
-        """Returns the weight for an x of another dtype, as autocast asks for it."""
+        """Returns the weight for an x of another dtype, as autocast asks for it. Default: the same object."""
         return self
 
     def fused(self, x: Tensor) -> FusedOperands | None:
-        """Returns the weight for the operator's one fused call with this x; None: two calls are made.
+        """Returns the weight for the operator's one fused call, or None for two calls, `matmul` first.
 
         Args:
             x: `[T, D]`.
@@ -117,10 +117,10 @@ class FrozenWeight(ABC):
         return None
 
     def prefetch(self) -> None:  # noqa: B027 - most kinds have nothing to do
-        """Says that the weight is needed soon: a kind that fetches it from elsewhere may begin."""
+        """Tells the weight that it is needed soon; a kind that fetches it from elsewhere may begin."""
 
     def moved(self) -> None:  # noqa: B027 - most kinds have nothing to do
-        """Says that the layer's tensors have moved or changed their dtype."""
+        """Tells the weight that the layer's tensors have moved or changed their dtype."""
 
 
 FrozenKind = Callable[[nn.Module], FrozenWeight]

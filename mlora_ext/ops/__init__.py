@@ -1,1 +1,1 @@
-"""The operator: its schema in PyTorch, autograd, and an oracle in plain PyTorch."""
+"""The operator in PyTorch: functions, autograd, segments, dropout, and a plain PyTorch oracle."""

@@ -1,7 +1,7 @@
 """The operator in eager mode, with its one autograd formula.
 
-`torch.autograd.Function` costs a few microseconds a call; the function that `torch.library` generates costs
-some ten times that. Saved for backward are x itself, a plain weight and s, never a copy or a mask.
+Our own `torch.autograd.Function` costs a few microseconds a call; the function that `torch.library` generates
+costs about ten times that. Backward saves x itself, a plain weight and s, and never a copy or a mask.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def lora_linear(
 ) -> Tensor:
     """Returns `y [T, O]` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
 
-    With `accumulates`, backward adds to the `grad` of fp32 adapters where all of them have one, in place and
-    past any hooks on their nodes; only `Tensor.backward` without `inputs=` may then be used.
+    With `accumulates`, and if all adapters are fp32 and have a `grad`, backward adds to it in place. This
+    bypasses hooks on their graph nodes, so callers may use only `Tensor.backward` without `inputs=`.
     """
     check_library()
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
@@ -71,10 +71,10 @@ class _How:
 
 
 class _LoRALinear(torch.autograd.Function):
-    """Eager mode. Tensor lists are spread over the arguments, as `Function` asks.
+    """One layer in eager mode. Tensor lists are spread over the arguments, as `Function` asks.
 
-    Saved are x itself, the weight and s; never a copy or a mask. Adapters and plan are kept beside them, with
-    a version check of our own, so that hooks on saved tensors see only what is worth moving.
+    Adapters and plan are kept outside of the saved tensors, with our own version check. So hooks on saved
+    tensors see only those that are worth moving.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _LoRALinear(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class LayerOperands:
-    """One of several layers that are given the same x.
+    """One of several layers that share x.
 
     Attributes:
         frozen: W `[d_out, d_in]`.
@@ -133,10 +133,7 @@ def lora_linear_fused(
     backend: Backend,
     accumulates: bool = False,
 ) -> Sequence[Tensor]:
-    """`y` of several layers that share x, adapters and plan, differentiable once in x and the adapters.
-
-    `accumulates` as in `lora_linear`.
-    """
+    """Returns `y` of several layers that share x, adapters and plan; otherwise as `lora_linear`."""
     adapters = [a for layer in operands for a in layer.lora_a] + [
         b for layer in operands for b in layer.lora_b
     ]
@@ -144,7 +141,7 @@ def lora_linear_fused(
 
 
 class _LoRAFused(torch.autograd.Function):
-    """As `_LoRALinear`, for several layers; theirs is one node of the graph."""
+    """As `_LoRALinear`, for several layers as one node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, x, operands, plan, backend, accumulates, *adapters):  # type: ignore[no-untyped-def]
@@ -206,12 +203,12 @@ class _LoRAFused(torch.autograd.Function):
 def _versions(*tensors: Tensor | None) -> list[int]:
     try:
         return [0 if tensor is None else tensor._version for tensor in tensors]
-    except RuntimeError:  # one was made in inference mode; it counts no versions and needs no gradient
+    except RuntimeError:  # a tensor made in inference mode counts no versions; it needs no gradient
         return [0 if t is None or t.is_inference() else t._version for t in tensors]
 
 
 def _changed(ctx: Any) -> str:
-    """Names the first tensor that is not what it was in the forward pass."""
+    """Returns the message that names the first tensor changed since the forward pass."""
     n = len(ctx.lora_a)
     names = [f"lora_a[{i}]" for i in range(n)] + [f"lora_b[{i}]" for i in range(n)] + [*PLAN]
     now = _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
@@ -220,10 +217,10 @@ def _changed(ctx: Any) -> str:
 
 
 def _existing(lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> Gradients | None:
-    """The gradients of all adapters, if all are fp32, have one of plain memory, and nobody listens to any.
+    """Returns the adapters' `grad` tensors, marked as modified, if backward may add to them, else None.
 
-    fp32, since adding before rounding differs from adding after it, and whether an adapter's gradient is
-    added here depends on its batch-mates.
+    All must be fp32, dense and without hooks. Only fp32, because adding before rounding differs from adding
+    after it: an adapter's bits would depend on whether its batch-mates have gradients.
     """
     found = []
     for parameter in (*lora_a, *lora_b):

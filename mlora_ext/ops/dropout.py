@@ -1,7 +1,7 @@
-"""Counter-based dropout: masks that depend on the adapter's seed, step, layer, row and column only.
+"""Counter-based dropout: a mask depends only on the adapter's seed and step, the layer, row and column.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The counters are laid
-out in docs/design.md, section "Dropout"; every backend draws the same bits.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). docs/design.md, section
+"Dropout", lays out the counters; every backend draws the same bits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ _COLUMNS_PER_COUNTER = 8
 
 
 def dropout_threshold(p: float) -> int:
-    """Number of the 65536 equally likely values that mean "dropped": `round(p * 65536)`."""
+    """Returns `round(p * 65536)`: of the 65536 equally likely numbers, those below it mean "dropped"."""
     return round(p * _LEVELS)
 
 
 def philox(counter: Sequence[torch.Tensor | int], key: tuple[int, int]) -> list[torch.Tensor]:
-    """Philox4x32-10 of a vector of counters.
+    """Returns the four int64 tensors of 32-bit words that Philox4x32-10 makes of a vector of counters.
 
     Args:
         counter: four int64 tensors (or integers) that broadcast together, each taken modulo 2^32.
         key: two 32-bit words.
-
-    Returns:
-        Four int64 tensors of 32-bit words.
     """
     device = next((c.device for c in counter if isinstance(c, torch.Tensor)), None)
     c0, c1, c2, c3 = torch.broadcast_tensors(
@@ -62,20 +59,15 @@ def philox_mask(
     row0: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Which elements of one segment are kept.
+    """Returns which elements of one segment are kept: `[rows, columns]` bool.
 
     Args:
-        rows: rows of the segment.
         columns: d_in.
         p: probability of dropping; used as `round(p * 65536) / 65536`.
         seed: the adapter's 64-bit seed.
         step: the adapter's optimizer step.
         layer: index of the layer in the whole model.
         row0: index of the segment's first row within the adapter's step.
-        device: where the mask shall lie.
-
-    Returns:
-        `[rows, columns]` bool, True = kept.
     """
     counters = (columns + _COLUMNS_PER_COUNTER - 1) // _COLUMNS_PER_COUNTER
     row = torch.arange(row0, row0 + rows, device=device).unsqueeze(1)
@@ -88,7 +80,7 @@ def philox_mask(
 
 @dataclass(frozen=True)
 class LoRADropout:
-    """Dropout on the input of the low-rank part, one probability and seed per adapter.
+    """Dropout on the input of the low-rank part, with one probability and seed per adapter.
 
     Attributes:
         p: probability per adapter, `0 <= p < 1`.
@@ -97,7 +89,7 @@ class LoRADropout:
         layer: index of the layer in the whole model; different layers draw independent masks.
 
     Raises:
-        ValueError: if the lists differ in length or a value is out of range.
+        ValueError: the lists differ in length, or a probability is out of range.
 
     Example:
         >>> dropout = LoRADropout(p=[0.1, 0.0], seeds=[7, 8], step=3)
@@ -124,7 +116,11 @@ class LoRADropout:
 
     @torch.inference_mode(False)
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The operator's `dropout_p [N]` fp32, `dropout_rng [N, 2]` int64 and `layer []` int64."""
+        """Returns the operator's `dropout_p [N]` fp32, `dropout_rng [N, 2]` int64 and `layer []` int64.
+
+        Args:
+            device: the tensors' device; they are copied to it once.
+        """
         device = torch.device(device)
         if device not in self._tensors:
             steps = [self.step] * len(self.p) if isinstance(self.step, int) else self.step
@@ -137,17 +133,13 @@ class LoRADropout:
 
 
 def rng_table(seeds: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
-    """The operator's `dropout_rng`: `[N, 2]` int64 `(seed, step)`; seeds of 64 bits keep their bits."""
+    """Returns the operator's `dropout_rng`: `[N, 2]` int64 `(seed, step)`; a 64-bit seed keeps its bits."""
     rows = [(_signed(seed), step) for seed, step in zip(seeds, steps, strict=True)]
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def check_probability(name: str, p: float) -> None:
-    """Refuse a dropout probability outside `[0, 1)`, or so near to 1 that everything would be dropped.
-
-    Raises:
-        ValueError: naming `name`.
-    """
+    """Refuses p outside of `[0, 1)`, or so near to 1 that all is dropped. Raises ValueError with `name`."""
     if not isinstance(p, int | float) or not 0.0 <= p < 1.0 or dropout_threshold(p) >= _LEVELS:
         raise ValueError(f"{name}: expected a probability with 0 <= p < 1, got {p!r}")
 

@@ -1,4 +1,7 @@
-"""Fake kernels of the operators: shapes and strides without numbers, for `torch.compile` and opcheck."""
+"""Fake kernels of the operators for `torch.compile` and opcheck: shapes and strides without numbers.
+
+Each function stands for the operator of its name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from torch import Tensor
 def lora_linear(  # type: ignore[no-untyped-def]
     x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer, packed
 ):
-    """As `mlora_ext::lora_linear`."""
     return x.new_empty(x.shape[0], weight.shape[0]), _intermediate(x, lora_a)
 
 
@@ -29,7 +31,6 @@ def lora_linear_backward(  # type: ignore[no-untyped-def]
     need_db,
     packed,
 ):
-    """As `mlora_ext::lora_linear_backward`."""
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
     return dx, *_gradients(lora_a, lora_b, need_da, need_db)
 
@@ -37,29 +38,25 @@ def lora_linear_backward(  # type: ignore[no-untyped-def]
 def lora_add(  # type: ignore[no-untyped-def]
     x, y, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
 ):
-    """As `mlora_ext::lora_add`."""
     return _intermediate(x, lora_a)
 
 
 def lora_add_backward(  # type: ignore[no-untyped-def]
     dy, x, dx, lora_a, lora_b, s, segments, scaling, dropout_p, dropout_rng, layer, need_da, need_db
 ):
-    """As `mlora_ext::lora_add_backward`."""
     return _gradients(lora_a, lora_b, need_da, need_db)
 
 
 def base_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """As `mlora_ext::base_linear`."""
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def base_linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
-    """As `mlora_ext::base_linear_dx`."""
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Returns an empty gradient with the parameter's strides, or dense rows where it is no dense matrix."""
+    """Returns an empty gradient with the Parameter's strides if it is dense, else with dense rows."""
     rows, cols = parameter.shape
     strides = (1, rows) if parameter.stride() == (1, rows) else (cols, 1)
     return parameter.new_empty_strided((rows, cols), strides)

@@ -1,4 +1,4 @@
-"""The operator as a function: check the arguments, choose a backend, call it."""
+"""The operator as a function: it checks the arguments, chooses a backend and calls it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def multi_lora_linear(
     """A frozen linear layer over the rows of many adapters, plus each adapter's low-rank part.
 
     `y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2). Gradients
-    flow to `x`, `lora_a` and `lora_b`; each adapter's gradient is a function of its own rows only.
+    flow to `x`, `lora_a` and `lora_b`. Each adapter's gradient depends on its own rows only.
 
     Args:
         x: `[..., d_in]` fp32, bf16 or fp16; leading dimensions are flattened to T rows.
@@ -44,11 +44,11 @@ def multi_lora_linear(
         dropout: per adapter, on the input of the low-rank part; None = no dropout.
 
     Returns:
-        `[..., d_out]`, dtype of x (of autocast, where it is on).
+        `[..., d_out]`, in the dtype of x, or of autocast if that is on.
 
     Raises:
-        ValueError: if a shape, dtype, device, count or index disagrees; names the argument.
-        RuntimeError: if the compiled operators are missing.
+        ValueError: a shape, dtype, device, count or index does not fit; names the argument.
+        RuntimeError: the compiled operators are missing.
 
     Example:
         >>> layout = SegmentLayout.from_lengths([3, 5])
@@ -83,10 +83,9 @@ def lora_linear_rows(
     layer: Tensor | None,
     accumulates: bool = False,
 ) -> Tensor:
-    """`multi_lora_linear` on the operator's own tensors, which the caller has checked.
+    """Runs `multi_lora_linear` on the operator's own tensors without checks; casts as autocast does.
 
-    Casts as autocast does, flattens leading dimensions and calls the backend. With `accumulates`, backward
-    may add to the `grad` of the adapters itself.
+    With `accumulates`, backward may add to the `grad` of the adapters itself; see `autograd.lora_linear`.
     """
     if not lora_a:
         return frozen_linear(x, frozen, bias)
@@ -119,12 +118,9 @@ def lora_linear_fused(
     layers: Tensor | None,
     accumulates: bool = False,
 ) -> list[Tensor]:
-    """`lora_linear_rows` of several layers at once, by a GPU's backend, which reads x once for all of them.
+    """Returns `[..., d_out]` of several layers that share x, by a GPU backend that reads x once.
 
     The layers have the same adapters, scalings and dropouts; each draws masks of its own (`layers [L]`).
-
-    Returns:
-        `[..., d_out]` of each layer.
     """
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
@@ -189,7 +185,7 @@ def _check_layout(rows: int, adapters: int, layout: SegmentLayout) -> None:
 
 
 def scaling_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What scalings are kept in for an x of this dtype: fp32 as the kernels read it; fp64 for fp64."""
+    """Returns the dtype of scalings for x of this dtype: fp64 for fp64, else fp32, as the kernels read it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,7 +1,7 @@
 """The operators in plain PyTorch: readable, differentiable by plain autograd, and usable in fp64.
 
-This is the oracle that the other backends are tested against. It computes in the dtype of `x` (adapters are
-rounded to it, as autocast does) and loops over segments on the host.
+This is the oracle for the tests of the other backends. It computes in the dtype of `x`, rounds adapters to
+it, as autocast does, and loops over segments on the host.
 
 Letters: T rows, D = d_in, O = d_out, R = rank of one adapter, N adapters, S segments.
 """
@@ -28,9 +28,9 @@ def lora_linear(
     dropout_rng: torch.Tensor | None = None,
     layer: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`y = x W^T + b + s B^T` with `s = scaling * drop(x) A^T` (mLoRA, Eq. 2).
+    """Returns `y = x W^T + b + s B^T` and `s = scaling * drop(x) A^T` (mLoRA, Eq. 2), both differentiable.
 
-    Args and returns as `mlora_ext::lora_linear` in docs/design.md; both outputs are differentiable.
+    Arguments: `mlora_ext::lora_linear` in docs/design.md.
     """
     max_rank = max((a.shape[0] for a in lora_a), default=0)
     deltas, shrunk = [], []
@@ -66,7 +66,7 @@ def lora_linear_backward(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """`ds = scaling dy B`, `dB = dy^T s`, `dA = ds^T drop(x)`, `dx = dy W + drop'(ds A)` (mLoRA, Eq. 3-4).
 
-    Args and returns as `mlora_ext::lora_linear_backward` in docs/design.md.
+    Arguments and results: `mlora_ext::lora_linear_backward` in docs/design.md.
     """
     dx = dy @ weight if need_dx else dy.new_empty(0)
     da = [torch.zeros_like(a) for a in lora_a]
@@ -90,7 +90,7 @@ def _parts(
     dropout_rng: torch.Tensor | None,
     layer: torch.Tensor | None,
 ) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
-    """Non-empty segments with an adapter, in the order of rows: begin, end, adapter, dropout multiplier."""
+    """Yields begin, end, adapter, dropout multiplier of each non-empty segment with an adapter, by row."""
     p = [0.0] * scaling.numel() if dropout_p is None else dropout_p.tolist()
     rng = None if dropout_rng is None else dropout_rng.tolist()
     index = 0 if layer is None else int(layer)

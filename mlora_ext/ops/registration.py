@@ -1,7 +1,7 @@
-"""The compiled operators as `torch.library` knows them: fake kernels, kernels for CUDA tensors, autograd.
+"""Registers with `torch.library` the operators' fake kernels, kernels for CUDA tensors, and autograd formula.
 
-Schemas stand in csrc/ops.cpp, argument by argument in docs/design.md. `torch.compile` and `opcheck` come this
-way; eager mode calls `mlora_ext.ops.autograd`, with the same formula.
+The schemas are in csrc/ops.cpp, their arguments in docs/design.md. `torch.compile` and `opcheck` use this
+path; eager mode uses `mlora_ext.ops.autograd`, with the same formula.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-un
 
 def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
     plan, wanted = rest[: len(PLAN)], rest[len(PLAN) : -1]
-    # An operator's results may not share memory, as the views that eager mode gets do.
+    # An operator's results may not share memory. Eager mode gets views of one buffer.
     da = [fake.gradient_of(a) for a in one_dtype(lora_a)] if wanted[1] else []
     db = [fake.gradient_of(b) for b in one_dtype(lora_b)] if wanted[2] else []
     into = Into(da or None, [db] if db else None, add=False)
@@ -69,7 +69,7 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: ignore[no
 
 
 def register() -> None:
-    """Registers what Python adds to the compiled operators; once, when `mlora_ext` is imported."""
+    """Registers everything; called once, when `mlora_ext` is imported."""
     for name in ("lora_linear", "lora_linear_backward", "lora_add", "lora_add_backward", "base_linear"):
         torch.library.register_fake(f"mlora_ext::{name}", getattr(fake, name))
     torch.library.register_fake("mlora_ext::base_linear_dx", fake.base_linear_dx)

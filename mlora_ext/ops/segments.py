@@ -1,4 +1,4 @@
-"""Which rows of a packed batch belong to which adapter."""
+"""Maps the rows of a packed batch to adapters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SMALLEST_TABLE = 64
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Contiguous rows of one adapter each, in the order of the rows of `x`.
+    """The segments of a batch, in the order of the rows of `x`: each is contiguous rows of one adapter.
 
-    Build it with `from_lengths`. A layout is immutable, lives on the host and costs no synchronisation;
+    Build it with `from_lengths`. A layout is immutable and lives on the host, so it costs no synchronisation.
     `table` copies it to a device once.
 
     Attributes:
         lengths: rows of each segment; 0 is allowed.
         adapters: adapter of each segment, an index into the operator's lists; -1 = base only.
-        row0: index of each segment's first row within its adapter's optimizer step. Dropout masks are a
-            function of it, so rows counted across micro-batches and segments draw different masks.
+        row0: index of each segment's first row within its adapter's optimizer step. Dropout masks depend on
+            it: count rows across micro-batches and segments, so that they draw different masks.
     """
 
     lengths: tuple[int, ...]
@@ -50,7 +50,7 @@ class SegmentLayout:
         adapters: Iterable[int] | None = None,
         row0: Iterable[int] | None = None,
     ) -> SegmentLayout:
-        """Build a layout from the number of rows of each segment.
+        """Builds a layout from the number of rows of each segment.
 
         Args:
             lengths: rows of each segment, in the order of the rows of `x`.
@@ -62,7 +62,7 @@ class SegmentLayout:
             The layout.
 
         Raises:
-            ValueError: if the lists differ in length, or a value is not an integer or is out of range.
+            ValueError: the lists differ in length, or a value is not an integer or is out of range.
 
         Example:
             >>> layout = SegmentLayout.from_lengths([512, 256, 0, 1024], adapters=[2, 0, 1, -1])
@@ -76,7 +76,7 @@ class SegmentLayout:
 
     @property
     def total_rows(self) -> int:
-        """Rows of `x` that the layout describes."""
+        """Number of rows of `x`."""
         return sum(self.lengths)
 
     @property
@@ -85,7 +85,7 @@ class SegmentLayout:
         return max(self.adapters, default=-1) + 1
 
     def remap(self, adapters: Sequence[int]) -> SegmentLayout:
-        """Renumber the adapters: segment of adapter `i` becomes one of `adapters[i]`; rows and row0 stay.
+        """Renumbers the adapters: a segment of adapter `i` becomes one of `adapters[i]`. Rows and row0 stay.
 
         Args:
             adapters: new index of each adapter, -1 = base only; at least `num_adapters` long.
@@ -99,13 +99,13 @@ class SegmentLayout:
 
     @torch.inference_mode(False)
     def table(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The operator's `segments` argument, made once per device.
+        """Returns the operator's `segments` argument, made once per device.
 
         Args:
-            device: where the table shall lie.
+            device: the table's device.
 
         Returns:
-            `[S, 4]` int64, rows `(begin, end, adapter, row0)`. Unused rows are `(0, 0, -1, 0)`; S is at least
+            `[S, 4]` int64, rows `(begin, end, adapter, row0)`. Unused rows are `(0, 0, -1, 0)`. S is at least
             64 and a power of two, so that layouts of different sizes share one compiled graph.
         """
         device = torch.device(device)

@@ -1,4 +1,4 @@
-"""Where the adapters' matrices and gradients lie: one table per side of the layer, kept by content.
+"""Addresses of the adapters' matrices and gradients: one table per side of the layer, cached by content.
 
 A factor is A `[r, D]` or B `[O, r]`; the kernels see either as `F [r, d]` with any strides.
 """
@@ -26,13 +26,13 @@ class Factors:
     """All adapters' A, or all their B.
 
     Attributes:
-        matrices: of the adapters, which must live until the launches that read them are enqueued.
+        matrices: one per adapter; they must live until the launches that read them are enqueued.
         table: `[N, 8]` int64 on their device; columns: docs/gpu.md, "Factors".
         width: d.
         max_rank: R.
         rows_dense: whether every column stride, also of the gradients, is 1.
         alignment: a power of two, at most 16, that divides every offset and rank stride.
-        shapes: of the gradients, with their strides and their places in one buffer.
+        shapes: shape, strides and offset in one buffer of each gradient.
     """
 
     matrices: Sequence[Tensor]
@@ -45,15 +45,11 @@ class Factors:
 
     @property
     def first(self) -> Tensor:
-        """The first adapter's matrix: offsets count from its address, in elements."""
+        """The first adapter's matrix; offsets count from its address, in elements."""
         return self.matrices[0]
 
     def gradients(self, wanted: bool) -> tuple[Tensor, list[Tensor]]:
-        """Memory for the gradients: one buffer, and views of it with the shapes and strides of the factors.
-
-        Args:
-            wanted: whether there are any; without, the buffer is empty and so is the list.
-        """
+        """Returns a buffer, and gradients as views of it with the factors' strides; empty if not `wanted`."""
         last_shape, _, last_offset = self.shapes[-1]
         buffer = self.first.new_empty(last_offset + last_shape.numel() if wanted else 0)
         if not wanted:
@@ -64,16 +60,11 @@ class Factors:
 def factors_of(
     matrices: Sequence[Tensor], *, transposed: bool, gradients: Sequence[Tensor] | None = None
 ) -> Factors:
-    """Describe all adapters' A, or with `transposed` all their B.
+    """Returns all adapters' A `[r_i, d]`, or with `transposed` all their B `[d, r_i]`; all of one dtype.
 
-    Args:
-        matrices: of one dtype and device; `[r_i, d]`, or `[d, r_i]` if transposed.
-        transposed: whether the rank is the second dimension.
-        gradients: shapes and dtype of `matrices`; gradients that exist, to be added to, whose offsets count
-            from the first of them. Default: places in a buffer that `Factors.gradients` makes.
-
-    Returns:
-        The factors; their table is made, and copied to the device, once for each content.
+    `gradients` are existing gradients to add to, of the same shapes and dtype; offsets count from the first
+    of them. Without them, offsets count in the buffer of `Factors.gradients`. The table is made, and copied
+    to the device, once per content.
     """
     first = matrices[0]
     existing = None if gradients is None else _addresses(gradients)
@@ -83,7 +74,7 @@ def factors_of(
 
 
 def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
-    """What tells the same matrices from others; `map`, since this is most of a call's work on the host."""
+    """Returns a cache key of matrices; uses `map`, since this is most of a call's work on the host."""
     return tuple(map(_ADDRESS, matrices)), tuple(map(_SHAPE, matrices)), tuple(map(_STRIDE, matrices))
 
 
@@ -91,7 +82,7 @@ def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
 def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
 ) -> tuple[Tensor, int, int, bool, int, _Shapes]:
-    """The attributes of `Factors` after `matrices`."""
+    """Returns the fields of `Factors` that follow `matrices`."""
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)
     width = addresses[1][0][1 - rank_dim]
@@ -101,7 +92,7 @@ def _described(
 
 
 def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ...]:
-    """Offset from the first, rank, rank stride and column stride of each, in elements."""
+    """Returns offset from the first, rank, rank stride and column stride of each matrix, in elements."""
     base = addresses[0][0]
     return tuple(
         ((address - base) // size, shape[rank_dim], stride[rank_dim], stride[1 - rank_dim])
@@ -122,7 +113,7 @@ def _table(
     for index, (offset, rank, rank_stride, column_stride) in enumerate(key):
         shape = torch.Size((width, rank) if transposed else (rank, width))
         strides = (rank_stride, column_stride)
-        # As `_ops._fake_gradient`: a parameter's own strides where it is transposed, else contiguous.
+        # As `ops.fake.gradient_of`: a Parameter's own strides if it is transposed, else contiguous.
         lies_transposed = (strides if not transposed else strides[::-1]) == (1, shape[0])
         grad = (1, shape[0]) if lies_transposed else (shape[1], 1)
         grad_place = (place, *(grad[::-1] if transposed else grad))

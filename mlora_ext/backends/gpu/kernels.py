@@ -1,7 +1,7 @@
-"""The kernels that a GPU backend provides, and what each launch gets; docs/gpu.md describes them.
+"""The launches that a GPU backend provides, and their arguments; docs/gpu.md describes them.
 
-Every output is memory that the caller has made. Letters: T rows, d = D or O columns, R largest rank,
-N adapters, L layers that share x.
+The caller makes the memory of every output. Letters: T rows, d = D or O columns, R largest rank, N adapters,
+L layers that share x.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Dropout(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Where the gradients of factors go.
+    """Memory for the gradients of factors.
 
     Attributes:
         out: the buffer that the factors' table points into.
-        partial: fp32 `[L slots, R, d]`, the sums of adapters that have several runs of tiles.
-        add: to what `out` holds.
+        partial: fp32 `[L slots, R, d]`, partial sums of the adapters that have several splits.
+        add: whether to add to the values in `out`.
     """
 
     out: Tensor
@@ -43,12 +43,11 @@ class Gradient(NamedTuple):
 
 
 class Shrink(NamedTuple):
-    """`out = scaling drop(rows) F^T` for each layer.
+    """Arguments of `out = scaling drop(rows) F^T`, for each layer.
 
     Attributes:
         rows: `[T, d]`.
-        factors: of L·N rows.
-        plan: of the batch.
+        factors: a table of L·N rows.
         scaling: `[N]` fp32.
         out: `[L, T, R]` in the dtype of rows, or fp32 `[column splits, L, T, R]`.
         dropout: of rows, or None.
@@ -63,12 +62,11 @@ class Shrink(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """`y = bias + s F` for one layer.
+    """Arguments of `y = bias + s F`, for one layer.
 
     Attributes:
         s: `[T, R]`.
-        factors: of N rows.
-        plan: of the batch.
+        factors: a table of N rows.
         bias: `[d]`, or None.
         y: `[T, d]`.
     """
@@ -81,16 +79,15 @@ class Expand(NamedTuple):
 
 
 class ReadDy(NamedTuple):
-    """ds, and the gradients of B, of one layer.
+    """Arguments of the pass over dy of one layer: ds and the gradients of B.
 
     Attributes:
         dy: `[T, d]`.
         s: `[T, R]`.
-        factors: B, of N rows.
-        plan: of the batch.
+        factors: B, a table of N rows.
         scaling: `[N]` fp32.
-        ds: as `out` of shrink with L = 1, or None where it is not wanted.
-        gradient: of B, or None.
+        ds: like `out` of `Shrink` with L = 1; None: not wanted.
+        gradient: of B; None: not wanted.
     """
 
     dy: Tensor
@@ -103,16 +100,15 @@ class ReadDy(NamedTuple):
 
 
 class ReadX(NamedTuple):
-    """`dx`, the sum of `drop'(ds F)` over layers, and the gradients of A.
+    """Arguments of the pass over x: `dx`, the sum of `drop'(ds F)` over layers, and the gradients of A.
 
     Attributes:
         x: `[T, d]`.
         ds: `[L, T, R]`.
-        factors: A, of L·N rows.
-        plan: of the batch.
+        factors: A, a table of L·N rows.
         dropout: of x, or None.
-        dx: `[T, d]`, or None where it is not wanted.
-        gradient: of A, or None.
+        dx: `[T, d]`; None: not wanted.
+        gradient: of A; None: not wanted.
     """
 
     x: Tensor
@@ -128,13 +124,13 @@ class LaunchKernels(Protocol):
     """One backend's launches."""
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        """The plan's tables, made on the device."""
+        """Returns the plan's tables, made on the device."""
 
     def shrink(self, call: Shrink) -> None:
         """See `Shrink`."""
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
-        """`out [L, T, R] = sum of partial [column splits, L, T, R]`."""
+        """Writes the sum over column splits of `partial [column splits, L, T, R]` to `out [L, T, R]`."""
 
     def expand(self, call: Expand) -> None:
         """See `Expand`."""
@@ -146,4 +142,4 @@ class LaunchKernels(Protocol):
         """See `ReadX`."""
 
     def reduce_gradients(self, factors: Factors, plan: Plan, gradient: Gradient) -> None:
-        """Sums of the partial gradients of every adapter that has any, in each layer of `factors`."""
+        """Sums the partial gradients of every adapter that has any, in each layer of `factors`."""

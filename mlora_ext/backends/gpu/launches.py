@@ -1,6 +1,7 @@
-"""Which kernels a layer, or layers that share x, launch, in order, as data: the operator runs these lists.
+"""The launches of one call, in order, as data: the operator runs these lists.
 
-Letters: T rows, D = d_in, O = d_out. No length depends on the number of adapters.
+A call serves one layer, or several that share x. No list's length depends on the number of adapters.
+Letters: T rows, D = d_in, O = d_out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Launch(NamedTuple):
     """One launch.
 
     Attributes:
-        kernel: its name; `base_gemm` is torch's.
+        kernel: its name; `base_gemm` and `base_gemm_dx` are the frozen product, the others the backend's.
         layer: which of the layers that share x, for a kernel that serves one of them.
     """
 
@@ -24,18 +25,13 @@ class Launch(NamedTuple):
 
 
 def column_splits(width: int) -> int:
-    """Number of sums that a product over `width` columns is cut into; never a function of the batch."""
+    """Returns the number of partial sums of a product over `width` columns; never a function of the batch."""
     return max(1, -(-width // COLUMN_SPLIT))
 
 
 @lru_cache
 def forward_launches(d_in: int, layers: int = 1) -> tuple[Launch, ...]:
-    """Of `y = x W^T + b + s B^T` for every layer.
-
-    Args:
-        d_in: D.
-        layers: how many share x.
-    """
+    """Returns the launches of `y = x W^T + b + s B^T`, for `layers` layers that share x `[T, d_in]`."""
     each = [Launch(kernel, layer) for layer in range(layers) for kernel in ("expand", "base_gemm")]
     return Launch("shrink"), *_reduce_rows("reduce_s", d_in), *each
 
@@ -44,14 +40,12 @@ def forward_launches(d_in: int, layers: int = 1) -> tuple[Launch, ...]:
 def backward_launches(
     d_outs: tuple[int, ...], *, need_dx: bool, need_da: bool, need_db: bool, several: bool
 ) -> tuple[Launch, ...]:
-    """Of dx, dA and dB of every layer.
+    """Returns the launches of dx, dA and dB of every layer.
 
     Args:
         d_outs: O of each layer that shares x.
-        need_dx: whether dx is wanted.
-        need_da: whether the adapters' dA are wanted.
-        need_db: whether the adapters' dB are wanted.
-        several: whether an adapter may have several splits, as with more than `SPLIT_TILES` rows.
+        several: whether an adapter may have several splits: true above `SPLIT_TILES` rows, since a tile may
+            hold a single row.
     """
     need_ds = need_dx or need_da
     launches: list[Launch] = []

@@ -1,9 +1,9 @@
-"""The operator on a GPU: memory, and the launches of a backend around the frozen products.
+"""The operator on a GPU: its memory, and the launches of a backend around the frozen products.
 
-The low-rank part is written first, and the frozen product adds to it (beta = 1 with a plain weight), so that
-y and dx are written once and read once. One call serves one layer, or several that share x, adapters and
-layout (q, k and v; gate and up): x is then read once for all. Letters: T rows, D = d_in, O = d_out of a
-layer, R largest rank, N adapters, L layers.
+The low-rank part is written first and the frozen product adds to it (beta = 1 with a plain weight). So y and
+dx are written once and read once. One call serves one layer, or several that share x, adapters and layout
+(q, k and v; gate and up), and reads x once for all. Letters: T rows, D = d_in, O = d_out of a layer, R
+largest rank, N adapters, L layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Matrices = Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Which rows belong to which adapter, and what that adapter does with them.
+    """The segments, scalings and dropout of a batch.
 
     Attributes:
         segments: `[S, 4]` int64.
@@ -43,7 +43,6 @@ class Batch:
 
     @property
     def dropout(self) -> Dropout | None:
-        """The three tables of dropout, or None."""
         if self.dropout_p is None or self.dropout_rng is None or self.layers is None:
             return None
         return Dropout(self.dropout_p, self.dropout_rng, self.layers)
@@ -51,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer's frozen part and its B; its A are handed over with those of the others.
+    """One layer's frozen part and its B. The A of all layers are passed together.
 
     Attributes:
         frozen: W `[O, D]`.
@@ -66,12 +65,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Into:
-    """Memory for gradients that exists already.
+    """Existing memory for gradients.
 
     Attributes:
-        da: in the order of `lora_a`, or None; of the one dtype in which the kernels read them.
+        da: in the order of `lora_a`, or None; in the one dtype that the kernels read.
         db: by layer, or None; likewise.
-        add: to what they hold, as when micro-batches accumulate.
+        add: whether to add to the values there, as when micro-batches accumulate.
     """
 
     da: Matrices | None = None
@@ -80,11 +79,7 @@ class Into:
 
 
 class GpuOperator:
-    """`mlora_ext::lora_linear` and its backward by one backend's kernels.
-
-    Args:
-        kernels: the backend's launches.
-    """
+    """`mlora_ext::lora_linear` and its backward by one backend's kernels."""
 
     def __init__(self, kernels: LaunchKernels) -> None:
         self._kernels = kernels
@@ -93,16 +88,10 @@ class GpuOperator:
     def forward(
         self, x: Tensor, layers: Sequence[Layer], lora_a: Matrices, batch: Batch
     ) -> tuple[list[Tensor], Tensor]:
-        """`y` of every layer, and s.
+        """Returns `y [T, O]` of every layer, and s `[L, T, R]`.
 
-        Args:
-            x: `[T, D]`, rows at any stride, last dimension dense.
-            layers: L of them.
-            lora_a: `[r, D]` of every adapter of the first layer, then of the second, ...
-            batch: of all layers.
-
-        Returns:
-            `[T, O]` of each layer, and s `[L, T, R]`.
+        Rows of x `[T, D]` may have any stride; their elements are dense. `lora_a` holds `[r, D]` of every
+        adapter of the first layer, then of the second, and so on.
         """
         if not lora_a:
             ys = [layer.frozen.matmul(x, layer.bias) for layer in layers]
@@ -123,18 +112,9 @@ class GpuOperator:
         wanted: tuple[bool, bool, bool],
         into: Into = Into(),
     ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
-        """dx, dA and dB of every layer.
+        """Returns dx `[T, D]`, dA in the order of `lora_a`, and dB by layer.
 
-        Args:
-            dys: `[T, O]` of each layer.
-            x, layers, lora_a, batch: as in forward.
-            s: from forward.
-            wanted: whether dx, dA and dB are.
-            into: where gradients go, and whether they are added to what is there.
-
-        Returns:
-            `[T, D]` (empty if not wanted), dA in the order of `lora_a`, and dB by layer (empty lists where
-            they are not wanted, or went into others).
+        dx is empty if not wanted. dA and dB are empty lists if they are not wanted or went into `into`.
         """
         need_dx, need_da, need_db = wanted
         if not lora_a:
@@ -257,7 +237,7 @@ class _Backward(_Call):
         self._reduce(self.b[layer])
 
     def _reduce(self, factors: Factors) -> None:
-        """Of the gradients that the latest pass began; their partial sums are then free."""
+        """Adds up the partial gradients of the latest pass, and drops them."""
         if self.gradient is not None:
             self.kernels.reduce_gradients(factors, self.plan, self.gradient)
         self.gradient = None
@@ -268,27 +248,27 @@ class _Backward(_Call):
 
 
 def _memory(factors: Factors, wanted: bool, existing: Matrices | None) -> tuple[Tensor, list[Tensor]]:
-    """Where gradients go, and those that are new."""
+    """Returns the buffer of gradients, and the gradients that are new."""
     if existing is not None:
         return existing[0], []
     return factors.gradients(wanted)
 
 
 def _partial_rows(out: Tensor, width: int) -> Tensor:
-    """Where a product over `width` columns goes: the result itself, or fp32 sums of its column splits."""
+    """Returns a product's output over `width` columns: `out` itself, or fp32 sums of its column splits."""
     splits = column_splits(width)
     return out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
 def _as(matrices: Matrices, gradients: list[Tensor]) -> list[Tensor]:
-    """The gradients in the dtypes of their matrices; they have one, that of the factors."""
+    """Returns the gradients, which have the one dtype of the factors, in the dtypes of their matrices."""
     if all(matrix.dtype is gradients[0].dtype for matrix in matrices[: len(gradients)]):
         return gradients
     return [gradient.to(matrix.dtype) for gradient, matrix in zip(gradients, matrices, strict=True)]
 
 
 def one_dtype(matrices: Matrices) -> Matrices:
-    """The kernels read one dtype for all; where adapters differ, in fp32, which holds them all."""
+    """Returns the matrices in one dtype, as the kernels read them: fp32, which holds all, if they differ."""
     if all(matrix.dtype is matrices[0].dtype for matrix in matrices):
         return matrices
     return [matrix.float() for matrix in matrices]

@@ -1,4 +1,4 @@
-"""The tile plan of a batch: its sizes, which the host knows, and its tables, which the device makes once.
+"""The tile plan of a batch: its sizes, known on the host, and its tables, made once on the device.
 
 Letters: T rows, N adapters, S rows of the table `segments`.
 """
@@ -23,13 +23,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class PlanSizes:
-    """Rows of the plan's tables; upper bounds that need no look at the device.
-
-    Attributes:
-        rows: T.
-        segments: S.
-        adapters: N.
-    """
+    """T, S and N, and the row counts of the plan's tables: upper bounds that need no look at the device."""
 
     rows: int
     segments: int
@@ -37,24 +31,23 @@ class PlanSizes:
 
     @property
     def tiles(self) -> int:
-        """Rows of `tiles`: those of adapters, of the gaps between their segments, and behind the last."""
+        """Rows of `tiles`: those of adapters, of the gaps between segments, and behind the last segment."""
         return _ceil_div(self.rows, TILE_ROWS) + 2 * self.segments + 1
 
     @property
     def splits(self) -> int:
-        """Rows of `splits`."""
         return _ceil_div(self.tiles, SPLIT_TILES) + self.adapters + 1
 
     @property
     def slots(self) -> int:
-        """Partial gradients: only an adapter of more than `SPLIT_TILES` tiles has any, at least two."""
+        """Number of partial gradients; only an adapter of over `SPLIT_TILES` tiles has any, at least two."""
         tiles = min(self.rows, _ceil_div(self.rows, TILE_ROWS) + self.segments)
         return 0 if tiles <= SPLIT_TILES else _ceil_div(2 * tiles, SPLIT_TILES)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan's int32 tables on the device, `[*, 4]` each; docs/gpu.md says what their columns mean."""
+    """The plan's int32 tables on the device, `[*, 4]` each; docs/gpu.md gives their columns."""
 
     sizes: PlanSizes
     tiles: Tensor
@@ -63,7 +56,7 @@ class Plan:
 
     @staticmethod
     def empty(sizes: PlanSizes, device: torch.device) -> Plan:
-        """Tables that a `plan` launch is going to fill."""
+        """Returns tables for a `plan` launch to fill."""
         counts = (sizes.tiles, sizes.splits, sizes.adapters)
         return Plan(sizes, *torch.empty(sum(counts), 4, dtype=torch.int32, device=device).split(counts))
 
@@ -72,12 +65,9 @@ MakePlan = Callable[[Tensor, PlanSizes], Plan]
 
 
 class PlanCache:
-    """Plans by table of segments, as long as that table lives and is not written to.
+    """Keeps the plan of a `segments` table until the table is freed or written to.
 
     All layers of a batch are called with the same table, so a batch is planned once.
-
-    Args:
-        make: launches the kernel that makes a plan.
     """
 
     def __init__(self, make: MakePlan) -> None:
@@ -85,17 +75,9 @@ class PlanCache:
         self._plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def get(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        """The plan of these segments.
-
-        Args:
-            segments: `[S, 4]` int64, rows `(begin, end, adapter, row0)`, ascending.
-            sizes: T, S and N.
-
-        Returns:
-            The plan, made now or by an earlier call of the batch.
-        """
-        # Tables of inference mode count no versions, so nobody would see that they changed. A graph that is
-        # being captured has to hold the launch that makes its plan, and its tables are made when it runs.
+        """Returns the plan of `segments [S, 4]` int64, ascending rows `(begin, end, adapter, row0)`."""
+        # Tables made in inference mode count no versions, so a change would go unseen. A graph that is being
+        # captured must hold the launch that makes its plan: the tables are made when the graph runs.
         if segments.is_inference() or (segments.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._make(segments, sizes)
         kept: tuple[int, dict[tuple[PlanSizes, int], Plan]] | None = self._plans.get(segments)

@@ -1,7 +1,6 @@
 """The backend `triton`: kernels in Triton, compiled for the GPU at first use.
 
-With the environment variable TRITON_INTERPRET=1, which Triton reads when this package is first imported, the
-kernels run on CPU tensors.
+If TRITON_INTERPRET=1 is in the environment when this package is first imported, they run on CPU tensors.
 """
 
 from .launch import INTERPRETED, Kernels

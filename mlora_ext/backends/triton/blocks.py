@@ -1,4 +1,4 @@
-"""Loading and multiplying the blocks that every kernel is made of.
+"""Loads, stores and multiplies the blocks that all kernels are made of.
 
 Letters: T rows, d columns of a factor (D or O), R ranks of a panel.
 """
@@ -11,13 +11,15 @@ import triton.language as tl
 from .dropout import keep_mask
 
 PANEL = tl.constexpr(64)
-"""Ranks that one program takes at most; larger adapters are cut into panels."""
+"""Most ranks of one program; adapters of larger rank are cut into panels."""
 
 
 @triton.jit
 def in_bucket(rank, RANKS: tl.constexpr):
-    """Whether blocks of RANKS ranks (16, 32 or 64) serve an adapter: a choice by its own rank, so that
-    its sums have the same order whatever the ranks of its batch-mates are."""
+    """Whether blocks of RANKS ranks (16, 32 or 64) serve an adapter of this rank.
+
+    Only its own rank decides, so that its sums have the same order whatever its batch-mates' ranks are.
+    """
     low: tl.constexpr = RANKS // 2 if RANKS > 16 else -1
     high: tl.constexpr = RANKS if RANKS < PANEL else 2**30
     return (rank > low) & (rank <= high)
@@ -25,7 +27,7 @@ def in_bucket(rank, RANKS: tl.constexpr):
 
 @triton.jit
 def tile_of(tiles_ptr, tile):
-    """`(row, rows, adapter, philox_row)` of one tile."""
+    """Returns `(row, rows, adapter, philox_row)` of one tile."""
     row = tl.load(tiles_ptr + 4 * tile).to(tl.int64)
     rows = tl.load(tiles_ptr + 4 * tile + 1)
     adapter = tl.load(tiles_ptr + 4 * tile + 2)
@@ -35,7 +37,7 @@ def tile_of(tiles_ptr, tile):
 
 @triton.jit
 def factor_of(table_ptr, adapter, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """`(offset, rank_stride, column_stride, rank)` of one adapter's factor."""
+    """Returns `(offset, rank_stride, column_stride, rank)` of one adapter's factor."""
     offset = tl.multiple_of(tl.load(table_ptr + 8 * adapter), ALIGNMENT)
     rank_stride = tl.multiple_of(tl.load(table_ptr + 8 * adapter + 1), ALIGNMENT)
     column_stride = tl.load(table_ptr + 8 * adapter + 2) if not ROWS_DENSE else 1
@@ -45,7 +47,7 @@ def factor_of(table_ptr, adapter, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.conste
 
 @triton.jit
 def gradient_of(table_ptr, adapter, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """`(offset, rank_stride, column_stride)` of one adapter's gradient."""
+    """Returns `(offset, rank_stride, column_stride)` of one adapter's gradient."""
     offset = tl.multiple_of(tl.load(table_ptr + 8 * adapter + 4), ALIGNMENT)
     rank_stride = tl.multiple_of(tl.load(table_ptr + 8 * adapter + 5), ALIGNMENT)
     column_stride = tl.load(table_ptr + 8 * adapter + 6) if not ROWS_DENSE else 1
@@ -54,8 +56,10 @@ def gradient_of(table_ptr, adapter, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.cons
 
 @triton.jit
 def narrow(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 to `dtype`, rounded to nearest even. Triton's interpreter cuts digits off where it makes bf16:
-    there, and only there, rounding is done on the bits."""
+    """Returns fp32 values rounded to `dtype`, to nearest even.
+
+    Triton's interpreter truncates when it makes bf16. There, and only there, the bits are rounded here.
+    """
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -65,7 +69,7 @@ def narrow(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def load_rows(rows_ptr, stride, row, rows, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`[ROWS, COLUMNS]` of a matrix; rows beyond the tile and columns beyond the matrix are zero."""
+    """Returns `[ROWS, COLUMNS]` of a matrix; zeros beyond the tile's rows and the matrix's columns."""
     m = tl.arange(0, ROWS)
     c = column + tl.arange(0, COLUMNS)
     pointers = rows_ptr + (row + m)[:, None] * stride + c[None, :]
@@ -77,7 +81,7 @@ def store_rows(
     out_ptr, stride, row, rows, column, width, values,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The counterpart of `load_rows`."""
+    """Stores `[ROWS, COLUMNS]` of a matrix; the counterpart of `load_rows`."""
     m = tl.arange(0, ROWS)
     c = column + tl.arange(0, COLUMNS)
     pointers = out_ptr + (row + m)[:, None] * stride + c[None, :]
@@ -90,7 +94,7 @@ def load_factor(
     factor_ptr, offset, rank_stride, column_stride, first_rank, rank, column, width, dtype: tl.constexpr,
     INTERPRETED: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`[RANKS, COLUMNS]` of a factor in the dtype of the rows; zero beyond its rank and its width."""
+    """Returns `[RANKS, COLUMNS]` of a factor in the dtype of the rows; zeros beyond its rank and width."""
     j = first_rank + tl.arange(0, RANKS)
     c = column + tl.arange(0, COLUMNS)
     pointers = factor_ptr + offset + j[:, None] * rank_stride + c[None, :] * column_stride
@@ -100,8 +104,10 @@ def load_factor(
 
 @triton.jit
 def product(a, b, sums, INTERPRETED: tl.constexpr):
-    """`sums + a b` in fp32. Triton's interpreter multiplies bit patterns of bf16: there, and only there,
-    operands are widened first."""
+    """Returns `sums + a b` in fp32.
+
+    Triton's interpreter multiplies bit patterns of bf16. There, and only there, operands are widened first.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -116,9 +122,9 @@ def shrink_tile(
     DROP: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """`scale drop(rows) F^T` over columns `[column_begin, column_end)`, to a panel of `out [T, R]`.
+    """Stores `scale drop(rows) F^T` over columns `[column_begin, column_end)` in a panel of `out [T, R]`.
 
-    What the panel has beyond RANKS is zero; so is everything where there is no adapter (rank 0).
+    Ranks of the panel beyond RANKS become zero; without an adapter (rank 0) all ranks do.
     """
     sums = tl.zeros([ROWS, RANKS], dtype=tl.float32)
     for column in range(column_begin, tl.where(first_rank < rank, column_end, column_begin), COLUMNS):
@@ -131,7 +137,7 @@ def shrink_tile(
             rows_ptr.dtype.element_ty, INTERPRETED, RANKS, COLUMNS,
         )  # fmt: skip
         sums = product(x, tl.trans(f), sums, INTERPRETED)
-    # By selection: an infinite x times the zeros of a missing rank is NaN.
+    # Selects, since an infinite x times the zeros of a missing rank is NaN.
     j = first_rank + tl.arange(0, RANKS)
     values = tl.where((j < rank)[None, :], scale * sums, 0.0)
     store_rows(out_ptr, R, row, rows, first_rank, R, values, INTERPRETED, ROWS, RANKS)
@@ -145,10 +151,10 @@ def low_rank_rows(
     s_ptr, row, rows, factor_ptr, offset, rank_stride, column_stride, rank, column, width, R,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """`s F` of one tile and block of columns: `[ROWS, COLUMNS]` fp32; `RANKS` ranks at a time.
+    """Returns `s F` of one tile and block of columns: `[ROWS, COLUMNS]` fp32, `RANKS` ranks at a time.
 
-    fp32 takes 16: without tensor cores, a product holds all its ranks in registers. s is read up to R, not
-    to the adapter's rank: what lies between is zero, and 16-byte loads need no mask.
+    fp32 takes 16 ranks: without tensor cores, a product holds all its ranks in registers. s is read up to R,
+    beyond the adapter's rank: s is zero there, and 16-byte loads need no mask.
     """
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     step: tl.constexpr = 16 if s_ptr.dtype.element_ty == tl.float32 else RANKS

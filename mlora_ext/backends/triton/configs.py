@@ -1,7 +1,7 @@
-"""Block sizes, warps and pipeline stages of every kernel, by architecture and size of the element.
+"""Block sizes, warps and pipeline stages of every kernel, by architecture and element size.
 
-Chosen by what the compiler reports (no spills), not by timing: nothing has run on a GPU yet. No
-kernel is tuned during a step.
+Chosen by the compiler's reports (no spills), not by time: nothing has run on a GPU yet. No kernel is tuned
+during a step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ class Config:
     """How one kernel is compiled.
 
     Attributes:
-        columns: of d that one step of a sum, or one program, takes.
-        warps: warps of a program.
+        columns: columns of d that one step of a sum, or one program, takes.
         stages: depth of the software pipeline.
-        rows: of a tile that a gradient takes at a time; few where a product is held in registers.
-        gradient_columns: of dy that a program of `read_dy` takes for dB.
+        rows: rows of a tile that a gradient takes at a time; few where a product is held in registers.
+        gradient_columns: columns of dy that a program of `read_dy` takes for dB.
     """
 
     columns: int
@@ -55,12 +54,6 @@ REDUCE_ROWS, REDUCE_RANKS, REDUCE_COLUMNS = 64, 16, 128
 
 
 def config(kernel: str, architecture: str, element_size: int) -> Config:
-    """The configuration of a kernel.
-
-    Args:
-        kernel: its name.
-        architecture: such as `sm_90`; one without a table of its own takes that of sm_80.
-        element_size: bytes of an element of the rows, 2 or 4.
-    """
+    """Returns a kernel's configuration; an architecture without a table of its own takes that of sm_80."""
     table = _TABLE.get((architecture, element_size)) or _TABLE[DEFAULT, element_size]
     return table[kernel]

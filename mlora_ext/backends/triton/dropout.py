@@ -1,4 +1,4 @@
-"""Counter-based dropout in Triton; docs/design.md says which counter serves which element."""
+"""Counter-based dropout in Triton; docs/design.md gives the counter of each element."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def dropout_of(adapter, p_ptr, rng_ptr, layer_ptr):
-    """`(seed, step, layer, threshold, keep_scale)` of one adapter.
+    """Returns `(seed, step, layer, threshold, keep_scale)` of one adapter.
 
     The threshold is `round(p * 65536)`, ties to even; the product is exact in fp32.
     """
@@ -26,7 +26,7 @@ def dropout_of(adapter, p_ptr, rng_ptr, layer_ptr):
 
 @triton.jit
 def keep_mask(seed, step, layer, threshold, philox_row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which elements of rows `philox_row + [0, ROWS)` and columns `column + [0, COLUMNS)` are kept.
+    """Returns which elements of rows `philox_row + [0, ROWS)` and columns `column + [0, COLUMNS)` are kept.
 
     `column` is a multiple of 8; one counter serves eight columns, 16 bits each, low halves first.
     """

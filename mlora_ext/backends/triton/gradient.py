@@ -1,4 +1,4 @@
-"""The gradient of a factor over one split of its adapter's tiles, with dX where x is read anyway.
+"""The gradient of a factor over one split of its adapter's tiles; makes dx too, where x is read anyway.
 
 `dF[j, c] = sum_t s[t, j] drop(x)[t, c]` and `dx = drop'(ds F)` (mLoRA, Eq. 3-4). Letters: T rows, d columns,
 R largest rank.
@@ -26,7 +26,7 @@ from .dropout import dropout_of, keep_mask
 
 @triton.jit
 def split_of(splits_ptr, split):
-    """`(tile_begin, tile_end, adapter, slot)` of one split."""
+    """Returns `(tile_begin, tile_end, adapter, slot)` of one split."""
     tile_begin = tl.load(splits_ptr + 4 * split)
     tile_end = tl.load(splits_ptr + 4 * split + 1)
     adapter = tl.load(splits_ptr + 4 * split + 2)
@@ -39,7 +39,7 @@ def zero_tiles(
     tile_begin, tile_end, tiles_ptr, out_ptr, column, width,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the rows of these tiles, which have no adapter."""
+    """Stores zeros in the rows of these tiles, which have no adapter."""
     zeros = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for tile in range(tile_begin, tile_end):
         row, rows, _, _ = tile_of(tiles_ptr, tile)
@@ -55,8 +55,11 @@ def factor_gradient(
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """`[RANKS, COLUMNS]` of one adapter's gradient, ROWS rows of a tile at a time; with DX, the first panel
-    also makes `[rows, COLUMNS]` of dx, or adds to it. `place` is that of a partial gradient."""
+    """Stores `[RANKS, COLUMNS]` of one adapter's gradient, made from ROWS rows of a tile at a time.
+
+    With DX, the first panel also stores `[rows, COLUMNS]` of dx, or adds to it. `place` is the index of the
+    partial gradient.
+    """
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     offset, rank_stride, column_stride, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
     sums = tl.zeros([RANKS, COLUMNS], dtype=tl.float32)
@@ -70,7 +73,7 @@ def factor_gradient(
             INTERPRETED, RANKS, COLUMNS,
         )  # fmt: skip
     PARTS: tl.constexpr = TILE // ROWS
-    # Loaded before the loop: a load that others wait for would take up the stages of its pipeline.
+    # Loaded before the loop: a load that other loads wait for would take up stages of its pipeline.
     k = tl.arange(0, TILES)
     inside = tile_begin + k < tile_end
     tile_row = tl.load(tiles_ptr + 4 * (tile_begin + k), mask=inside, other=0)

@@ -1,4 +1,4 @@
-"""Launching the Triton kernels: grids, compile-time arguments, nothing that grows with the adapters."""
+"""Launches the Triton kernels: grids and compile-time arguments. Nothing here grows with the adapters."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .reduce import reduce_gradients, reduce_rows
 from .shrink import shrink
 
 INTERPRETED: bool = triton.knobs.runtime.interpret and not isinstance(tl.sum, triton.JITFunction)
-"""Whether the kernels above, and those of Triton's own library, were made for its interpreter."""
+"""Whether these kernels and those of Triton's own library were made for its interpreter."""
 PANEL: int = _PANEL.value
 _PLAN_BLOCK = 64
 
 
 class Kernels:
-    """The backend's launches; see `mlora_ext.backends.gpu.kernels.LaunchKernels`."""
+    """The launches of backend `triton`; see `gpu.kernels.LaunchKernels`."""
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
         made = Plan.empty(sizes, segments.device)
@@ -124,7 +124,7 @@ class Kernels:
 
 
 def buckets(max_rank: int) -> int:
-    """How many of the rank buckets 16, 32, 64 a kernel must hold."""
+    """Returns how many of the rank buckets 16, 32, 64 a kernel must hold."""
     return next(count for count in range(1, 4) if max_rank <= 8 << count or count == 3)
 
 
@@ -138,7 +138,7 @@ def _of(factors: Factors) -> dict[str, int | bool]:
 
 
 def _options(how: Config) -> dict[str, int | bool]:
-    # Fused multiply-adds by name: their default depends on Triton's version, and bits would too.
+    # enable_fp_fusion is set, since its default depends on Triton's version, and bits would too.
     return {"num_warps": how.warps, "num_stages": how.stages, "enable_fp_fusion": True}
 
 

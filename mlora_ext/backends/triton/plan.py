@@ -1,4 +1,4 @@
-"""The tile plan, made on the device; tables and their meaning: docs/gpu.md.
+"""Makes the tile plan on the device; docs/gpu.md gives the tables and their meaning.
 
 Letters: S segments, N adapters, K rows of `tiles`, M rows of `splits`.
 """
@@ -24,9 +24,11 @@ def plan(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs [0, S): the tiles of one segment and of the gap before it; S: of the gap behind the last, and
-    unused tiles. Programs from S + 1: group and splits of one adapter, N of them; then the splits of rows
-    without adapter, and unused splits.
+    """Programs [0, S) make the tiles of one segment each, and of the gap before it.
+
+    Program S makes the tiles behind the last segment, and unused tiles. The next N programs make the group
+    and the splits of one adapter each. The last program makes the splits of rows without an adapter, and
+    unused splits.
     """
     program = tl.program_id(0)
     if program <= S:
@@ -37,7 +39,7 @@ def plan(
 
 @triton.jit
 def _segments(segments_ptr, first, S, N, BLOCK: tl.constexpr):
-    """Begin, end and adapter of segments `first + [0, BLOCK)`; without rows or adapter they have none."""
+    """Returns index, begin, end, adapter of segments `first + [0, BLOCK)`; unused ones are (0, 0, -1)."""
     index = first + tl.arange(0, BLOCK)
     inside = (index >= 0) & (index < S)
     begin = tl.load(segments_ptr + 4 * index, mask=inside, other=0).to(tl.int32)
@@ -155,7 +157,7 @@ def _splits(
 
 @triton.jit
 def _base_tiles(segments_ptr, S, T, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Number of tiles of rows without adapter."""
+    """Returns the number of tiles of rows without an adapter."""
     count = 0
     reached = 0
     for first in range(0, S, BLOCK):

@@ -22,8 +22,9 @@ def read_dy(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GRADIENT_ROWS: tl.constexpr, GRADIENT_COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """For each split, neighbouring programs make ds of its tiles and dB of its rows: they need nothing of
-    each other, and find each other's rows of dy in the cache.
+    """For each split, neighbouring programs make ds of its tiles and dB of its rows.
+
+    They need nothing of each other, and find each other's rows of dy in the cache.
     """
     of_ds = SPLIT_TILES * column_splits * panels if DS else 0
     each = of_ds + (blocks * panels if GRADIENT else 0)

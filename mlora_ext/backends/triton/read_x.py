@@ -21,17 +21,17 @@ def read_x(
     SPLIT_TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns and panel of ranks, split); dx is complete, the base GEMMs add to it.
+    """Program (block of columns and panel of ranks, split) makes dA and dx; the base GEMMs add to dx later.
 
-    Layers that share x follow each other in the program: the later ones find its rows in the cache, and add
-    to the dx of the first.
+    A program does the layers that share x one after the other: the later ones find the rows of x in the
+    cache, and add to the dx of the first.
     """
     column, first_rank = tl.program_id(0) // panels * COLUMNS, tl.program_id(0) % panels * PANEL
     split = tl.program_id(1)
     if tl.load(splits_ptr + 4 * split + 2) >= 0:
         tile_begin, tile_end, adapter, slot = split_of(splits_ptr, split)
         for sibling in range(SIBLINGS):
-            tl.debug_barrier()  # what the layer before wrote to dx is read again
+            tl.debug_barrier()  # this layer reads the dx that the layer before wrote
             factor = sibling * N + adapter
             _, _, _, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
             if first_rank < rank:

@@ -1,4 +1,4 @@
-"""Ordered sums of partial results: over column splits, and over the slots of an adapter's gradient."""
+"""Sums partial results in order: over column splits, and over the slots of an adapter's gradient."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def reduce_rows(
     partial_ptr, out_ptr, rows, R, splits,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of rows, block of ranks): `out [rows, R]`, the sum over splits, in order, of
-    `partial [splits, rows, R]`."""
+    """Program (block of rows, block of ranks) sums `partial [splits, rows, R]` over splits, in order."""
     row, rank = tl.program_id(0) * ROWS, tl.program_id(1) * RANKS
     sums = tl.zeros([ROWS, RANKS], dtype=tl.float32)
     for split in range(splits):
@@ -31,8 +30,10 @@ def reduce_gradients(
     ADD: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, adapter of a layer, block of ranks): the sum over the adapter's slots, in
-    order. Each layer has `slots` of them."""
+    """Program (block of columns, adapter of a layer, block of ranks) sums the adapter's slots, in order.
+
+    Each layer has `slots` slots.
+    """
     factor = tl.program_id(1)
     adapter = factor % N
     begin = factor // N * slots + tl.load(groups_ptr + 4 * adapter + 2)

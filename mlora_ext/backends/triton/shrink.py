@@ -21,14 +21,14 @@ def shrink(
 ):  # fmt: skip
     """Program (tile, layer and panel of ranks; column split) writes its part of the split's `[T, R]`.
 
-    Panels, and layers that share x, are neighbours in the launch: they find its rows in the cache.
+    Panels, and layers that share x, are neighbours in the launch: they find the rows of x in the cache.
     """
     split, place = tl.program_id(1).to(tl.int64), tl.program_id(0)
     first_rank, sibling = place % panels * PANEL, place // panels % SIBLINGS
     tile = place // panels // SIBLINGS
     if tl.load(tiles_ptr + 4 * tile + 1) > 0:
         row, rows, adapter, philox_row = tile_of(tiles_ptr, tile)
-        # A tile without adapter reads the tables of adapter 0, of which nothing is used.
+        # A tile without an adapter reads the tables of adapter 0, and uses nothing of them.
         who = tl.maximum(adapter, 0)
         factor = sibling * N + who
         offset, rank_stride, column_stride, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)

@@ -1,6 +1,6 @@
 """Causal attention over packed rows: sequences lie one after the other and never see each other.
 
-Registered with `transformers.AttentionInterface` by `register_packed_attention`, when a model is loaded.
+`register_packed_attention` registers it with `transformers.AttentionInterface` when a model is loaded.
 
 Shapes: T packed rows, H query heads, K key and value heads, N sequences of equal length L, E head size.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 PACKED_ATTENTION = "mlora_packed"
 
-# Handed along by models for other attention functions; they say nothing that the packed rows do not.
+# Models pass these for other attention functions; they add nothing to what packed rows say.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids",
@@ -37,12 +37,12 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(eq=False)
 class PackedSequences:
-    """Where the sequences of packed rows begin and end; made once per micro-batch, on the host.
+    """Where the sequences of packed rows begin and end; made on the host, once per micro-batch.
 
     Attributes:
         lengths: rows of each sequence, in order.
         cu_seq_lens: `[N + 1]` int32 on the rows' device, running sums of `lengths`.
-        runs: neighbouring sequences of one length as `(sequences, length)`: one attention call each.
+        runs: `(sequences, length)` of neighbouring sequences of equal length: one attention call each.
         windows: the sliding window that each layer asked for, by layer index.
     """
 
@@ -57,14 +57,13 @@ class PackedSequences:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> PackedSequences:
-        """Describe sequences of these lengths on a device."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(lengths, ends.to(device))
 
     def seen(self, length: int, window: int | None) -> Tensor:
-        """Which keys a query sees: `[L, L]` bool, `0 <= query - key < window`.
+        """Returns which keys a query sees: `[L, L]` bool, `0 <= query - key < window`.
 
-        A part of one that all layers share, since autograd keeps it.
+        It is a view of one mask that all layers share, since autograd keeps it.
         """
         longest = max(self.lengths)
         if (window, torch.bool) not in self._bands:
@@ -73,9 +72,9 @@ class PackedSequences:
         return self._bands[window, torch.bool][:length, :length]
 
     def band(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What SDPA adds to scores: `[L, L]`, 0 where a query sees a key, else minus infinity.
+        """Returns SDPA's additive mask `[L, L]`: 0 where a query sees a key, else minus infinity.
 
-        Of a bool mask SDPA would make such a one for each layer, and autograd would keep them all.
+        From a bool mask SDPA would make such a mask for each layer, and autograd would keep them all.
         """
         if (window, dtype) not in self._bands:
             seen = self.seen(max(self.lengths), window)
@@ -84,7 +83,7 @@ class PackedSequences:
 
 
 def register_packed_attention() -> None:
-    """Make `mlora_packed` known to Transformers' models."""
+    """Registers `mlora_packed` as an attention function of Transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -106,31 +105,19 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal self-attention within each packed sequence.
+    """Returns causal self-attention within each packed sequence, `[1, T, H, E']`, and None for the weights.
 
     `softmax(softcap · tanh(scaling · Q Kᵀ / softcap)) V` per sequence, masked to the last `sliding_window`
-    keys; a sink adds one column without a value to the softmax.
+    keys, the query's own included. A sink adds one column without a value to the softmax. ValueError if the
+    layer asks for anything else, such as a mask, dropout or later tokens.
 
     Args:
-        module: the model's attention layer.
         query: `[1, H, T, E]`.
         key: `[1, K, T, E]`, H a multiple of K.
         value: `[1, K, T, E']`.
-        attention_mask: None; the sequences say what is seen.
-        packed_sequences: where sequences begin and end.
         scaling: of the scores; default `1 / sqrt(E)`.
-        dropout: 0; the base model's dropouts are off.
-        sliding_window: keys that a query sees, itself included; None = all before it.
         softcap: bound of the scores, or None.
         s_aux: `[H]`, the score of each head's sink, or None.
-        is_causal: False is refused.
-        others: what models hand along for other attention functions.
-
-    Returns:
-        `[1, T, H, E']` and None (no attention weights).
-
-    Raises:
-        ValueError: if the layer asks for something else than packed causal self-attention.
     """
     if packed_sequences is None:
         raise ValueError(
@@ -200,7 +187,7 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """PyTorch's variable-length flash attention; its window counts the keys before the query."""
+    """Runs PyTorch's variable-length flash attention; its window counts only the keys before the query."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -230,13 +217,13 @@ def _explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with scores in memory, for what SDPA cannot do; softmax in fp32. `[N, H, L, E']`."""
+    """Returns `[N, H, L, E']` for soft caps and sinks, which SDPA lacks; scores in memory, fp32 softmax."""
     groups = (q.shape[1] // k.shape[1], q.shape[2])
     q = q.unflatten(1, (k.shape[1], groups[0]))
     scores = (q @ k.unsqueeze(2).transpose(-1, -2)).float() * (scaling or q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = torch.where(seen, scores, -torch.inf)  # a sum would make NaN of what has overflown
+    scores = torch.where(seen, scores, -torch.inf)  # adding a mask would turn overflown scores into NaN
     if sinks is not None:
         column = sinks.float().view(k.shape[1], groups[0], 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

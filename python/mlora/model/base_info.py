@@ -1,4 +1,4 @@
-"""What a base model is, without its weights: config, vocabulary, tokenizer, modules."""
+"""Facts about a base model without its weights: config, vocabulary, tokenizer, modules."""
 
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ if TYPE_CHECKING:
 
 
 class BaseInfo:
-    """What is known of a base model without loading its weights.
+    """Facts about a base model, a folder or a hub id, without loading its weights.
 
-    Args:
-        name: a folder or a hub id.
-        folder: the folder that was looked for where ``name`` is a hub id.
-
-    Attributes:
-        name: as given.
-        config: its Transformers config.
-
-    Raises:
-        RunError: nothing is there, Transformers cannot read it, or it is quantized.
+    `folder` is the folder that was looked for if `name` is a hub id. Raises RunError if nothing is there,
+    Transformers cannot read it, or it is quantized.
     """
 
     def __init__(self, name: str, folder: str | None = None) -> None:
@@ -37,7 +29,7 @@ class BaseInfo:
             check_base(name, folder)
         except ValueError as error:
             raise RunError(str(error)) from error
-        except OSError as error:  # a name that is too long, a folder that is closed
+        except OSError as error:  # a name that is too long, a folder without permission
             raise RunError(f"base_model: {shown(name)} cannot be reached: {error.strerror}") from error
         try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
@@ -53,7 +45,6 @@ class BaseInfo:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
@@ -63,9 +54,9 @@ class BaseInfo:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that it was made for, where its config says so.
+        """The longest sequence that the model was made for, if its config says so.
 
-        With LongRoPE it is the length before the extension: beyond it, Transformers turns every row of a
+        With LongRoPE it is the length before the extension. Beyond it, Transformers rotates every row of a
         batch by other angles, so that one long sample would change what other adapters see.
         """
         config = self.config.get_text_config()
@@ -78,11 +69,7 @@ class BaseInfo:
         return min(known, default=None)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return its tokenizer, loaded at the first call.
-
-        Raises:
-            RunError: it has none, or Transformers cannot read it.
-        """
+        """Returns its tokenizer, loaded at the first call; RunError if there is none or it cannot be read."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -97,16 +84,9 @@ class BaseInfo:
         return self._tokenizer
 
     def targets(self, lora: dict[str, Any]) -> set[str]:
-        """Return the modules that a ``lora`` block reaches, by the names of PEFT's files.
+        """Returns the modules that a ``lora`` block targets, by their names in PEFT's files.
 
-        Args:
-            lora: fields of PEFT's ``LoraConfig``.
-
-        Returns:
-            For example ``{"base_model.model.model.layers.0.self_attn.q_proj"}``.
-
-        Raises:
-            RunError: PEFT refuses the block, or it reaches nothing.
+        RunError if PEFT refuses the block, or if it targets nothing.
         """
         import torch
         from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""A frozen base model, taken apart into body and head, that trains packed rows."""
+"""A frozen base model, split into body and head, that trains packed rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ class BaseModel:
     Attributes:
         model: the Transformers model, with its usual attention; `generate(..., adapter_names=)` works.
         body: the part before the head.
-        rule: what the model does to the head's output.
-        vocab_size: ids lie below it.
         configs: every config that names an attention function for a part of the model.
-        head_weight: the head's weight where it is of another kind than plain.
-        cut: runs the part of the model that is here; None if the whole model is.
+        head_weight: the head's frozen weight if it is not plain.
+        cut: runs this stage's part of the model; None if the whole model is here.
     """
 
     model: PreTrainedModel
@@ -55,7 +53,7 @@ class BaseModel:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that blocks hand on."""
+        """Width of the hidden states between blocks."""
         return int(self.model.config.get_text_config().hidden_size)
 
     @property
@@ -67,7 +65,7 @@ class BaseModel:
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """Inside, the model's attention is the packed one. Recomputation in backward needs it, too."""
+        """Switches the model to packed attention inside `with`. Recomputation in backward needs it, too."""
         before = [config._attn_implementation for config in self.configs]
         for config in self.configs:
             config._attn_implementation = PACKED_ATTENTION
@@ -84,12 +82,11 @@ class BaseModel:
         sequences: PackedSequences,
         received: Tensor | None = None,
     ) -> Tensor:
-        """The head's input for packed rows, or what this stage hands to the next; call it inside `packed`.
+        """Returns the head's input, or on earlier stages the next stage's input; call it inside `packed`.
 
         Args:
-            input_ids: `[1, T]`; not read by a stage that is not the first.
+            input_ids: `[1, T]`; read by the first stage only.
             position_ids: `[1, T]`.
-            sequences: where sequences begin and end.
             received: `[T, D]` the hidden state of the stage before, which gets a gradient; None at the first.
 
         Returns:
@@ -109,17 +106,15 @@ class BaseModel:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def run(self, module: nn.Module, input_ids: Tensor | None, received: Tensor | None, **inputs: Any) -> Any:
-        """Call the model or its body: what it returns, or of a stage that is not the last, `[1, T, D]`."""
+        """Calls the model or its body; returns its result, or `[1, T, D]` on a stage that is not the last."""
         if self.cut is None:
             return module(input_ids=input_ids, **inputs)
         return self.cut.call(module, input_ids, received, **inputs)
 
     def frozen_head(self) -> Head | None:
-        """The head for the chunked loss, or None if an adapter targets it or it is no linear layer.
+        """Returns the head for the chunked loss (last stage only), or None if it is targeted or not linear.
 
-        Of the last stage only.
-
-        A head whose adapters have left is frozen again: what is computed does not depend on who was there.
+        A head that all adapters have left counts as frozen again: earlier adapters do not change results.
         """
         head = self.head
         if isinstance(head, MultiLoRALinear):
@@ -129,19 +124,14 @@ class BaseModel:
         return Head(self.head_weight or PlainWeight(head), head.bias, self.rule)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's logits `[..., V]` of the head's input `[..., D]`; of the last stage only."""
+        """Returns the model's logits `[..., V]` for the head's input `[..., D]`; last stage only."""
         return self.rule.apply(self.head(hidden))
 
     def set_frozen_weights(self, kind: str) -> None:
-        """Gives the linear layers another kind of frozen weight.
+        """Gives the linear layers another kind of frozen weight; see `mlora_ext.set_frozen_weights`.
 
-        `packed` also keeps the head's weight for the chunked loss packed; `generate` uses the plain head.
-
-        Args:
-            kind: a name; see `mlora_ext.set_frozen_weights`.
-
-        Raises:
-            ValueError: there is no such kind, or it does not serve these weights.
+        `packed` also packs the head's weight for the chunked loss; `generate` uses the plain head. ValueError
+        if there is no such kind, or it does not serve these weights.
         """
         if kind != "packed":
             mlora_ext.set_frozen_weights(self.model, kind)
@@ -156,11 +146,7 @@ class BaseModel:
             self.head_weight.fused(head.weight)
 
     def checkpoint_activations(self) -> None:
-        """Recompute each block in backward instead of keeping its activations.
-
-        Raises:
-            ValueError: if the model does not support it.
-        """
+        """Recomputes each block in backward instead of keeping its activations; ValueError if unsupported."""
         if not self.model.supports_gradient_checkpointing:
             raise ValueError(f"gradient_checkpointing: {type(self.model).__name__} does not support it")
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts(self.model)}
@@ -171,17 +157,10 @@ class BaseModel:
 
 
 def take_apart(model: PreTrainedModel, cut: Cut | None = None) -> BaseModel:
-    """Find a model's body and head, and make it ready for packed rows; it is neither checked nor converted.
+    """Splits a model into body and head, and makes it ready for packed rows; neither checks nor converts it.
 
-    Args:
-        model: not converted.
-        cut: what runs the part of it that is here; default: all of it is.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: if it has no body and head.
+    `cut` runs this stage's part of the model; None: the whole model is here. ValueError if there is no body
+    and head.
     """
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None:

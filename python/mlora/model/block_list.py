@@ -1,4 +1,4 @@
-"""Running a part of a model's decoder blocks inside of the model's own loop over them.
+"""Runs some of a model's decoder blocks inside of the model's own loop over them.
 
 Shapes: T packed rows, D hidden size.
 """
@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 
 class LeftStage(Exception):
-    """Carries the hidden state out of the model's loop, once a stage's last block has run.
-
-    Args:
-        hidden: what the loop was about to hand to the next block.
-    """
+    """Carries the hidden state out of the model's loop after a stage's last block."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -28,13 +24,11 @@ class LeftStage(Exception):
 
 @dataclass(eq=False)
 class Pass:
-    """One pass through the loop over the blocks, of which `first` to `last - 1` run.
+    """One pass of the model's loop over the blocks, in which blocks `first` to `last - 1` run.
 
     Attributes:
-        first: the first block that runs.
-        last: one more than the last.
-        leaves: whether the loop is left there; otherwise the blocks behind are passed over, too.
-        received: `[1, T, D]` what the first block is called with in place of the loop's hidden state.
+        leaves: whether to leave the loop behind block `last - 1`; otherwise later blocks are skipped.
+        received: `[1, T, D]` input of the first block, in place of the loop's hidden state.
         begun: whether the loop has called a block.
     """
 
@@ -45,13 +39,13 @@ class Pass:
     begun: bool = False
 
     def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the loop gets from a block."""
+        """Returns a block's result to the loop: runs the block, skips it, or leaves the loop."""
         self.begun = True
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if index >= self.last and self.leaves:
             raise LeftStage(hidden)
         if not self.first <= index < self.last:
-            # Discarded; it has to survive `outputs[0]`, which some loops say and others do not.
+            # Its values are not used, but it must survive `outputs[0]`, which some loops do.
             return hidden if hidden.dim() > 2 else hidden.unsqueeze(0)
         if index == self.first and self.received is not None:
             if args:
@@ -62,7 +56,7 @@ class Pass:
 
 
 class _Turn:
-    """A block as the loop sees it during a pass: the block itself, but for being called."""
+    """A block as the loop sees it during a pass: calls go to the pass, everything else to the block."""
 
     def __init__(self, block: nn.Module, index: int, by: Pass) -> None:
         self._block, self._index, self._by = block, index, by
@@ -75,11 +69,7 @@ class _Turn:
 
 
 class BlockList(nn.ModuleList):
-    """A model's decoder blocks under their own names; outside of `running` an ordinary list.
-
-    Args:
-        blocks: all of them, in order.
-    """
+    """A model's decoder blocks under their own names; outside of `running` an ordinary list."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
@@ -87,7 +77,7 @@ class BlockList(nn.ModuleList):
 
     @contextmanager
     def running(self, this: Pass) -> Iterator[None]:
-        """Inside, who loops over the list runs `this` pass."""
+        """Inside `with`, a loop over the list runs this pass."""
         self._pass = this
         try:
             yield
@@ -109,14 +99,14 @@ class BlockList(nn.ModuleList):
 
 
 class StandIn:
-    """Called in place of a module whose parameters are not here; gives rows of the right width.
+    """Is called in place of a module whose parameters are not here; returns rows of the right width.
 
-    What it gives is never used: the stage's first block gets the hidden state that was received.
+    The rows are never used: the stage's first block gets the received hidden state.
 
     Args:
         module: has parameters, maybe on the meta device.
-        noise: draws what it gives; None = zeros, or the input where the right width is unknown.
-        called: told of each call.
+        noise: draws the rows; None = zeros, or the input if the right width is unknown.
+        called: is called at each call.
     """
 
     def __init__(
@@ -144,7 +134,7 @@ class StandIn:
 def rows(
     shape: Iterable[int], dtype: torch.dtype, device: torch.device, noise: torch.Generator | None
 ) -> Tensor:
-    """Zeros, or noise; with memory of their own, because some models scale the embedding in place."""
+    """Returns zeros, or noise, in new memory, because some models scale the embedding in place."""
     if noise is None:
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.randn(*shape, generator=noise).to(device, dtype)
@@ -152,7 +142,7 @@ def rows(
 
 @contextmanager
 def standing_in(stand_ins: Iterable[StandIn]) -> Iterator[None]:
-    """Inside, these are called in place of their modules."""
+    """Inside `with`, these are called in place of their modules."""
     stand_ins = list(stand_ins)
     for stand_in in stand_ins:
         stand_in._module.__dict__["forward"] = stand_in

@@ -1,4 +1,4 @@
-"""Cutting a Transformers model into stages: which tensors a stage holds, and running it.
+"""Cuts a Transformers model into stages: which tensors a stage holds, and how it runs.
 
 A stage keeps the whole skeleton, every module under its name. Tensors of other stages are on the meta device.
 """
@@ -23,14 +23,8 @@ BEFORE, BEHIND = "before", "behind"
 class Span:
     """The decoder blocks of one stage: `first` to `last - 1`.
 
-    The first stage also holds what comes before the blocks, such as the embedding, and the last stage what
-    comes behind them, such as the final norm and the head.
-
-    Attributes:
-        stage: index of the stage.
-        stages: how many there are.
-        first: its first block.
-        last: one more than its last block.
+    The first stage also holds the modules before the blocks, such as the embedding. The last stage also holds
+    the modules behind them, such as the final norm and the head.
     """
 
     stage: int
@@ -40,12 +34,12 @@ class Span:
 
     @property
     def is_first(self) -> bool:
-        """Whether ids go in."""
+        """Whether the stage reads token ids."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether logits come out."""
+        """Whether the stage returns logits."""
         return self.stage == self.stages - 1
 
 
@@ -53,10 +47,9 @@ class Cut:
     """A model cut to one stage.
 
     Args:
-        model: its skeleton.
-        span: the stage.
         blocks: name of the list of decoder blocks.
-        outer: where the modules around the blocks are called, by name; those with parameters only.
+        outer: for each module with parameters around the blocks, by name, where it is called: `BEFORE` and
+            `BEHIND` the blocks.
     """
 
     def __init__(
@@ -65,10 +58,9 @@ class Cut:
         self.model, self.span, self.blocks, self.outer = model, span, blocks, outer
 
     def holds(self, name: str) -> bool:
-        """Whether the stage holds a parameter or buffer; every stage holds those of what contains the blocks.
+        """Whether the stage holds a parameter or buffer, by its name in the state dict.
 
-        Args:
-            name: in the model's state dict.
+        Every stage holds those in neither blocks nor `outer`, such as those of the modules above the blocks.
         """
         if name.startswith(f"{self.blocks}."):
             block = int(name.removeprefix(f"{self.blocks}.").partition(".")[0])
@@ -88,18 +80,15 @@ class Cut:
         noise: torch.Generator | None = None,
         **inputs: Any,
     ) -> Any:
-        """Run the stage.
+        """Runs the stage through `module`, the model or its body.
 
         Args:
-            module: the model or its body.
             input_ids: `[1, T]`, read by the first stage only.
             received: `[T, D]` the hidden state of the stage before; None at the first stage.
-            noise: draws what stands in for the missing embedding; default: zeros.
-            inputs: further arguments of the module.
+            noise: draws the stand-in for the missing embedding; default: zeros.
 
         Returns:
-            `[1, T, D]` the hidden state behind the stage's last block; on the last stage, what the module
-            returns.
+            `[1, T, D]`, the hidden state behind the stage's last block; the last stage: the module's result.
         """
         this = Pass(self.span.first, self.span.last, not self.span.is_last)
         if self.span.is_first:
@@ -121,24 +110,16 @@ class Cut:
             return left.hidden
 
     def _absent(self) -> Iterator[str]:
-        """Modules that are called before the blocks and are not here."""
+        """Yields modules that are called before the blocks and are not here."""
         for name, places in self.outer.items():
             if BEFORE in places and not (self.span.is_last and BEHIND in places):
                 yield name
 
 
 def cut_model(model: PreTrainedModel, span: Span) -> Cut:
-    """Cut a model to one stage, in place; the tensors of other stages are dropped.
+    """Cuts a model, not yet converted, to one stage in place, and drops the tensors of other stages.
 
-    Args:
-        model: not converted; its tensors may be on the meta device already.
-        span: the stage.
-
-    Returns:
-        What runs it.
-
-    Raises:
-        ValueError: if no stage of this model can have such blocks, or it is unknown which they are.
+    Tensors may be on the meta device already. ValueError if the span does not fit or the blocks are unknown.
     """
     blocks, count = find_blocks(model)
     fits = 0 <= span.stage < span.stages and 0 <= span.first < span.last <= count
@@ -153,14 +134,7 @@ def cut_model(model: PreTrainedModel, span: Span) -> Cut:
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, int]:
-    """The list of a model's decoder blocks.
-
-    Returns:
-        Its name, and how many there are.
-
-    Raises:
-        ValueError: if there is none, or it could be one of several.
-    """
+    """Returns name and length of the list of decoder blocks; ValueError unless there is exactly one."""
     lists = {name: list(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     outermost = {
         name: children
@@ -181,19 +155,11 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, int]:
 
 
 def outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[str]]:
-    """Where the modules around the blocks are called, which have parameters.
+    """Returns where the modules with parameters around the blocks are called: `BEFORE` or `BEHIND` them.
 
-    The body is run on two rows without any weight. Its list of blocks becomes one of which a part can run.
-
-    Args:
-        model: its tensors may be on the meta device, but for buffers that no checkpoint holds.
-        blocks: name of the list of decoder blocks.
-
-    Returns:
-        By name; `BEFORE` and `BEHIND` the blocks.
-
-    Raises:
-        ValueError: if the body does not run without its blocks.
+    Runs the body on two rows without any weight, and replaces its list of blocks with a `BlockList`. Tensors
+    may be on the meta device, except buffers that no checkpoint holds. ValueError if the body does not run
+    without its blocks.
     """
     parent, _, child = blocks.rpartition(".")
     listed = BlockList(model.get_submodule(blocks).children())
@@ -232,7 +198,7 @@ def outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[st
 
 
 def _drop_others(model: PreTrainedModel, cut: Cut) -> None:
-    """Put what other stages hold on the meta device; a tensor that is tied stays where it is held."""
+    """Moves the tensors of other stages to the meta device; a tied tensor stays under the names held here."""
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not cut.holds(f"{prefix}.{name}"):

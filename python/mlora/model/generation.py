@@ -1,4 +1,4 @@
-"""Completing prompts with several adapters in one batch."""
+"""Completes prompts with several adapters in one batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt for one adapter.
-
-    Args:
-        adapter: its name, or ``__base__``.
-        input_ids: token ids of the prompt.
-        max_new_tokens: the most tokens to add.
-    """
+    """A prompt for one adapter, or for ``__base__``."""
 
     adapter: str
     input_ids: tuple[int, ...]
@@ -33,8 +27,8 @@ class GenerationRequest:
 class Sampling:
     """How tokens are drawn.
 
-    Args:
-        temperature: 0 = the most likely token each time.
+    Attributes:
+        temperature: 0 = always the most likely token.
         top_p: draw from the most likely tokens that together reach this probability.
         top_k: draw from this many most likely tokens; 0 = all.
     """
@@ -44,11 +38,6 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: naming the value that is out of range.
-        """
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature: must be at least 0 and finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -58,11 +47,7 @@ class Sampling:
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of a tokenizer's end token.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Returns the id of a tokenizer's end token; ValueError if it has none."""
     found = tokenizer.eos_token_id
     if not isinstance(found, int):
         raise ValueError("the base model's tokenizer has no end token (eos_token)")
@@ -70,13 +55,7 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
-    """Return the text of tokens, with spaces as they are.
-
-    Args:
-        tokenizer: the base model's.
-        tokens: token ids.
-        special: keep special tokens, such as the end token.
-    """
+    """Returns the text of tokens with spaces as they are; `special` keeps special tokens (end token)."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -91,23 +70,15 @@ def complete(
     rows: int = 64,
     sampling: Sampling | None = None,
 ) -> list[tuple[int, ...]]:
-    """Complete prompts, those of equal length together whatever their adapters.
+    """Completes prompts; prompts of equal length share batches of up to `rows`, whatever their adapters.
 
-    Nothing is padded, so a prompt meets no other row's padding and its completion is the same alone and in a
-    batch, up to the rounding of a matrix product whose number of rows differs.
-
-    Args:
-        model: converted by ``mlora_ext.convert_model``; put into evaluation mode while it generates.
-        requests: the prompts.
-        end_token: ends a completion.
-        rows: the most prompts of one batch.
-        sampling: how tokens are drawn; by default the most likely one.
+    Nothing is padded, so a prompt never meets another row's padding. Its completion is the same alone and in
+    a batch, up to the rounding of matrix products with another number of rows. The model, converted by
+    ``mlora_ext.convert_model``, is in evaluation mode meanwhile. Without `sampling`, the most likely token is
+    taken. ValueError if a prompt has no tokens.
 
     Returns:
-        For each request, its new tokens: up to and with the end token, or ``max_new_tokens`` of them.
-
-    Raises:
-        ValueError: a prompt has no tokens.
+        Each request's new tokens: up to and with the end token, or ``max_new_tokens`` of them.
     """
     results: list[tuple[int, ...]] = [()] * len(requests)
     training = model.training
@@ -130,7 +101,7 @@ def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[
             raise ValueError("a prompt has no tokens; the base model needs at least one to begin with")
         groups.setdefault(len(request.input_ids), []).append(index)
     for length in sorted(groups):
-        # alike budgets stand together, so that a batch ends soon after its shortest completion
+        # similar budgets share a batch, so that it ends soon after its shortest completion
         group = sorted(groups[length], key=lambda index: requests[index].max_new_tokens)
         yield from (group[start : start + rows] for start in range(0, len(group), rows))
 

@@ -1,4 +1,4 @@
-"""Where a base model is: a folder, or a model on the Hugging Face hub."""
+"""Finds a base model: a folder, or a model on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ SECONDS = 5.0
 
 
 def check_base(name: str, folder: Path | str | None = None) -> None:
-    """Check that a base model is a folder with a config, in the hub's cache or on the hub.
+    """Checks that a base model is a folder with a config, or in the hub's cache, or on the hub.
 
-    The hub is asked once: its client's own retries take half a minute where there is no network.
-
-    Args:
-        name: a folder or a hub id.
-        folder: the folder that was looked for where ``name`` is none; by default the one of that name.
-
-    Raises:
-        ValueError: it is not there; in one line that names the folder and what the hub says.
+    The hub is asked once, because its client's own retries take half a minute without a network. `folder` is
+    the folder to name in the message; default: that of `name`. Raises ValueError of one line.
     """
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -37,15 +31,7 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
 
 
 def refuse_quantized(name: str, config: Any) -> None:
-    """Refuse a base model whose config says that its weights are quantized, before any are loaded.
-
-    Args:
-        name: a folder or a hub id, for the message.
-        config: its Transformers config.
-
-    Raises:
-        ValueError: it is; in one line that names the method.
-    """
+    """Refuses a base model (ValueError) if its config says that it is quantized; reads no weights."""
     for part in (config, config.get_text_config()):
         said = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
         if said:
@@ -58,7 +44,7 @@ def refuse_quantized(name: str, config: Any) -> None:
 
 
 def _hub_says(name: str) -> str | None:
-    """Why the hub does not give a model, or None where it does, or did before."""
+    """Returns why the hub does not give a model, or None if it does or if the model is in the cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,

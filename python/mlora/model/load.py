@@ -1,4 +1,4 @@
-"""Loading a base model: whole or a stage of it, checked, frozen and converted."""
+"""Loads a base model, whole or one stage of it: checked, frozen and converted."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from mlora.model.stage_weights import load_stage, stage_to
 def load_base(
     source: str | Path | PreTrainedModel, device: torch.device, dtype: torch.dtype, span: Span | None = None
 ) -> BaseModel:
-    """Load a causal language model, check that packed rows give its logits, freeze and convert it.
+    """Loads a causal language model, checks that packed rows give its logits, freezes and converts it.
 
     Args:
-        source: a folder, a hub id, or a model, which is converted in place.
-        device: where it shall lie.
-        dtype: of its weights; a model that is given must have it already.
-        span: the stage that shall be loaded, and checked, without the rest; default: the whole model.
-
-    Returns:
-        The model, without adapters.
+        source: a folder, a hub id, or a model of this dtype, which is converted in place.
+        span: the stage to load and check without the rest; default: the whole model.
 
     Raises:
-        ValueError: if it cannot be loaded or cut, or its logits on packed rows are not its own; in one line.
+        ValueError: it cannot be loaded or cut, or packed rows give other logits; in one line.
     """
     model, cut = _get(source, device, dtype, None if span is None or span.stages == 1 else span)
     given = next(p.dtype for p in model.parameters() if cut is None or not p.is_meta)

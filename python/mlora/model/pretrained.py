@@ -1,4 +1,4 @@
-"""Reading a model from a folder or from the hub: all of it, or its skeleton without weights."""
+"""Reads a model from a folder or the hub: all of it, or its skeleton without weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,7 @@ from mlora.model.hub import check_base, refuse_quantized
 
 
 def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a causal language model.
-
-    Args:
-        source: a folder or a hub id.
-        dtype: of its weights.
-
-    Returns:
-        The model, on the CPU.
-
-    Raises:
-        ValueError: if it cannot be loaded, is quantized, or weights are missing; in one line.
-    """
+    """Loads a causal language model on the CPU; ValueError of one line if quantized or not loadable whole."""
     check_base(source)
     _config(source)
     with told_in_one_line(source):
@@ -47,17 +36,9 @@ def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a causal language model from its config alone.
+    """Builds a causal language model from its config, in evaluation mode; ValueError of one line.
 
-    Args:
-        source: a folder or a hub id.
-        dtype: of its weights.
-
-    Returns:
-        The model in evaluation mode; parameters are on the meta device, buffers are real.
-
-    Raises:
-        ValueError: if its config cannot be read or says that it is quantized; in one line.
+    Parameters are on the meta device, buffers are real.
     """
     check_base(source)
     config = _config(source)
@@ -74,11 +55,7 @@ def _config(source: str) -> Any:
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Build a model of the same class, config and dtypes again, as `skeleton`; neither cut nor converted.
-
-    Args:
-        model: may be cut, and have adapters.
-    """
+    """Builds a skeleton of the same class, config and dtypes; `model` may be cut and have adapters."""
     made = _empty(lambda: type(model)(copy.deepcopy(model.config)))
     dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     for name, parameter in made.named_parameters():
@@ -87,7 +64,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_decoder(config: Any) -> None:
-    """Refuse encoders and encoder-decoders by their kind, before anything is loaded."""
+    """Refuses encoders and encoder-decoders by their model type, before anything is loaded."""
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         whole = "an encoder-decoder model" if config.is_encoder_decoder else "not a causal language model"
@@ -103,27 +80,23 @@ def _empty(make: Callable[[], Any]) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         with _EmptyOnMeta():
             model = make()
-        if any(buffer.is_meta for buffer in model.buffers()):  # made empty, and filled then
+        if any(buffer.is_meta for buffer in model.buffers()):  # made by `torch.empty`, then filled
             model = make()
     assert isinstance(model, PreTrainedModel)
     return model.eval()
 
 
 def refuse_missing(source: str, missing: list[str]) -> None:
-    """Refuse a checkpoint without some weights: Transformers draws random values for them.
-
-    Raises:
-        ValueError: if any are missing.
-    """
+    """Refuses a checkpoint without some weights (ValueError): Transformers draws random values for them."""
     if missing:
         raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Inside, `torch.empty` takes no memory.
+    """Inside `with`, `torch.empty` takes no memory.
 
-    `init_empty_weights` drops what was taken, but glibc finds no use for it again: the process would hold
-    room for a whole model, and what comes later would spread in it.
+    `init_empty_weights` frees the memory later, but glibc does not use it again: the process would hold room
+    for a whole model, and later allocations would scatter in it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +108,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 @contextmanager
 def told_in_one_line(source: str) -> Iterator[None]:
-    """Inside, what Transformers and safetensors raise while they load becomes a ValueError of one line."""
+    """Inside `with`, loading errors of Transformers and safetensors become a ValueError of one line."""
     try:
         yield
     except (OSError, ValueError, AttributeError, KeyError, RuntimeError, SafetensorError) as error:
@@ -146,7 +119,7 @@ def told_in_one_line(source: str) -> Iterator[None]:
 
 
 def stop_noise(model: PreTrainedModel) -> None:
-    """Set layerdrop and a router's jitter to 0: like a dropout, one draw for a batch ties its adapters."""
+    """Sets layerdrop and router jitter to 0: like a dropout, one draw for a batch ties its adapters."""
     stopped = 0
     for owner in (model.config.get_text_config(), *model.modules()):
         fields = [key for key in vars(owner) if key == "layerdrop" or "jitter" in key]

@@ -1,4 +1,4 @@
-"""Whether packed rows give a model's own logits: asked once, at load, before anything is trained on them."""
+"""Checks once, at load, that packed rows give a model's own logits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ _LONGEST_WINDOW = 64
 
 
 def check_packing(base: BaseModel) -> None:
-    """Compare packed rows with the unmodified model, one sequence after the other.
+    """Compares packed rows with the model on one sequence after the other, before it is converted.
 
-    Two random sequences, longer than a sliding window of up to 64 tokens. Relative tolerance 1e-4 in fp32,
-    32 rounding errors of the dtype otherwise. The windows of longer-sighted layers are compared with the
-    config. Of a stage its own part is compared: from ids or random hidden states to hidden states or logits.
-
-    Args:
-        base: not converted yet.
+    Uses two random sequences, longer than a sliding window of up to 64 tokens; longer windows are compared
+    with the config. Relative tolerance: 1e-4 in fp32, else 32 rounding errors of the dtype. A stage is
+    compared on its own part: from ids or random hidden states to hidden states or logits.
 
     Raises:
-        ValueError: naming the model and the step that differs: the head, the attention layers' windows, or
-            the packed rows, or a stage's blocks, which look at more than the hidden state.
+        ValueError: names the model and what differs: the head, the attention layers' windows, the packed
+            rows, or a stage's blocks that read more than the hidden state.
     """
     name = type(base.model).__name__
     config = base.model.config.get_text_config()
@@ -79,9 +76,9 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
 def _inputs(
     base: BaseModel, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Random sequences: ids `[1, L]`, and hidden states `[L, D]` for a stage that is not the first.
+    """Returns random ids `[1, L]`, and hidden states `[L, D]` for a stage that is not the first.
 
-    Small ones, as embeddings are, so that what the blocks add to them counts.
+    The hidden states are small, as embeddings are, so that what the blocks add to them counts.
     """
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(base.vocab_size, (1, n), generator=generator).to(device) for n in lengths]
@@ -93,7 +90,7 @@ def _inputs(
 
 
 def _alone(base: BaseModel, name: str, ids: list[Tensor], states: list[Tensor] | None) -> Tensor:
-    """What the model, or the stage, makes of one sequence after the other with its usual attention."""
+    """Returns the result of the model or stage, one sequence after the other, with its usual attention."""
     received: Sequence[Tensor | None] = states or [None] * len(ids)
     parts = list(zip(ids, received, strict=True))
     bodies = torch.cat([_hidden(base, base.run(base.body, *part, use_cache=False)[0]) for part in parts])
@@ -110,7 +107,7 @@ def _alone(base: BaseModel, name: str, ids: list[Tensor], states: list[Tensor] |
 
 
 def _hidden(base: BaseModel, output: Tensor) -> Tensor:
-    """`[L, D]`, from what the body gives (`[1, L, D]`) or a stage hands on (`[L, D]`)."""
+    """Returns `[L, D]` from the output of the body (`[1, L, D]`) or of a stage (`[L, D]`)."""
     if not base.is_last and output.shape[1:] != (base.hidden_size,):
         raise ValueError(
             f"base_model: {type(base.model).__name__} cannot be cut into stages: expected its blocks to hand "
@@ -120,7 +117,7 @@ def _hidden(base: BaseModel, output: Tensor) -> Tensor:
 
 
 def _check_cut(base: BaseModel, state: Tensor) -> None:
-    """Blocks must not look at the embedding, which is not here, nor at anything else of the blocks before."""
+    """Checks that the stage's blocks read the hidden state only, not the embedding or earlier blocks."""
     assert base.cut is not None
     noise = torch.Generator().manual_seed(1)
     try:
@@ -165,7 +162,7 @@ def _check_layer_types(name: str, config: Any) -> None:
 
 
 def _check_windows(name: str, config: Any, sequences: PackedSequences) -> None:
-    """Every layer that the config gives a window must have asked attention for it."""
+    """Checks that every layer asked attention for the window that the config gives it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if window is None or not getattr(config, "use_sliding_window", True):

@@ -1,4 +1,4 @@
-"""Loading one stage of a checkpoint: tensors are read by name, and never those of other stages."""
+"""Loads one stage of a checkpoint: reads tensors by name, never those of other stages."""
 
 from __future__ import annotations
 
@@ -31,20 +31,11 @@ _SAMPLE = 1 << 16  # bytes
 
 
 def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype) -> Cut:
-    """Build a model's skeleton and read the weights of one stage into it.
+    """Builds a model's skeleton and reads the weights of one stage into it; in evaluation mode.
 
-    Args:
-        source: a folder or a hub id; of the hub only the files are fetched that hold weights of this stage.
-        span: the stage.
-        device: where its weights shall lie.
-        dtype: of its weights, but for those that Transformers keeps in fp32.
-
-    Returns:
-        The model cut to the stage, in evaluation mode; its weights have the bits that `from_pretrained` gives
-        them.
-
-    Raises:
-        ValueError: if it cannot be loaded, is quantized, has no safetensors, or weights are missing.
+    From the hub, only files with weights of this stage are fetched. The weights have the bits that
+    `from_pretrained` gives them; Transformers keeps some in fp32 whatever `dtype` is. ValueError if the model
+    cannot be loaded, is quantized, has no safetensors, or weights are missing.
     """
     model = skeleton(source, dtype)
     cut = cut_model(model, span)
@@ -56,15 +47,14 @@ def load_stage(source: str, span: Span, device: torch.device, dtype: torch.dtype
 
 
 def stage_to(model: PreTrainedModel, device: torch.device) -> None:
-    """Move what is here of a cut model; what is on the meta device stays there."""
+    """Moves a cut model to a device; tensors on the meta device stay there."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def digest(source: str) -> str:
-    """Return a short text in which two models' weights differ, of the sizes and a few bytes of their files.
+    """Returns a short fingerprint of a model's weights, from the sizes and a few bytes of their files.
 
-    Args:
-        source: a folder, or a hub id, whose text is that of its revision.
+    For a hub id it is the revision.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -83,7 +73,7 @@ def digest(source: str) -> str:
 
 
 class _Lazy:
-    """A tensor in a file, read when it is indexed, as safetensors' slices are."""
+    """A tensor in a file, read when it is indexed, like safetensors' slices."""
 
     def __init__(self, file: TensorFile, key: str) -> None:
         self._file, self._key = file, key
@@ -93,7 +83,7 @@ class _Lazy:
 
 
 def _files(source: str, named: str | None) -> dict[str, str]:
-    """The file of each tensor of a checkpoint, by the tensor's key."""
+    """Returns the file name of each tensor of a checkpoint, by the tensor's key."""
     wholes = [SAFE_WEIGHTS_NAME] if named is None else [named] if named.endswith(".safetensors") else []
     for name in wholes:
         path = _cached(source, name)
@@ -112,7 +102,7 @@ def _files(source: str, named: str | None) -> dict[str, str]:
 
 
 def _cached(source: str, name: str) -> str | None:
-    """A file of the folder or the hub's cache, fetched if need be; None if there is none of that name."""
+    """Returns a file's path in the folder or the hub's cache, fetched if needed; None if there is none."""
     path: str | None = cached_file(
         source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
     )
@@ -122,7 +112,7 @@ def _cached(source: str, name: str) -> str | None:
 def _open(
     source: str, wanted: Mapping[str, str], files: Mapping[str, str], stack: ExitStack
 ) -> dict[str, Any]:
-    """Lazy tensors by key or name; `wanted` says which key each is read from."""
+    """Returns lazy tensors by key or name; `wanted` maps it to the key that is read."""
     handles: dict[str, TensorFile] = {}
     for key in wanted.values():
         name = files[key]
@@ -135,7 +125,7 @@ def _open(
 
 
 def _wanted(cut: Cut, files: Mapping[str, str]) -> dict[str, str]:
-    """The checkpoint's keys that this stage needs, each by the key or name under which it is loaded.
+    """Returns the checkpoint's keys that this stage needs, by the key or name under which each is loaded.
 
     A tied weight is stored once, under any of its names.
     """
@@ -150,7 +140,7 @@ def _wanted(cut: Cut, files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ties(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Pairs of names of one tied weight, both ways round."""
+    """Yields pairs of names of one tied weight, in both orders."""
     groups: dict[str, list[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(target)
@@ -159,7 +149,7 @@ def _ties(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 
 def _targets(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Tensor]) -> dict[str, str]:
-    """The name in the model of each of a checkpoint's keys; the first of several that a conversion makes."""
+    """Returns the model's name for each checkpoint key; the first one if a conversion makes several."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -172,7 +162,7 @@ def _targets(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Tenso
 
 
 def _missing(cut: Cut, names: set[str]) -> list[str]:
-    """Which of the names that were not read this stage needs."""
+    """Returns the names that were not read although this stage needs them."""
     ignored = [re.compile(pattern) for pattern in cut.model._keys_to_ignore_on_load_missing or ()]
     return sorted(
         name for name in names if cut.holds(name) and not any(pattern.search(name) for pattern in ignored)
@@ -180,7 +170,7 @@ def _missing(cut: Cut, names: set[str]) -> list[str]:
 
 
 def _fill(cut: Cut, tensors: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Read the tensors into the model, with Transformers' own conversion of old and fused weights.
+    """Reads the tensors into the model with Transformers' own conversion of old and fused weights.
 
     Returns:
         The names of the stage's weights that the checkpoint lacks.

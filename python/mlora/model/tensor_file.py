@@ -1,4 +1,4 @@
-"""Reading tensors of a safetensors file while other threads run."""
+"""Reads tensors of a safetensors file while other threads run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 _PIECE = 16 << 20  # bytes of one read
-_LARGE = 1 << 20  # bytes from which on a tensor's memory is a mapping, which leaves no hole when it is cast
+_LARGE = 1 << 20  # bytes; from here on a tensor gets its own mapping, which leaves no hole after a cast
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,18 +34,11 @@ _DTYPES = {
 
 
 class TensorFile(AbstractContextManager["TensorFile"]):
-    """A safetensors file that is read by name.
+    """A safetensors file, read by tensor name; SafetensorError if it is not a whole one.
 
-    `safe_open` keeps Python's lock while it reads a tensor, and so the process can give no sign of life while
-    a large one comes from a slow disk; and pages of a file that is mapped count as the process's memory,
+    `safe_open` would hold Python's lock while it reads a tensor, and the process could send no heartbeat
+    while a large one comes from a slow disk. Pages of a mapped file would count as the process's memory,
     beside the tensors.
-
-    Args:
-        path: the file.
-
-    Raises:
-        OSError: if it cannot be read.
-        SafetensorError: if it is no whole safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,23 +54,13 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file."""
         self._file.close()
 
     def keys(self) -> Iterable[str]:
-        """The names of its tensors."""
         return self._entries.keys()
 
     def read(self, key: str) -> Tensor:
-        """Read a tensor into memory of its own.
-
-        Args:
-            key: its name.
-
-        Raises:
-            ValueError: if its dtype is not one of torch's.
-            OSError: if it cannot be read.
-        """
+        """Reads a tensor into memory of its own; ValueError if torch lacks its dtype."""
         entry = self._entries[key]
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{self._path}: {key}: dtype {entry['dtype']} is not one that torch has")

@@ -1,1 +1,1 @@
-"""What adapters are trained for: losses over rows."""
+"""Objectives: the losses that adapters are trained for."""

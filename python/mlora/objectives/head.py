@@ -1,4 +1,4 @@
-"""A model's head: the frozen layer that makes logits, and what follows it.
+"""A model's head: the frozen layer that makes logits, and the computation after it.
 
 Shapes: D hidden size, V vocabulary.
 """
@@ -16,7 +16,7 @@ from mlora_ext.frozen.weight import FrozenWeight
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does to its head's output: `softcap · tanh(scale · z / softcap)`.
+    """A model's computation on its head's output: `softcap · tanh(scale · z / softcap)`.
 
     Attributes:
         scale: factor (Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`).
@@ -28,7 +28,7 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any) -> LogitRule:
-        """Read the rule from a model's config."""
+        """Reads the rule from a model's config."""
         scale = getattr(config, "logit_scale", None)
         scale = 1.0 if scale is None else float(scale)
         divisor = getattr(config, "logits_scaling", None)
@@ -36,7 +36,7 @@ class LogitRule:
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The model's logits from its head's output; differentiable."""
+        """Returns the model's logits from its head's output; differentiable."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -46,13 +46,7 @@ class LogitRule:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A frozen head.
-
-    Attributes:
-        frozen: W `[V, D]`.
-        bias: `[V]` or None.
-        rule: what follows the linear layer.
-    """
+    """A frozen head: W `[V, D]`, bias `[V]` or None, and the computation after the linear layer."""
 
     frozen: FrozenWeight
     bias: Tensor | None

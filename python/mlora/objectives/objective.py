@@ -1,4 +1,4 @@
-"""What an adapter is trained for. A new objective is a class in one file: see `Objective`."""
+"""The interface of an objective. To add one, write one class: see `Objective`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossOfOwner:
-    """What an objective makes of one adapter's rows of a micro-batch.
+    """An objective's result for one adapter's rows of a micro-batch.
 
     Attributes:
         loss: `[]`, a sum over units; differentiable in the log-probabilities.
-        metrics: sums over units, by the names that stand in ``metrics.jsonl``.
+        metrics: sums over units, by their names in ``metrics.jsonl``.
     """
 
     loss: Tensor
@@ -28,14 +28,14 @@ class Objective(ABC):
 
     The trained tokens of an adapter's samples become rows of the micro-batch. The last stage computes the
     log-probability of each, with bounded memory, and asks the objective for the loss. Gradients are divided
-    by the units of the whole accumulated batch. A sample may have several sequences, as a preference pair
-    has.
+    by the units of the whole accumulated batch. A sample may have several sequences, such as a preference
+    pair.
 
-    `mlora.objectives.registry.register_objective` gives a class a name.
+    Register a class with `mlora.objectives.registry.register_objective`.
 
     Attributes:
         one_pass: whether the loss is minus the sum of the log-probabilities, which needs one pass over the
-            head; others need two.
+            head; other losses need two.
 
     Example:
         >>> class Focal(Objective):
@@ -47,11 +47,11 @@ class Objective(ABC):
     one_pass = False
 
     def units(self, samples: Sequence[Any], trained: int) -> int:
-        """Returns what divides the loss of these samples.
+        """Returns the number of units that the loss of these samples is divided by.
 
         Args:
-            samples: of one adapter in a micro-batch.
-            trained: their trained tokens; the default.
+            samples: samples of one adapter in a micro-batch.
+            trained: the number of their trained tokens, which is the default.
         """
         return trained
 
@@ -62,4 +62,7 @@ class Objective(ABC):
         Args:
             log_p: `[M]` fp32, the log-probability of each trained token, sequence after sequence.
             lengths: trained tokens of each sequence; sums to M.
+
+        Returns:
+            The loss, a sum over units, and metrics.
         """

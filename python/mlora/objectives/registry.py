@@ -1,6 +1,6 @@
-"""Objectives by the names that stand in a config. Imports no torch: a config is read without it.
+"""Objectives by their names in a config. Imports no torch, so that a config can be read without it.
 
-To add an objective, write a class as `mlora.objectives.objective.Objective` says, and register it.
+To add an objective, subclass `mlora.objectives.objective.Objective` and register the class.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _OBJECTIVES: dict[str, str | type[Objective]] = {
 
 
 def register_objective(name: str, kind: type[Objective]) -> None:
-    """Gives an objective a name, which `objective` may then be.
+    """Registers an objective under a name for the key `objective`.
 
     Args:
-        name: not taken.
+        name: a name that is not taken.
         kind: the class; it is made without arguments.
 
     Raises:
-        ValueError: the name is taken by another objective.
+        ValueError: another objective has this name.
     """
     if _OBJECTIVES.get(name, kind) is not kind:
         raise ValueError(f"objective: there is an objective {name!r} already; choose another name")
@@ -38,10 +38,10 @@ def objective_names() -> list[str]:
 
 
 def objective_of(name: str) -> Objective:
-    """Makes the objective of a name.
+    """Makes the objective with this name.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no objective has this name.
     """
     if name not in _OBJECTIVES:
         raise ValueError(f"objective: expected one of {', '.join(_OBJECTIVES)}, got {name!r}")

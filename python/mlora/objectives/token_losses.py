@@ -1,4 +1,4 @@
-"""Log-probabilities of trained tokens in row chunks, and the losses on them: whole logits are never held.
+"""Log-probabilities of trained tokens in chunks of rows, and losses on them; never holds whole logits.
 
 Shapes: T packed rows, M of them trained, D hidden size, V vocabulary, N owners of rows.
 """
@@ -17,21 +17,21 @@ from torch.autograd.function import once_differentiable
 from mlora.objectives.head import Head
 from mlora.objectives.objective import Objective
 
-# Logits of a chunk. On a CPU they should stay in its cache; a GPU needs enough rows for each pass over the
-# head's weight to be worth it.
+# Logits of a chunk. On a CPU they should stay in its cache. On a GPU a chunk needs enough rows to be worth a
+# pass over the head's weight.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _SMALLEST_CHUNK = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Owners:
-    """Whose the trained rows are.
+    """The adapters that own the trained rows.
 
     Attributes:
         counts: trained rows of each owner; sums to M.
-        scales: factor of each owner's gradient (a loss scaler's), not of what is reported.
+        scales: factor on each owner's gradient (a loss scaler's); reported losses do not have it.
         objectives: of each owner; None: cross-entropy for all.
-        lengths: trained rows of each sequence of each owner; only read where there are objectives.
+        lengths: trained rows of each sequence of each owner; only read if there are objectives.
     """
 
     counts: Sequence[int]
@@ -47,7 +47,7 @@ class TokenLosses:
     Attributes:
         total: the scalar to differentiate.
         sums: `[N]` fp64, the loss of each owner.
-        metrics: of each owner, where there are objectives.
+        metrics: of each owner, if there are objectives.
     """
 
     total: Tensor
@@ -56,19 +56,17 @@ class TokenLosses:
 
 
 def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
-    """Losses of a frozen head's logits, with the gradient computed in the same pass.
+    """Returns the losses of a frozen head's logits, with the gradient computed in the same pass.
 
     Cross-entropy: `loss_i = Σ_t logsumexp(z_t) - z_t[target_t]` over the trained rows t of owner i, in one
-    pass. Another objective sees the log-probabilities of a first pass; the gradient of its loss in them
-    weighs the rows of the second. Softmax in fp32. Only trained rows meet the head. A row that is not finite
-    spoils only its owner's sum and its own gradient.
+    pass. Other objectives take two passes: the first makes log-probabilities, and the gradient of the loss in
+    them weighs the rows of the second. Softmax in fp32. Only trained rows meet the head. A row that is not
+    finite spoils only its owner's sum and its own gradient.
 
     Args:
         hidden: `[T, D]` the head's input.
-        head: frozen.
         rows: `[M]` trained rows, each owner's together, owners in order.
         targets: `[M]` the token to predict from each.
-        owners: of the trained rows.
     """
     needs_grad = torch.is_grad_enabled() and hidden.requires_grad
     if owners.objectives is None or all(objective.one_pass for objective in owners.objectives):
@@ -87,7 +85,7 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
 
 
 def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
-    """As `chunked_losses`, by autograd from whole logits `[M, V]`: for a head that is itself trained."""
+    """Returns losses as `chunked_losses` does, by autograd from whole logits `[M, V]`: for a trained head."""
     losses = F.cross_entropy(logits.float(), targets, reduction="none")
     if owners.objectives is not None:
         return TokenLosses(*_by_objective(-losses, owners))
@@ -98,7 +96,7 @@ def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses
 
 
 def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
-    """The scaled total, each owner's loss, and each owner's metrics."""
+    """Returns the scaled total, each owner's loss, and each owner's metrics."""
     assert owners.objectives is not None
     total, sums, metrics = log_p.new_zeros(()), [], []
     parts = log_p.split(list(owners.counts))
@@ -113,7 +111,7 @@ def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[d
 
 
 def _scales_of_rows(owners: Owners, device: torch.device) -> Tensor | None:
-    """`[M]` fp32, or None where all are 1."""
+    """Returns the scale of each row, `[M]` fp32, or None if all are 1."""
     if all(scale == 1.0 for scale in owners.scales):
         return None
     factors = torch.tensor(owners.scales, dtype=torch.float32, device=device)
@@ -122,13 +120,13 @@ def _scales_of_rows(owners: Owners, device: torch.device) -> Tensor | None:
 
 
 def sums_by_owner(losses: Tensor, counts: Sequence[int]) -> Tensor:
-    """`[N]` fp64 sums of runs of `losses [M]`; each sum depends on its own run only."""
+    """Returns `[N]` fp64 sums of runs of `losses [M]`; each sum depends on its own run only."""
     lengths = torch.tensor(counts, dtype=torch.int64, device=losses.device)
     return torch.segment_reduce(losses.double(), "sum", lengths=lengths, initial=0.0)
 
 
 def chunk_rows(device: torch.device, vocabulary: int) -> int:
-    """Rows whose logits `chunked_losses` holds at once: its workspace grows up to so many trained rows."""
+    """Returns the rows of logits that `chunked_losses` holds at once; up to there its memory grows with M."""
     elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
     return max(_SMALLEST_CHUNK, elements // vocabulary)
 
@@ -169,7 +167,7 @@ class _ChunkedLosses(torch.autograd.Function):
 def _chunk(
     hidden: Tensor, head: Head, targets: Tensor, scales: Tensor | None, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses of a chunk of rows and their gradient in `hidden`; works in place on one chunk of logits."""
+    """Returns the losses of a chunk of rows and their gradient in `hidden`; works in place on the logits."""
     rule = head.rule
     logits = head.frozen.matmul(hidden, head.bias).float()
     if rule.scale != 1.0:

@@ -26,7 +26,7 @@ class AdamW(Optimizer):
         return 4 * elements(shapes)
 
     def begin(self) -> None:
-        """Makes moments of zeros."""
+        """Makes moments of zeros before the first step."""
         if not any(self.state):
             self.state = [[torch.zeros_like(p), torch.zeros_like(p)] for p in self.parameters]
 
@@ -38,7 +38,6 @@ class AdamW(Optimizer):
         scale: float,
         steps: int,
     ) -> None:
-        """Makes a step; see `Optimizer.step`."""
         parameters = [self.parameters[i] for i in index]
         first, second = ([self.state[i][order] for i in index] for order in (0, 1))
         self._update(parameters, list(gradients), first, second, learning_rate, scale, steps)
@@ -72,11 +71,10 @@ class AdamW(Optimizer):
 
 
 class FusedAdamW(AdamW):
-    """`adamw_torch_fused`: PyTorch's fused kernel, which needs no further memory."""
+    """`adamw_torch_fused`: PyTorch's fused kernel, which needs no memory beside the moments."""
 
     @staticmethod
     def step_bytes(shapes: Shapes) -> int:
-        """Returns 0."""
         return 0
 
     def _update(
@@ -89,7 +87,7 @@ class FusedAdamW(AdamW):
         scale: float,
         steps: int,
     ) -> None:
-        # What torch.optim.AdamW(fused=True) calls: through it, 28 small tensors cost twice the time.
+        # torch.optim.AdamW(fused=True) calls this kernel too, but takes twice the time for 28 small tensors.
         device = parameters[0].device
         counts = [torch.tensor(steps + 1.0, device=device)] * len(parameters)
         divisor = torch.tensor(1.0 / scale, device=device)

@@ -1,4 +1,4 @@
-"""One adapter's optimizer on one stage: gradients as sums over tokens, and the update that was decided."""
+"""One adapter's optimizer on one stage; gradients are sums over tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from mlora.optim.step_rule import Update
 
 
 class AdapterOptimizer:
-    """The gradients of one adapter's Parameters on one stage, and the optimizer that takes them.
-
-    Args:
-        parameters: the adapter's Parameters that are on this stage, by name.
-        config: see `OptimConfig`.
+    """The gradients of one adapter's Parameters on one stage, and their optimizer.
 
     Attributes:
         steps: updates made.
@@ -31,7 +27,7 @@ class AdapterOptimizer:
         self._blank: list[tuple[nn.Parameter, Tensor]] = []
 
     def squares(self) -> Tensor:
-        """Sum of the squares of the gradients: `[]` fp64, on their device."""
+        """Returns the sum of the squares of the gradients: `[]` fp64, on their device."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
@@ -39,7 +35,7 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
-        """Make an update, and drop the gradients."""
+        """Makes an update, and drops the gradients."""
         if update.taken:
             self._optimizer.begin()
             index = [i for i, p in enumerate(self._parameters) if p.grad is not None]
@@ -50,39 +46,33 @@ class AdapterOptimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget what was accumulated."""
         for parameter in self._parameters:
             parameter.grad = None
         self._blank = []
 
     def hold_gradients(self) -> None:
-        """Make the gradients that are not there yet, of zeros: backward finds room for all of them."""
+        """Makes the missing gradients, of zeros, so that backward finds room for all of them."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 self._blank.append((parameter, parameter.grad))
 
     def drop_blank_gradients(self) -> None:
-        """Forget what `hold_gradients` made and no backward added to: such Parameters are not updated."""
+        """Drops gradients of `hold_gradients` that no backward added to; their Parameters are not updated."""
         for parameter, gradient in self._blank:
             if parameter.grad is gradient and gradient._version == 0:
                 parameter.grad = None
         self._blank = []
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Returns the optimizer's state by the Parameter's name, as copies; nothing where it has none."""
+        """Returns copies of the optimizer's state by Parameter name; leaves out Parameters without state."""
         pairs = zip(self._names, self._optimizer.state, strict=True)
         return {name: [tensor.clone() for tensor in tensors] for name, tensors in pairs if tensors}
 
     def load_state_dict(self, steps: int, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Takes over what `state_dict` gave, here or on other stages.
+        """Loads the result of `state_dict`, from this stage or others; it may hold other Parameters, too.
 
-        Args:
-            steps: updates made.
-            state: of this stage's Parameters, and maybe of others.
-
-        Raises:
-            ValueError: it is the state of other Parameters.
+        ValueError if `state` lacks a Parameter of this stage or a shape differs.
         """
         if state and not set(self._names) <= set(state):
             raise ValueError("state: the optimizer's moments are those of other Parameters")

@@ -1,4 +1,4 @@
-"""Learning rate schedules, as Transformers' `Trainer` has them."""
+"""Learning-rate schedules, as in Transformers' `Trainer`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from mlora.optim.optim_config import OptimConfig
 
 
 def schedule_of(config: OptimConfig) -> Callable[[int], float]:
-    """The factor on the learning rate as a function of the steps taken, from `transformers.get_scheduler`.
+    """Returns Transformers' factor on the learning rate as a function of the steps taken.
 
-    Raises:
-        ValueError: if there is no such schedule, its arguments do not fit, or it needs more than the step.
+    ValueError if there is no such schedule, its arguments do not fit, or it depends on more than the step.
     """
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import get_scheduler
@@ -44,7 +43,7 @@ def schedule_of(config: OptimConfig) -> Callable[[int], float]:
 
 
 def _check_schedule_arguments(config: OptimConfig) -> None:
-    """Refuse `lr_scheduler_kwargs` that the schedule does not have, and the lack of those it needs."""
+    """Refuses `lr_scheduler_kwargs` that the schedule does not have, and the lack of those it needs."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     functions: dict[str, Any] = {kind.value: make for kind, make in TYPE_TO_SCHEDULER_FUNCTION.items()}

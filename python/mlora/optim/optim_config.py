@@ -1,4 +1,4 @@
-"""How one adapter is optimised."""
+"""One adapter's optimizer settings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from mlora.optim.registry import optimizer_names
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How one adapter is optimised. Names and defaults are those of `transformers.TrainingArguments`.
+    """One adapter's optimizer settings. Names and defaults are those of `transformers.TrainingArguments`.
 
     Attributes:
         learning_rate: peak learning rate.
         optim: `adamw_torch`, `adamw_torch_fused`, `sgd`, or a name of `mlora.optim.registry`.
         weight_decay: decoupled for AdamW; applies to every adapter weight.
-        adam_beta1: decay of the first moment.
-        adam_beta2: decay of the second moment.
-        adam_epsilon: added to the denominator.
         max_grad_norm: bound of the gradient's norm; 0 = no clipping.
         lr_scheduler_type: a name of `transformers.SchedulerType` that is a function of the step.
         lr_scheduler_kwargs: further arguments of the schedule.
         warmup_steps: steps of linear warm-up.
-        total_steps: steps after which the schedule ends; needed by those that end.
-
-    Raises:
-        ValueError: naming the field, what was expected and what came.
+        total_steps: steps after which the schedule ends; needed by schedules that end.
     """
 
     learning_rate: float = 5e-5

@@ -1,4 +1,4 @@
-"""What an optimizer is asked for. A new one is a class in one file: see `Optimizer`."""
+"""The interface of an optimizer. To add one, write one class: see `Optimizer`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Shapes = Sequence[Sequence[int]]
 class Optimizer(ABC):
     """The optimizer of one adapter's Parameters on one stage.
 
-    What is decided once for all stages is given to `step`: the learning rate, and a factor on the gradients
-    (clipping, tokens and loss scale). `mlora.optim.registry.register_optimizer` gives a class a name.
+    The learning rate and a factor on the gradients (clipping, tokens and loss scale) are decided once for all
+    stages and passed to `step`. Register a class with `mlora.optim.registry.register_optimizer`.
 
     Args:
-        parameters: fp32; those of the adapter that are on this stage.
-        config: the adapter's.
+        parameters: the adapter's Parameters on this stage, fp32.
+        config: the adapter's settings.
 
     Attributes:
-        state: of each Parameter some tensors that last between steps, such as its moments; empty lists before
-            the first step.
+        state: for each Parameter, the tensors that last between steps, such as its moments; empty lists
+            before the first step.
 
     Example:
         >>> class Lion(Optimizer):
@@ -41,7 +41,7 @@ class Optimizer(ABC):
         self.state: list[list[Tensor]] = [[] for _ in self.parameters]
 
     def begin(self) -> None:  # noqa: B027 - some have no state
-        """Makes `state` before a step, if it is not there."""
+        """Makes `state` before a step, if it is not there yet."""
 
     @abstractmethod
     def step(
@@ -55,25 +55,28 @@ class Optimizer(ABC):
         """Makes a step on some of the Parameters, in place.
 
         Args:
-            index: of those that have a gradient.
-            gradients: of these, as sums over tokens; they may be overwritten.
-            learning_rate: of this step.
+            index: indices of the Parameters that have a gradient.
+            gradients: their gradients, as sums over tokens; they may be overwritten.
+            learning_rate: the learning rate of this step.
             scale: factor on the gradients.
-            steps: made before.
+            steps: number of steps made before.
         """
 
     @staticmethod
     @abstractmethod
     def state_bytes(shapes: Shapes) -> int:
-        """Returns the bytes that `state` takes for Parameters of these shapes, once there is a step."""
+        """Returns the bytes of `state` for Parameters of these shapes, after the first step."""
 
     @staticmethod
     def step_bytes(shapes: Shapes) -> int:
-        """Returns the bytes that a step takes for a moment and gives back."""
+        """Returns the bytes that a step takes temporarily, for Parameters of these shapes. Default: 0."""
         return 0
 
     def load_state(self, state: Sequence[Sequence[Tensor]]) -> None:
-        """Takes over what `state` was.
+        """Copies a `state` that was saved before.
+
+        Args:
+            state: for each Parameter, its tensors.
 
         Raises:
             ValueError: it is the state of other Parameters.

@@ -1,6 +1,6 @@
-"""Optimizers by the names that stand in a config. Imports no torch: a config is read without it.
+"""Optimizers by their names in a config. Imports no torch, so that a config can be read without it.
 
-To add an optimizer, write a class as `mlora.optim.optimizer.Optimizer` says, and register it.
+To add an optimizer, subclass `mlora.optim.optimizer.Optimizer` and register the class.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _OPTIMIZERS: dict[str, str | Kind] = {
 
 
 def register_optimizer(name: str, kind: Kind) -> None:
-    """Gives an optimizer a name, which `optim` may then be.
+    """Registers an optimizer under a name for the key `optim`.
 
     Args:
-        name: not taken.
+        name: a name that is not taken.
         kind: the class.
 
     Raises:
-        ValueError: the name is taken by another optimizer.
+        ValueError: another optimizer has this name.
     """
     if _OPTIMIZERS.get(name, kind) is not kind:
         raise ValueError(f"optim: there is an optimizer {name!r} already; choose another name")
@@ -39,10 +39,10 @@ def optimizer_names() -> list[str]:
 
 
 def optimizer_kind(name: str) -> Kind:
-    """Returns the class of an optimizer.
+    """Returns the class of the optimizer with this name.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no optimizer has this name.
     """
     if name not in _OPTIMIZERS:
         raise ValueError(f"optim: expected one of {', '.join(_OPTIMIZERS)}, got {name!r}")

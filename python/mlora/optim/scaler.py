@@ -12,7 +12,7 @@ _GROWTH_INTERVAL = 2000
 
 @dataclass
 class LossScaler:
-    """Scale of an adapter's gradients; doubles after 2000 good steps, halves after an overflow.
+    """The scale of an adapter's gradients: doubles after 2000 good steps, halves after an overflow.
 
     Gradients are sums over tokens, so the scale begins lower than PyTorch's 65536, which is for means.
 
@@ -28,18 +28,11 @@ class LossScaler:
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype) -> LossScaler:
-        """A scaler that is on for fp16 and off otherwise."""
+        """Returns a scaler that is on for fp16 and off otherwise."""
         return cls(True, _INITIAL) if dtype is torch.float16 else cls(False)
 
     def update(self, *, overflow: bool) -> bool:
-        """Note how a step went.
-
-        Args:
-            overflow: whether its gradient was not finite.
-
-        Returns:
-            Whether the overflow was the scale's doing: it could be lowered, and the next step may succeed.
-        """
+        """Records a step; returns whether an overflow lowered the scale, so the next step may succeed."""
         if not self.enabled:
             return False
         if overflow:

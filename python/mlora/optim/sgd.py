@@ -15,7 +15,6 @@ class Sgd(Optimizer):
 
     @staticmethod
     def state_bytes(shapes: Shapes) -> int:
-        """Returns 0."""
         return 0
 
     def step(
@@ -26,7 +25,6 @@ class Sgd(Optimizer):
         scale: float,
         steps: int,
     ) -> None:
-        """Makes a step; see `Optimizer.step`."""
         parameters, scaled = [self.parameters[i] for i in index], list(gradients)
         torch._foreach_mul_(scaled, scale)
         if self.config.weight_decay:

@@ -1,4 +1,4 @@
-"""What is decided once for all stages of an optimizer step, as Transformers' `Trainer` decides it."""
+"""Decides an optimizer step once for all stages, as Transformers' `Trainer` does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Update:
     """What every stage does with an adapter's gradient.
 
     Attributes:
-        learning_rate: that of this step.
         scale: factor on the summed gradient: clipping, over tokens and loss scale.
         taken: whether the weights change; False drops the gradient, which was not finite or is unwanted.
     """
@@ -26,10 +25,9 @@ class Update:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """What one optimizer step does.
+    """The result of one optimizer step.
 
     Attributes:
-        learning_rate: that of this step.
         grad_norm: norm of the mean gradient before clipping.
         update: for the stages.
     """
@@ -40,15 +38,9 @@ class OptimStep:
 
 
 class StepRule:
-    """What is decided once for all stages: the learning rate, and clipping by the norm of all gradients.
+    """Decides the learning rate and the clipping by the norm of all stages' gradients together.
 
-    Clipping as `torch.nn.utils.clip_grad_norm_`, over the adapter's gradient.
-
-    Args:
-        config: see `OptimConfig`.
-
-    Raises:
-        ValueError: as `schedule_of`.
+    Clips as `torch.nn.utils.clip_grad_norm_` does, over the adapter's gradient. ValueError as `schedule_of`.
 
     Attributes:
         steps: steps taken.
@@ -61,18 +53,15 @@ class StepRule:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """The learning rate of the next step."""
         return self.config.learning_rate * self._schedule(self.steps)
 
     def decide(self, squares: float, divisor: float) -> OptimStep:
-        """Decide a step, and advance the schedule.
+        """Decides a step and advances the schedule; a gradient that is not finite changes nothing.
 
         Args:
             squares: sum of the squares of the summed gradient, over all stages.
-            divisor: trained tokens that the gradients are the sum over, times the loss scale.
-
-        Returns:
-            The step. A gradient that is not finite changes nothing.
+            divisor: number of trained tokens in the sum, times the loss scale.
         """
         rate, norm = self.learning_rate, math.sqrt(squares) / divisor
         if not math.isfinite(norm):
