@@ -20,7 +20,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch and Transformers take seconds to import, which `mlora --help` need not wait for
+    # importing torch and Transformers takes seconds; `mlora --help` does without them
     if name not in _HOMES:
         raise AttributeError(f"module 'mlora' has no attribute {name!r}")
     return getattr(import_module(f"mlora.{_HOMES[name]}"), name)

@@ -1,10 +1,10 @@
-"""``python -m mlora`` and ``mlora``: the command line."""
+"""Entry point of ``python -m mlora`` and ``mlora``."""
 
 from mlora.cluster.imports import end_imports_at_once
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C ends it in one line even while its imports are under way."""
+    """Runs the command line. Ctrl-C ends it with one line of text, also during its imports."""
     end_imports_at_once()
     from mlora.cli.app import main
 

@@ -44,14 +44,7 @@ Overrides = Annotated[
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and leave.
-
-    Args:
-        wanted: whether it was asked for.
-
-    Raises:
-        typer.Exit: after it was printed.
-    """
+    """Prints the version and exits, if `--version` was given."""
     if not wanted:
         return
     with command():
@@ -73,7 +66,7 @@ def options(
 
 
 def main() -> None:
-    """Run the command line."""
+    """Runs the command line."""
     end_imports_at_once()
     app()
 
@@ -105,16 +98,7 @@ def sweep(
 def start(
     name: str, run: Path, set_: list[str] | None, *, overwrite: bool, stages: int | None, trace: bool
 ) -> None:
-    """Begin a new run, as the commands `train` and `sweep` do.
-
-    Args:
-        name: of the command.
-        run: the run's YAML.
-        set_: overrides.
-        overwrite: an earlier run may be replaced.
-        stages: into how many the model is cut.
-        trace: write what they did when.
-    """
+    """Starts a new run for the commands `train` and `sweep`."""
     with command(goes_on=True):
         from mlora.config.config_file import load_config
 
@@ -147,7 +131,7 @@ def resume(run_dir: RunDir) -> None:
     with command(goes_on=True):
         from mlora.files.run_folder import RunFolder
 
-        config = RunFolder(run_dir.resolve()).read_config()  # its faults need not wait for torch
+        config = RunFolder(run_dir.resolve()).read_config()  # reports a fault before torch is loaded
         start_stages(config, ["resume", str(run_dir)])
         begin()
         from mlora.run.run import resume

@@ -1,4 +1,4 @@
-"""The benchmarks, which lie beside the package in a source checkout and are no part of it."""
+"""Runs the benchmarks, which are in the source checkout and not in the package."""
 
 from __future__ import annotations
 
@@ -13,18 +13,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "bench"
 
 
 def run_suite(arguments: Sequence[str]) -> int:
-    """Run ``bench/suite.py`` in this process.
-
-    Args:
-        arguments: its command line.
-
-    Returns:
-        Its exit code.
-
-    Raises:
-        RunError: this is an installed package without the source checkout.
-        SystemExit: from the suite's own parser, as for ``--help``.
-    """
+    """Runs ``bench/suite.py`` in this process and returns its exit code; ``--help`` raises SystemExit."""
     if not (FOLDER / "suite.py").is_file():
         raise RunError(
             "bench: the benchmarks are part of the source checkout, not of the installed package; "

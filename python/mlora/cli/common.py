@@ -1,4 +1,4 @@
-"""What commands have in common: errors as lines, tables, and a run in this process or in one per stage."""
+"""What commands share: errors as lines, tables, and a run in this process or in one process per stage."""
 
 from __future__ import annotations
 
@@ -26,25 +26,14 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's outpu
 
 @contextmanager
 def command(*, goes_on: bool = False) -> Iterator[None]:
-    """What every command does around its work: errors become lines, and so does output that goes away.
-
-    Args:
-        goes_on: the work goes on when standard output cannot be written.
-
-    Raises:
-        typer.Exit: after an error, or with 130 after an interrupt.
-    """
+    """Wraps every command: faults become lines. `goes_on`: unwritable output does not stop the work."""
     with errors_as_lines(), guarded_output(goes_on=goes_on), errors_as_lines():
         yield
 
 
 @contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Turn an error that a user can mend into lines on standard error and exit code 1.
-
-    Raises:
-        typer.Exit: after such an error, or with 130 after an interrupt.
-    """
+    """Prints a RunError on standard error and exits with 1; exits with 130 after Ctrl-C."""
     try:
         yield
     except RunError as error:
@@ -57,7 +46,7 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Load the operators, and keep the bars and notices of Transformers and the hub out of the output."""
+    """Loads the operators, and silences the progress bars and notices of Transformers and the hub."""
     with no_collection():
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
@@ -72,7 +61,7 @@ def begin() -> None:
 
 
 def reporter() -> Reporter:
-    """Return a live table on a terminal, plain lines elsewhere."""
+    """Returns a live table on a terminal, plain lines elsewhere."""
     from mlora.cli.live_table import LiveTable
     from mlora.run.report import PlainLines
 
@@ -80,16 +69,10 @@ def reporter() -> Reporter:
 
 
 def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | None = None) -> None:
-    """Where a run has several stages and this is the user's process, run it in one process per stage.
+    """Runs a run of several stages in one process per stage, then exits with the run's exit code.
 
-    Args:
-        config: the run's.
-        arguments: the command line that each of them is given.
-        overwrite: of a new run, whether an earlier one may be replaced; none where it goes on.
-
-    Raises:
-        RunError: it can be refused without starting them.
-        typer.Exit: with the run's exit code, when they have ended.
+    Returns at once for a run of one process, and in a process that a launcher has started. `overwrite` is
+    None when a run is resumed.
     """
     if config.pipeline.processes == 1:
         return
@@ -109,16 +92,7 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
 
 
 def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, trace: bool = False) -> None:
-    """Run the stage that this process is there for.
-
-    Args:
-        config: the run's.
-        lead: runs stage 0, or a run of one stage.
-        trace: whether the other stages note what they do when.
-
-    Raises:
-        typer.Exit: with the run's exit code, unless this is a later stage.
-    """
+    """Runs this process's stage. Stage 0 calls `lead`, then exits with the run's exit code."""
     from mlora.run.stages import membership, run_stage
 
     with membership(config) as member:
@@ -130,14 +104,7 @@ def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, t
 
 
 def finish(result: RunResult) -> None:
-    """Print the table at the end of a run, and leave with its exit code.
-
-    Args:
-        result: what came of it.
-
-    Raises:
-        typer.Exit: with the exit code, always.
-    """
+    """Prints the table at the end of a run and exits with the run's exit code."""
     from mlora.cli.result_table import result_table
     from mlora.cli.status import how_to_go_on
     from mlora.files.run_folder import RunFolder
@@ -170,17 +137,13 @@ def finish(result: RunResult) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are."""
+    """Prints lines as they are."""
     for line in lines:
         print(line)
 
 
 def print_rows(rows: list[list[str]]) -> None:
-    """Print rows as a table on a terminal, as aligned lines elsewhere.
-
-    Args:
-        rows: the first one holds the titles.
-    """
+    """Prints rows, titles first, as a table on a terminal and as aligned lines elsewhere."""
     from mlora.cli.result_table import aligned
 
     if not sys.stdout.isatty():

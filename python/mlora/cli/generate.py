@@ -1,4 +1,4 @@
-"""``mlora generate``: prompts in, completions of several adapters out."""
+"""``mlora generate``: completes prompts with several adapters."""
 
 from __future__ import annotations
 
@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion.
-
-    Args:
-        adapter: its adapter, or ``__base__``.
-        prompt: the prompt's text.
-        completion: the text that was added.
-    """
+    """One completion. ``adapter`` is ``__base__`` for the base model alone."""
 
     adapter: str
     prompt: str
@@ -41,18 +35,7 @@ class Answer:
 
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
-    """Collect prompts.
-
-    Args:
-        texts: given one by one.
-        file: jsonl with ``prompt``, or text of one prompt a line.
-
-    Returns:
-        All of them, in order.
-
-    Raises:
-        RunError: there are none, one is no text, or the file cannot be read.
-    """
+    """Returns prompts given one by one, then those of a file: jsonl with ``prompt``, or one a line."""
     for text in texts:
         try:
             text.encode()
@@ -65,17 +48,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
-    """Find the base model and the adapter folders of a run or of one PEFT folder.
-
-    Args:
-        source: a run's ``output_dir`` or a PEFT folder.
-
-    Returns:
-        The base model as it is written there, and the folders by adapter name.
-
-    Raises:
-        RunError: it is neither.
-    """
+    """Returns the base model and the adapter folders, by name, of a run or of one PEFT folder."""
     if os.path.isfile(source / "config.yaml"):
         folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
         found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
@@ -94,7 +67,7 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
 
 
 def _plain_name(folder: Path) -> str:
-    """The folder's name as an adapter's: without dots, which separate modules in a state dict's keys."""
+    """Returns the folder's name without dots, which separate modules in a state dict's keys."""
     return re.sub(r"[^A-Za-z0-9_+-]", "-", folder.resolve().name) or "adapter"
 
 
@@ -111,26 +84,10 @@ def answer(
     bf16: bool = False,
     device: str | None = None,
 ) -> list[Answer]:
-    """Complete each prompt with each adapter.
+    """Completes each prompt with each adapter; answers come prompt by prompt, adapter by adapter.
 
-    Args:
-        source: a run's ``output_dir`` or a PEFT folder.
-        prompts: their texts.
-        adapters: which of its adapters, ``__base__`` being none; by default all.
-        base_model: instead of the one that ``source`` names.
-        max_new_tokens: the most tokens to add; no more than the base model has positions for.
-        sampling: how tokens are drawn.
-        seed: of the draws.
-        chat: each prompt is a user's message, put into the base model's chat template.
-        bf16: load the base model in bf16 instead of fp32.
-        device: instead of CUDA where there is one, else the CPU.
-
-    Returns:
-        Prompt by prompt, adapter by adapter.
-
-    Raises:
-        RunError: an adapter, the base model or a folder is not there or does not fit, or there is no chat
-            template.
+    `adapters` defaults to all; ``__base__`` is the base model alone. `max_new_tokens` is reduced to the
+    positions that the base model has left.
     """
     import torch
 
@@ -202,13 +159,7 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
 
 
 def print_answers(answers: Sequence[Answer], *, as_json: bool, between: str = "") -> None:
-    """Print completions.
-
-    Args:
-        answers: what to print.
-        as_json: one JSON object a line, instead of text.
-        between: what stands between a prompt and its completion in text.
-    """
+    """Prints completions; in text, `between` stands between a prompt and its completion."""
     escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
     for item in answers:
         print(

@@ -1,4 +1,4 @@
-"""A run on a terminal: one row for each adapter, as far as there is room, and what they are in all."""
+"""Shows a run on a terminal: a row for each adapter, as far as there is room, and a line of totals."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ if TYPE_CHECKING:
 TITLES = ("adapter", "state", "step", "loss", "eval loss", "tokens/s", "ETA")
 GAP = 2  # columns between two cells
 FIRST = ("running", "stopped", "waiting", "paused")
-"""States whose rows are shown before those of others, where not all have room."""
+"""States of the rows to show first, in this order, where not all rows have room."""
 
 
 def short_names(names: Sequence[str], width: int) -> list[str]:
-    """Cut names that are too long in their middle, where they still differ from each other.
+    """Shortens names in their middle to at most `width` characters so that they still differ.
 
-    Args:
-        names: that differ.
-        width: the most characters of one.
-
-    Returns:
-        The names in their order; where no place to cut tells them apart, long ones begin with their number.
+    If no cut keeps them apart, the shortened names begin with their number.
     """
     if all(len(name) <= width for name in names):
         return list(names)
@@ -47,12 +42,10 @@ def _cut(name: str, head: int, width: int) -> str:
 
 
 class LiveTable:
-    """A table of the adapters, redrawn as the run goes.
+    """A table of the adapters that is redrawn while the run goes on.
 
-    Where the terminal has fewer lines, those that train come first, and the last line counts the others.
-
-    Args:
-        console: where to draw; by default the terminal at standard output.
+    If the terminal has too few lines, adapters in training come first, and the last line counts the hidden
+    ones.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -67,51 +60,51 @@ class LiveTable:
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Begin to draw."""
+        """Starts to draw."""
         self._tasks = tasks
         self._live.start()
         self._draw()
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Redraw, at most five times a second."""
+        """Redraws, at most five times a second."""
         self._pace.add(task.name, record["tokens"], record["seconds"])
         if time.monotonic() - self._drawn > 0.2:
             self._draw()
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Redraw."""
+        """Redraws."""
         self._draw()
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Redraw, with one row more."""
+        """Redraws with one more row."""
         self._tasks = tasks
         self._draw()
 
     def changed(self, task: Task) -> None:
-        """Redraw, and print a fault above the table."""
+        """Redraws, and prints a fault above the table."""
         if task.progress.state == "stopped":
             self.fault(f"{task.name}: stopped at step {task.progress.step}: {task.progress.message}")
         self._draw()
 
     def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Redraw."""
+        """Redraws."""
         self._waiting = frozenset(names)
         self._draw()
 
     def note(self, line: str) -> None:
-        """Print a line above the table."""
+        """Prints a line above the table."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        """Print a warning above the table."""
+        """Prints a warning above the table."""
         self._console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
 
     def fault(self, line: str) -> None:
-        """Print a fault above the table."""
+        """Prints a fault above the table."""
         self._console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the table away."""
+        """Removes the table."""
         self._live.stop()
 
     def _draw(self) -> None:
@@ -146,7 +139,7 @@ class LiveTable:
         return "waiting" if waits else task.progress.state
 
     def _chosen(self, states: dict[str, str], most: int) -> list[Task]:
-        """The tasks that have a row, in the run's order."""
+        """Returns the tasks that have a row, in the run's order."""
         if len(self._tasks) <= most:
             return list(self._tasks)
         ranks = [FIRST.index(s) if s in FIRST else len(FIRST) for s in states.values()]
@@ -154,7 +147,7 @@ class LiveTable:
         return [self._tasks[place] for place in sorted(order[: max(most, 1)])]
 
     def _totals(self, states: dict[str, str], shown: int) -> str:
-        """How many adapters are in each state, their steps and their speed."""
+        """Returns a line: how many adapters are in each state, their steps and their speed."""
         counts = Counter(states.values())
         told = ", ".join(f"{count} {state}" for state, count in counts.most_common())
         made, steps = (
@@ -166,7 +159,7 @@ class LiveTable:
         return f"{len(states)} adapters: {told}{hidden}; {made} of {steps} steps, {sum(speeds):.0f} tokens/s"
 
     def _cells(self, task: Task, state: str) -> list[str]:
-        """A row without its name."""
+        """Returns a row without its name."""
         progress, evaluations = task.progress, task.progress.evaluations
         speed = self._pace.tokens_per_second(task.name) if state == "running" else None
         return [

@@ -1,4 +1,4 @@
-"""Standard output and standard error that may go away: a closed pipe, a full disk."""
+"""Guards standard output and standard error, which may go away: a closed pipe, a full disk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from mlora.errors import RunError
 
 
 class GuardedStream:
-    """A stream that fails once: its failure is told, and what is written afterwards goes nowhere.
+    """A stream that fails once: it passes the reason to `failed` and discards all later text.
 
-    Args:
-        stream: a stream of a file, or none where the process was started without one.
-        failed: told of the reason; may raise.
+    `stream` is None in a process that was started without it. `failed` may raise.
     """
 
     def __init__(self, stream: TextIO | None, failed: Callable[[str], None]) -> None:
@@ -24,7 +22,7 @@ class GuardedStream:
         self._failed = failed
 
     def write(self, text: str) -> int:
-        """Write text, escaping letters that the stream does not know, or tell that it cannot be written."""
+        """Writes text and escapes characters that the stream's encoding lacks."""
         known = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             self._stream.write(text.encode(known, "backslashreplace").decode(known))
@@ -33,18 +31,18 @@ class GuardedStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, or tell that it cannot be."""
+        """Flushes the stream."""
         try:
             self._stream.flush()
         except OSError as error:
             self._give_up(error)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the stream's."""
+        """Returns the stream's attribute."""
         return getattr(self._stream, name)
 
     def _give_up(self, error: OSError) -> None:
-        # what the stream still holds would fail again when Python ends
+        # else the text in the stream's buffer would fail again when Python exits
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
         self._failed(error.strerror or type(error).__name__)
@@ -52,13 +50,10 @@ class GuardedStream:
 
 @contextmanager
 def guarded_output(*, goes_on: bool) -> Iterator[None]:
-    """Inside, standard output that cannot be written is told of in one line, not by a traceback.
+    """Reports standard output that cannot be written in one line, not by a traceback.
 
-    Args:
-        goes_on: say so on standard error and go on, because the work is worth more than its lines.
-
-    Raises:
-        RunError: standard output cannot be written, unless ``goes_on``.
+    With `goes_on` the line is a warning and the work goes on, because it is worth more than its output.
+    Otherwise raises RunError.
     """
 
     def told(reason: str) -> None:

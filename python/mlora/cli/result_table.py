@@ -7,14 +7,9 @@ from typing import Any
 
 
 def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | None = None) -> list[list[str]]:
-    """Return the rows of a run's table.
+    """Returns the rows of a run's table, titles first; empty columns are left out.
 
-    Args:
-        summary: what stands in ``summary.json``.
-        more: further columns: their titles, and a cell for each adapter.
-
-    Returns:
-        A row of titles, then one row for each adapter; columns that would be empty are left out.
+    `summary` is the content of ``summary.json``. `more` holds further columns: title and a cell per adapter.
     """
     titles = ["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]
     rows = [[*titles, "best step"]]
@@ -47,7 +42,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _best(entry: Mapping[str, Any]) -> str:
-    """The step of the best evaluation, and that it is not the one that was saved."""
+    """Returns the step of the best evaluation, and the saved step if it differs."""
     if not entry.get("best"):
         return ""
     step, saved = entry["best"]["step"], entry.get("saved_step")
@@ -55,7 +50,7 @@ def _best(entry: Mapping[str, Any]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as aligned lines, which nothing wraps."""
+    """Returns rows of text as aligned lines, which nothing wraps."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

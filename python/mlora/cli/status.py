@@ -1,4 +1,4 @@
-"""How far a run has come, read from its files."""
+"""Reads how far a run has come from its files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ MIB = 2**20
 class RunStatus:
     """How far a run has come.
 
-    Args:
-        folder: the run's.
+    Attributes:
         status: ``running`` while a process is at work; ``finished``, ``failed``, ``paused``; else
             ``interrupted``.
-        adapters: as in ``summary.json``, with states of today; ``unfinished`` where nobody is at work.
-        tasks: the same tasks, and what was asked of them.
-        memory: in bytes, as the run has published it; none where it has no limit.
-        sweep: how far it has come; none where the run holds none.
+        adapters: as in ``summary.json``, with current states; ``unfinished`` if no process is at work.
+        tasks: the same tasks, and what users asked of them.
+        memory: in bytes, as the run has published it; None without a limit.
     """
 
     folder: RunFolder
@@ -44,12 +42,12 @@ class RunStatus:
 
     @property
     def news(self) -> bool:
-        """Whether something was asked that the run has not taken."""
+        """Whether users asked for something that the run has not taken yet."""
         return any(task.asked or task.state == "queued" for task in self.tasks.values())
 
     @property
     def line(self) -> str:
-        """One line on the run, and on how to continue it."""
+        """One line on the run and on how to continue it."""
         path = self.folder.path
         if self.status == "running":
             return f"running: {path}"
@@ -71,7 +69,7 @@ class RunStatus:
         return [name for name, task in self.tasks.items() if task.state == "paused"]
 
     def notes(self) -> Iterator[str]:
-        """Lines below the table: the sweep, memory, and why tasks were refused or stopped."""
+        """Yields the lines below the table: the sweep, memory, and why tasks were refused or stopped."""
         if self.sweep:
             yield self.sweep.line
         if self.memory:
@@ -87,7 +85,7 @@ class RunStatus:
                 yield f"{name}: {entry['state']}: {entry['message']}"
 
     def table(self) -> list[list[str]]:
-        """Rows, titles first."""
+        """Returns the rows of the table, titles first."""
         tasks = list(self.tasks.values())
         ranked = any(task.priority for task in tasks)
         more = {
@@ -104,7 +102,7 @@ class RunStatus:
         return result_table({"status": self.status, "adapters": adapters}, more)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for scripts, as plain values."""
+        """Returns the status for scripts, as plain values."""
         tasks = []
         for name, task in self.tasks.items():
             predicted = {key: task.view.get(key) for key in ("states_bytes", "batch_bytes")}
@@ -123,32 +121,17 @@ class RunStatus:
 
 
 def how_to_go_on(path: Path, paused: list[str]) -> str:
-    """Say how a run goes on whose tasks are all paused.
-
-    Args:
-        path: its folder.
-        paused: their names.
-    """
+    """Returns the commands that continue a run with paused tasks only."""
     return f"`mlora unpause {path} {' '.join(paused)}`, then `mlora resume {path}`"
 
 
 def read_status(run_dir: Path | str) -> RunStatus:
-    """Read a run's state.
-
-    Args:
-        run_dir: the run's ``output_dir``.
-
-    Returns:
-        What is known of it.
-
-    Raises:
-        RunError: the folder holds no run, or a file in it cannot be read.
-    """
+    """Reads a run's status. Raises RunError if the folder holds no run or a file cannot be read."""
     folder = RunFolder(Path(run_dir).resolve())
     folder.check_is_run()
     values = read_yaml(folder.config)
     own = _own(folder, values)
-    at_work = is_running(folder.metrics)  # before the summary, which may say meanwhile that it has ended
+    at_work = is_running(folder.metrics)  # before the summary is read: the run may end in between
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
     with ExitStack() as stack:
         queue = stack.enter_context(TaskQueue(folder.queue)) if folder.queue.is_file() else None
@@ -185,7 +168,7 @@ def _size(task: KnownTask, key: str) -> str:
 
 
 def _latest(entry: dict[str, Any]) -> str:
-    """The latest evaluation of a task that has not ended; that before its first step has a column."""
+    """Returns the latest evaluation of a task that has not ended; the one of step 0 has its own column."""
     found = entry.get("latest_eval")
     if not found or not found["step"] or entry["state"] in ENDED:
         return ""
@@ -193,7 +176,7 @@ def _latest(entry: dict[str, Any]) -> str:
 
 
 def _without_after(entry: dict[str, Any]) -> dict[str, Any]:
-    """A task that has not ended: its latest loss has a column of its own."""
+    """Returns a task that has not ended without its loss "after", which has its own column."""
     return {**entry, "eval_loss": {**entry["eval_loss"], "after": None}}
 
 
@@ -221,7 +204,7 @@ def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:
     measured = {key: record[key] for key in METRICS if key in record}
     if measured:
         entry["latest_eval"] = {"step": record["step"], **measured}
-    if entry.get("saved_step") is not None:  # it has ended, and the summary knows what was saved
+    if entry.get("saved_step") is not None:  # the task has ended; the summary knows what was saved
         return
     for key, value in measured.items():
         entry[key]["before" if record["step"] == 0 else "after"] = value

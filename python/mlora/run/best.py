@@ -1,7 +1,8 @@
-"""The best evaluation of each task: which it is, and its weights, in a file until the task ends.
+"""Finds the best evaluation of each task and keeps its weights in a file until the task ends.
 
-A file, not a copy in memory: a limit on memory, preemption and pausing need not know of it. It is durable
-before a checkpoint names it, and stays as long as one does, so a killed run goes on with the same weights.
+The weights are in a file, not in memory, so the memory limit, preemption and pausing need not know of them.
+The file is durable before a checkpoint names it, and stays as long as one does. So a killed run goes on with
+the same weights.
 """
 
 from __future__ import annotations
@@ -20,30 +21,13 @@ if TYPE_CHECKING:
 
 
 class BestWeights:
-    """Keeps the weights of each task's best evaluation, where the task asks for it.
-
-    Args:
-        engine: has the tasks' adapters.
-        folder: the run's ``states``.
-        files: says which files there checkpoints need.
-    """
+    """Keeps the weights of each task's best evaluation, if the task asks for it."""
 
     def __init__(self, engine: Engine, folder: Path, files: StateFiles) -> None:
         self._engine, self._folder, self._files = engine, folder, files
 
     def evaluated(self, task: Task, entry: Mapping[str, Any]) -> bool:
-        """Count an evaluation, and keep the adapter as it is now where it is the best so far.
-
-        Args:
-            task: that is on the engine.
-            entry: what was measured of it now.
-
-        Returns:
-            Whether it is the best so far.
-
-        Raises:
-            RunError: the weights cannot be written.
-        """
+        """Counts an evaluation and returns whether it is the best so far; if so, keeps the weights."""
         before = task.progress.best_step
         if not compare(task, entry):
             return False
@@ -55,13 +39,9 @@ class BestWeights:
         return True
 
     def weights(self, task: Task) -> dict[str, Tensor] | None:
-        """Return the weights that a task ends with; none = those that the engine has.
+        """Returns the weights that a task ends with; None = those on the engine.
 
-        Args:
-            task: that ends; where it was stopped, what the engine has is in doubt.
-
-        Raises:
-            RunError: they cannot be read.
+        A stopped task ends with the weights of its file, if it has one: those on the engine are in doubt.
         """
         if task.kept_step is None or (task.alive and task.kept_step == task.progress.step):
             return None
@@ -70,15 +50,7 @@ class BestWeights:
 
 
 def compare(task: Task, entry: Mapping[str, Any]) -> bool:
-    """Compare an evaluation with those before it; that of step 0 does not count, as in Transformers.
-
-    Args:
-        task: whose progress takes note of it.
-        entry: what was measured.
-
-    Returns:
-        Whether it is the best so far.
-    """
+    """Notes an evaluation and returns whether it is the best so far; like Transformers, ignores step 0."""
     rule, progress = task.config.best_rule, task.progress
     if rule is None or entry["step"] == 0:
         return False
@@ -91,15 +63,7 @@ def compare(task: Task, entry: Mapping[str, Any]) -> bool:
 
 
 def check_best_file(task: Task, folder: Path) -> None:
-    """Check that the weights of a task's best evaluation are still there, before it goes on.
-
-    Args:
-        task: that goes on.
-        folder: the run's ``states``.
-
-    Raises:
-        RunError: they are not.
-    """
+    """Raises RunError if the weights of a task's best evaluation are gone."""
     rule, step = task.config.best_rule, task.progress.best_step
     if rule and rule.loads and step is not None and not _path(task, folder).is_file():
         raise RunError(
@@ -114,5 +78,5 @@ def _path(task: Task, folder: Path) -> Path:
 
 
 def _stamp(task: Task) -> dict[str, Any]:
-    """What tells a task's file from others'."""
+    """Returns the values that identify a task's file."""
     return {"task": task.name, "step": task.progress.best_step}

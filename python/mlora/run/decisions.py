@@ -1,4 +1,4 @@
-"""What is decided at a run's iteration boundaries: taken from users and the sweep, journaled, carried out."""
+"""Decisions at iteration boundaries: requests are taken, trials begin, tasks are admitted."""
 
 from __future__ import annotations
 
@@ -24,18 +24,11 @@ if TYPE_CHECKING:
 
 
 class Decisions:
-    """Decisions about the tasks of a run.
+    """Takes requests of users and trials of the sweep, and decides which tasks are admitted.
 
-    They are made at iteration boundaries, where nothing is under way. Each is written into the queue's
-    journal before it is carried out, and a run that goes on from a checkpoint makes those again that are
+    Decisions are made at iteration boundaries, where no batch is under way. The journal records each
+    decision before it is carried out. A run that resumes from a checkpoint repeats the decisions that were
     journaled after it.
-
-    Args:
-        config: the run's.
-        engine: the run's.
-        table: the tasks.
-        reporter: told of what happens.
-        sweep: fills its places with tasks; none = there is none.
 
     Attributes:
         taken: the number of the last request that was taken.
@@ -59,30 +52,19 @@ class Decisions:
         self._beyond: set[str] = set()
 
     def start(self, entry: Mapping[str, Any] | None = None) -> None:
-        """Admit the first tasks.
-
-        Args:
-            entry: what was decided before; decided anew where it is none.
-
-        Raises:
-            RunError: memory ran out.
-        """
+        """Admits the first tasks, as the journaled decision `entry` says if there is one."""
         self._table.look_at(self._table.alive(), None if entry is None else entry["unfit"])
         if entry is not None:
             self._remember(entry)
         self._table.carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
 
     def _remember(self, state: Mapping[str, Any]) -> None:
-        """What was learned of the memory, if the run has had a limit."""
+        """Restores what was learned about memory, if the run has a limit and had one then."""
         if self._memory and state["memory"]:
             self._memory.load_state(state["memory"])
 
     def state(self, iteration: int) -> dict[str, Any]:
-        """Return what a checkpoint holds of who is admitted, as plain values.
-
-        Args:
-            iteration: of the checkpoint.
-        """
+        """Returns the decisions' part of a checkpoint, as plain values, and tells the journal of it."""
         if self._journal is not None:
             self._journal.saved(iteration)
         return {
@@ -95,14 +77,7 @@ class Decisions:
         }
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            checkpoint: with ``decisions``, which `state` gave, and the states of ``adapters``.
-
-        Raises:
-            RunError: a state cannot be restored.
-        """
+        """Restores decisions, memory, sweep and adapters from a checkpoint."""
         state = checkpoint["decisions"]
         self.taken = state["taken"]
         if self._memory:
@@ -113,17 +88,18 @@ class Decisions:
             self._sweep.load_state(state["sweep"], self._table.tasks)
         other = state["of"] != journal_key(self._config)
         admission = _admission_of(state["admission"])
-        # who waits alone for memory may find it in this process
+        # if every task waited for memory, this process may have room
         waits = bool(self._table.running()) and not admission.slots
         self._asked = state["due"] or other or waits
-        here = {task.name for task in self._table.running()}  # without a limit nothing is decided at an end
+        # slots may name tasks that ended: without a memory limit their end may need no decision
+        here = {task.name for task in self._table.running()}
         slots = {name: slot for name, slot in admission.slots.items() if name in here}
         admission = replace(admission, slots=slots)
-        if state["slots"] != slot_count(self._config):  # the pipeline is another one now
+        if state["slots"] != slot_count(self._config):  # the pipeline has changed
             admitted = [task for task in self._table.running() if task.name in admission.slots]
             slots = self._placement.place(self._table.needs(admitted), slot_count(self._config), {})
             admission = replace(admission, slots=slots, count=len(set(slots.values())))
-        if other:  # until there is a decision, which there is at once
+        if other:  # valid until the next decision, which is due at once
             admission = replace(admission, budget=self._budget(admission))
             self._sample(admission)
         self._table.restore(admission, state["kept"], checkpoint["adapters"])
@@ -131,16 +107,9 @@ class Decisions:
     def begin(
         self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]] | None = None
     ) -> None:
-        """Take requests from now on, and journal what is decided.
+        """Starts to take requests and to journal decisions.
 
-        Args:
-            queue: the run's.
-            iteration: that the run has made.
-            entries: journaled after the checkpoint that the run goes on from, to be made again; none where
-                it has just been decided who is first.
-
-        Raises:
-            RunError: the queue cannot be written.
+        `entries` were journaled after the checkpoint and are repeated; None journals the first admission.
         """
         if entries is None:
             queue.write_entry(iteration, self._entry(self._table.admission) | {"at_once": False})
@@ -151,21 +120,17 @@ class Decisions:
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:
-        """Publish for `mlora status` what has changed, at most every few seconds.
-
-        Args:
-            now: however little time has passed.
-        """
+        """Publishes changes for `mlora status`, at most every few seconds unless `now`."""
         if self._publisher is not None:
             self._publisher.show(self._table.alive(), self._table.admission, now=now)
 
     @property
     def stops(self) -> list[int]:
-        """Iterations at which decisions are to be made again."""
+        """Iterations at which journaled decisions are repeated."""
         return self._journal.stops if self._journal else []
 
     def asked(self) -> bool:
-        """Say whether there may be something to decide; takes microseconds."""
+        """Whether there may be something to decide; takes microseconds."""
         if self._journal is not None:
             self._asked |= self._journal.queue.changed()
         self._asked |= self._stale()
@@ -178,42 +143,28 @@ class Decisions:
         return self._memory is not None and self._memory.estimate.stale
 
     def minds_ends(self) -> bool:
-        """Say whether there is something to decide when a task ends: what it had serves others."""
+        """Whether the end of a task calls for a decision: its room may serve other tasks or trials."""
         more = self._sweep is not None and self._sweep.left > 0
         return self._memory is not None or more or bool(self._table.waiting())
 
     def trial_ended(self) -> bool:
-        """Say whether a trial of a sweep has ended since the last decision."""
+        """Whether a trial of a sweep has ended since the last decision."""
         return self._sweep is not None and self._sweep.ended()
 
     def unsettled(self) -> bool:
-        """Say whether somebody who was admitted does not train, which others may do instead."""
+        """Whether an admitted task does not train, so that others may take its room."""
         running = {task.name for task in self._table.running()}
         return self.minds_ends() and not running.issuperset(self._table.admission.slots)
 
     def due(self, iteration: int) -> int | None:
-        """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
-
-        See :class:`mlora.run.journal.Journal`.
-
-        Args:
-            iteration: that all groups have made.
-        """
+        """Returns the iteration to record a decision under, or None if none is due; see `Journal`."""
         assert self._journal is not None
         return self._journal.due(iteration, wanted=self._wanted() or self.unsettled())
 
     def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
-        """Take requests, and decide who is admitted.
+        """Takes requests, decides which tasks are admitted, and returns those that are new on the engine.
 
-        Args:
-            iteration: that `due` has returned.
-            at_once: whether it is one more than all groups have made.
-
-        Returns:
-            The tasks that are newly on the engine.
-
-        Raises:
-            RunError: a file cannot be written.
+        `iteration` comes from `due`; `at_once` says that it is one more than all groups have made.
         """
         assert self._journal is not None
         self._asked = False
@@ -245,11 +196,7 @@ class Decisions:
         return new
 
     def _proposals(self, behind: list[str]) -> list[Proposal]:
-        """Accept the sweep's proposals one by one: each may depend on the one before.
-
-        Args:
-            behind: trials that are to be pruned.
-        """
+        """Accepts the sweep's proposals one by one: each may depend on the one before."""
         proposals = []
         for proposal in self._sweep.proposals(behind) if self._sweep else ():
             self._table.accept(proposal, None)
@@ -257,7 +204,7 @@ class Decisions:
         return proposals
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
-        """What the journal holds of a decision."""
+        """Returns the journal's entry of a decision."""
         return {**self._decided(admission), "memory": self._memory.entry() if self._memory else None}
 
     def _decided(self, admission: Admission) -> dict[str, Any]:
@@ -279,8 +226,10 @@ class Decisions:
         return found
 
     def _warn_beyond(self, admission: Admission) -> None:
-        """Tell of a task that has begun and goes on alone though it does not fit: the limit is lower now, or
-        the process takes more."""
+        """Warns of a task that has begun and goes on alone though it does not fit.
+
+        Either the limit was lowered or the process takes more memory than before.
+        """
         for task in self._table.running() if len(admission.slots) == 1 else ():
             if task.name not in admission.slots or self._memory is None:
                 continue
@@ -293,7 +242,7 @@ class Decisions:
                 )
 
     def _sample(self, admission: Admission) -> None:
-        """Let the estimate know the mixture of the admitted: until there is a decision, nobody asks it to."""
+        """Has the estimate learn the mixture of admitted tasks; until the next decision nothing else does."""
         if self._memory is None:
             return
         names = list(admission.slots)
@@ -301,7 +250,7 @@ class Decisions:
             self._memory.estimate.activations({task.name: task.usual_lengths}, names)
 
     def _budget(self, admission: Admission) -> tuple[float, ...]:
-        """What a micro-batch of the admitted may use."""
+        """Returns the bytes on each stage that a micro-batch of the admitted tasks may use."""
         if self._memory is None:
             return ()
         states = [self._memory.tasks.admitted(name) for name in admission.slots]

@@ -26,7 +26,7 @@ GENERATION_ROWS = 64
 class EvalLoss:
     """Held-out loss.
 
-    Args:
+    Attributes:
         loss: the objective's, over its units: the trained tokens of the evaluation set for cross-entropy.
         tokens: trained tokens of the evaluation set.
         metrics: the objective's own.
@@ -43,21 +43,15 @@ class EvalLoss:
 
 
 Fits = Callable[[Mapping[str, Sequence[int]]], bool]
-"""Says whether memory holds a micro-batch, by the sequence lengths of each task."""
+"""Whether memory holds a micro-batch, given the sequence lengths of each task."""
 
 
 def evaluate_losses(
     engine: Engine, tasks: Sequence[Task], fits: Fits = lambda lengths: True
 ) -> dict[str, EvalLoss]:
-    """Evaluate tasks on their evaluation sets, one micro-batch of each at a time, as far as memory allows.
+    """Evaluates tasks on their ``eval_data``, one micro-batch of each at a time, as far as memory allows.
 
-    Args:
-        engine: holds the tasks' adapters.
-        tasks: each with ``eval_data``.
-        fits: of training; an evaluation needs less.
-
-    Returns:
-        By task name.
+    `fits` is for training; an evaluation needs less.
     """
     sums = {task.name: BatchResult(0.0, 0, True) for task in tasks}
     batches = (part for batch in _batches(tasks) for part in _parts(batch, fits))
@@ -71,7 +65,7 @@ def evaluate_losses(
 
 
 def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample]]]:
-    """One micro-batch of each task at a time, until all have passed."""
+    """Yields one micro-batch of each task at a time, until all samples have passed."""
     for turn in count():
         batches: dict[str | None, Sequence[Sample]] = {}
         for task in tasks:
@@ -88,7 +82,7 @@ def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample
 def _parts(
     batch: Mapping[str | None, Sequence[Sample]], fits: Fits
 ) -> Iterator[Mapping[str | None, Sequence[Sample]]]:
-    """A batch in as few parts as memory holds, halved again and again; a single sample is not cut."""
+    """Yields a batch, halved until each part fits into memory; a single sample is not cut."""
     rows = [(name, sample) for name, samples in batch.items() for sample in samples]
     lengths = {str(name): sequence_lengths(samples) for name, samples in batch.items()}
     if len(rows) < 2 or fits(lengths):
@@ -102,7 +96,7 @@ def _parts(
 
 
 def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
-    """How many prompts may be completed together, if all were as long as the longest."""
+    """Returns how many prompts fit into one batch if all are as long as the longest."""
     longest = max((len(r.input_ids) + r.max_new_tokens for r in requests), default=1)
     names = list(dict.fromkeys(request.adapter for request in requests))
     rows = GENERATION_ROWS
@@ -116,18 +110,10 @@ def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
 def complete_over_stages(
     engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int = GENERATION_ROWS
 ) -> list[tuple[int, ...]]:
-    """Complete prompts greedily over several stages, the whole sequences anew for each token.
+    """Completes prompts greedily over several stages; each token computes the whole sequences anew.
 
-    No stage keeps keys and values: simple, and good enough for completions of some tens of tokens.
-
-    Args:
-        engine: holds the requests' adapters.
-        requests: the prompts.
-        end_token: ends a completion.
-        rows: the most prompts of one batch.
-
-    Returns:
-        For each request, its new tokens: up to and with the end token, or ``max_new_tokens`` of them.
+    No stage keeps keys and values: simple, and good enough for completions of some tens of tokens. Returns
+    the new tokens of each request, up to and with the end token, or ``max_new_tokens`` of them.
     """
     new: list[list[int]] = [[] for _ in requests]
     going = [index for index, request in enumerate(requests) if request.max_new_tokens > 0]
@@ -152,19 +138,10 @@ def exact_matches(
     tokenizer: PreTrainedTokenizerBase,
     fits: Fits = lambda lengths: True,
 ) -> Mapping[str, float]:
-    """Return the share of evaluation prompts that greedy generation completes exactly.
+    """Returns the share (0 to 1) of prompts that greedy generation completes exactly, by task name.
 
-    A completion counts when its text equals the expected one and the end token follows, within as many
+    A completion counts if its text equals the expected one and the end token follows, within as many
     tokens as the expected completion has.
-
-    Args:
-        engine: holds the tasks' adapters.
-        tasks: each with an ``eval_data`` of prompts.
-        tokenizer: the base model's.
-        fits: as for `evaluate_losses`.
-
-    Returns:
-        Shares between 0 and 1, by task name.
     """
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [

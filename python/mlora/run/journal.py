@@ -1,5 +1,4 @@
-"""What a run has decided at iteration boundaries: written down before it is carried out, and made again after
-a kill at the same iterations."""
+"""The journal of decisions: written before they are carried out, repeated after a kill."""
 
 from __future__ import annotations
 
@@ -14,16 +13,15 @@ from mlora.tasks.groups import slot_count
 
 
 class Journal:
-    """Decisions, in a run's queue.
+    """Records decisions in a run's queue, and says when to repeat them after a kill.
 
-    There is one entry for each iteration, and a checkpoint holds what was decided as its iteration's or
-    before. So a second decision at a boundary, at once after the first, or one after a checkpoint, counts as
-    that of an iteration in which nobody takes part.
+    There is one entry for each iteration, and a checkpoint holds the decisions up to its iteration. So a
+    second decision at a boundary, or one right after a checkpoint, is recorded ``at_once``: under the next
+    iteration, in which no task takes part.
 
     Args:
-        queue: the run's.
-        iteration: that the run has made; nothing more is decided as its.
-        entries: written after the checkpoint that the run goes on from; they are to be made again.
+        iteration: made so far; no more decisions are recorded under it.
+        entries: written after the checkpoint that the run resumes from; they are repeated.
     """
 
     def __init__(self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]]) -> None:
@@ -34,15 +32,13 @@ class Journal:
 
     @property
     def stops(self) -> list[int]:
-        """Iterations at which decisions are to be made again."""
+        """Iterations at which decisions are repeated."""
         return list(self._again)
 
     def due(self, iteration: int, *, wanted: bool) -> int | None:
-        """Return as which iteration's a decision is to be made at a boundary, or none where none is due.
+        """Returns the iteration to record a decision under at a boundary, or None if none is due.
 
-        Args:
-            iteration: that all groups have made.
-            wanted: whether there is something to decide, where nothing is to be made again.
+        `wanted` counts only when no decision is left to repeat.
         """
         if self._again:
             following = self._again.get(iteration + 1)
@@ -51,50 +47,21 @@ class Journal:
         return iteration + (iteration == self._decided) if wanted else None
 
     def saved(self, iteration: int) -> None:
-        """Take note of a checkpoint: what is decided from now on is not in it.
-
-        Args:
-            iteration: of the checkpoint.
-        """
+        """Notes a checkpoint: later decisions are not in it."""
         self._decided = max(self._decided, iteration)
 
     def take(self, iteration: int) -> dict[str, Any] | None:
-        """Return what was decided at an iteration, if it is to be made again; it is made now.
-
-        Args:
-            iteration: that `due` has returned.
-        """
+        """Returns the decision to repeat at an iteration, or None, and counts the iteration as decided."""
         self._decided = iteration
         return self._again.pop(iteration, None)
 
     def write(self, iteration: int, entry: Mapping[str, Any], *, at_once: bool) -> None:
-        """Write down a decision.
-
-        Args:
-            iteration: that `due` has returned.
-            entry: plain values.
-            at_once: whether it is one more than all groups have made.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Writes a decision; `at_once`: its iteration is one more than all groups have made."""
         self.queue.write_entry(iteration, {**entry, "at_once": at_once})
 
 
 def journaled(queue: TaskQueue, config: RunConfig, after: int) -> dict[int, dict[str, Any]]:
-    """Return what was decided after a checkpoint; it is forgotten where the run is another one now.
-
-    Args:
-        queue: the run's.
-        config: the run's, as it is now.
-        after: the checkpoint's iteration; -1 = there is none.
-
-    Returns:
-        Entries by iteration.
-
-    Raises:
-        RunError: the queue cannot be read or written.
-    """
+    """Returns the entries after a checkpoint (-1 = none); forgets them if `journal_key` has changed."""
     entries = queue.entries(after)
     if all(entry["of"] == journal_key(config) for entry in entries.values()):
         return entries
@@ -103,10 +70,9 @@ def journaled(queue: TaskQueue, config: RunConfig, after: int) -> dict[int, dict
 
 
 def journal_key(config: RunConfig) -> str:
-    """Name what decisions depend on beside tasks that come: they are made again only where it is the same.
+    """Returns a hash of all that decisions depend on, except tasks that come later.
 
-    Args:
-        config: the run's.
+    Journaled decisions are repeated only if it is the same.
     """
     adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
     sweep = config.sweep.model_dump(exclude={"places", "trials"}) if config.sweep else None

@@ -1,4 +1,4 @@
-"""The iterations of a run."""
+"""The training loop of a run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,9 @@ from mlora.tasks.task import State, Task
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; a second one acts as ever.
-
-    Yields:
-        The signals that came; always empty outside of the main thread, where Python handles none.
-    """
+    """Yields a list that collects SIGINT and SIGTERM; after the first signal the next one acts as usual."""
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python handles no signals there
         yield caught
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -63,20 +59,13 @@ def catch_signals() -> Iterator[list[int]]:
 
 
 class TrainingLoop:
-    """The iterations of a run.
+    """Runs the iterations of a run.
 
-    Every iteration of a group takes one batch of each of its tasks, as far as memory allows, passes them
-    through the model together, and steps the optimizers of the tasks whose accumulation is complete. On one
-    device all tasks are one group; a pipeline is filled by several. At iteration boundaries tasks come and
-    go. What a run does is a function of its config, of what was decided at boundaries, which is journaled,
-    and of the iterations made, never of timing.
-
-    Args:
-        prepared: the run before its next iteration.
-        folder: where its files are.
-        metrics: its open ``metrics.jsonl``.
-        reporter: told of what happens.
-        writer: takes its checkpoints.
+    Each iteration of a group takes one batch from each of its tasks, as far as memory allows. The batches
+    pass through the model together. Then each task with a complete accumulation makes an optimizer step. On
+    one device all tasks form one group; a pipeline is filled by several groups. Tasks come and go at
+    iteration boundaries. A run depends only on its config, its journaled decisions and the number of
+    iterations, never on timing.
     """
 
     def __init__(
@@ -103,14 +92,7 @@ class TrainingLoop:
         self._best = BestWeights(prepared.engine, folder.states, self._states)
 
     def train(self, caught: Sequence[int]) -> None:
-        """Iterate until no task is running or a signal was caught; then leave a durable checkpoint.
-
-        Args:
-            caught: grows when a signal comes.
-
-        Raises:
-            RunError: a file cannot be written, or memory ran out.
-        """
+        """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
         self._write_summary("running")
         self._folder.tidy_adapters([task.name for task in self._table.tasks])
         try:
@@ -118,7 +100,7 @@ class TrainingLoop:
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
         except (MemoryError, RuntimeError) as error:
-            # of a stage that is a thread of this process; another process tells of its own
+            # a stage that is a thread of this process; other processes report their own faults
             cause = error.__cause__ if isinstance(error, PipelineError) else error
             if cause is None or not is_out_of_memory(cause):
                 raise
@@ -130,22 +112,12 @@ class TrainingLoop:
         self._states.prune()
 
     def _begin(self, tasks: Sequence[Task]) -> None:
-        """What comes before the next step of tasks that are newly on the engine."""
+        """Evaluates new tasks if they never were, and starts the clock of their next step."""
         self._evaluate([task for task in tasks if not task.progress.evaluations])
         self._last_step |= dict.fromkeys((task.name for task in tasks), time.monotonic())
 
     def finish(self, caught: int | None) -> RunResult:
-        """Write what stands at the end of a run, or of a part of it.
-
-        Args:
-            caught: the signal that ended it.
-
-        Returns:
-            What came of each adapter.
-
-        Raises:
-            RunError: a file cannot be written.
-        """
+        """Writes the final files of a run, or of a part of it that a signal ended; returns the result."""
         tasks = self._table.tasks
         status: Status = "failed" if self._failed() else "finished"
         if self._table.alive():
@@ -160,7 +132,7 @@ class TrainingLoop:
         return result
 
     def _failed(self) -> bool:
-        """Whether a task was refused or stopped; that of a trial is a result, unless all trials are."""
+        """Whether a task other than a trial was refused or stopped, or no trial of a sweep finished."""
         states: dict[str, str] = {task.name: task.progress.state for task in self._table.tasks}
         states |= dict.fromkeys(self._table.refused, "refused")
         trials = {name: states.pop(name) for name in list(states) if self._is_trial(name)}
@@ -181,7 +153,7 @@ class TrainingLoop:
         return result
 
     def _iterate(self, caught: Sequence[int]) -> None:
-        """Keep the pipeline full of batches, one of each group, until nothing runs or a signal came."""
+        """Keeps one batch of each group under way until no task runs or a signal was caught."""
         rounds, under_way = self._rounds, dict[BatchFuture, Group]()
         while True:
             rounds.wanted |= self._decisions.asked()
@@ -195,24 +167,20 @@ class TrainingLoop:
                 return
 
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
-        """Do what is due at a boundary, and say whether the run goes on."""
+        """Does what is due at an iteration boundary and returns whether the run goes on."""
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._table.members()) and not stopping
-        if save and going_on:  # at the end there is one anyway
+        if save and going_on:  # `train` writes one at the end
             self._checkpoint()
         self._rounds.settled(iteration)
         return going_on
 
     def _decide(self, iteration: int, *, stopping: bool) -> int:
-        """Decide what is to be decided at a boundary, and return its iteration then.
+        """Makes the decisions that are due at a boundary and returns the iteration after them.
 
-        Where somebody who was admitted is refused, or stopped by its first evaluation, others are admitted
-        instead.
-
-        Args:
-            iteration: that all groups have made.
-            stopping: whether the run ends here, so that tasks that are new begin when it goes on.
+        Decides again if an admitted task is refused or stopped by its first evaluation: others may take its
+        room. If the run is `stopping`, new tasks begin after a resume.
         """
         while (due := self._decisions.due(iteration)) is not None:
             new = self._decisions.decide(due, at_once=due > iteration)
@@ -246,7 +214,7 @@ class TrainingLoop:
         self._decisions.show()
 
     def _take(self, task: Task, result: BatchResult) -> bool:
-        """Count a micro-batch; step the optimizer when it is the last of its accumulation."""
+        """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
             self._stop_task(task, f"the loss of step {progress.step + 1} is not a number")
@@ -297,7 +265,7 @@ class TrainingLoop:
         return task.eval_data is not None and (last or bool(steps and task.progress.step % steps == 0))
 
     def _evaluate(self, tasks: Sequence[Task]) -> None:
-        """Evaluate tasks; exact match at the begin, at the end, and wherever evaluations are compared."""
+        """Evaluates tasks. Exact match only at step 0, at the end, and where evaluations are compared."""
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
@@ -344,7 +312,7 @@ class TrainingLoop:
         self._end_task(task, "finished", message)
 
     def _stop_task(self, task: Task, message: str) -> None:
-        """End a task that failed; what it had reached before is saved where its best weights are kept."""
+        """Ends a task that failed. Its best weights are saved if it keeps them."""
         task.progress.state = "stopped"
         if task.kept_step is not None:
             self._save(task)
@@ -366,7 +334,7 @@ class TrainingLoop:
         self._write_summary("running")
 
     def _checkpoint(self) -> None:
-        """Start a checkpoint. One that calls a task finished starts after the task's folder is durable."""
+        """Starts a checkpoint. Adapters that it calls finished are already durable on disk."""
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
@@ -381,4 +349,4 @@ class TrainingLoop:
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
         self._states.name(self._run.iteration, files_named(payload))
         self._writer.start(self._run.iteration, payload, states)
-        self._states.prune()  # the checkpoint before is durable
+        self._states.prune()  # `start` has waited until the previous checkpoint is durable

@@ -1,4 +1,4 @@
-"""Which admitted tasks take part in a micro-batch, and what is learned of its memory."""
+"""Chooses the tasks of each micro-batch and learns from the memory that it used."""
 
 from __future__ import annotations
 
@@ -14,25 +14,13 @@ from mlora.tasks.task import Task
 
 
 class MicroBatches:
-    """The micro-batches of a run's admitted tasks.
-
-    Args:
-        table: knows who is admitted, and the limit on memory.
-        engine: runs them.
-    """
+    """The micro-batches of a run's admitted tasks."""
 
     def __init__(self, table: TaskTable, engine: Engine) -> None:
         self._table, self._engine, self._memory = table, engine, table.memory
 
     def next_batch(self, group: Group) -> list[Task]:
-        """Decide which tasks of a group take part in its next micro-batch.
-
-        Args:
-            group: none of its batches is under way.
-
-        Returns:
-            Those that do; their progress says which micro-batch is theirs.
-        """
+        """Returns the tasks for a group's next micro-batch; none of its batches may be under way."""
         running = group.running()
         if self._memory is None:
             return running
@@ -44,11 +32,7 @@ class MicroBatches:
         return [task for task in running if task.name in chosen]
 
     def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
-        """Say whether memory holds a micro-batch of admitted tasks.
-
-        Args:
-            lengths: of the sequences of each.
-        """
+        """Whether memory holds a micro-batch of admitted tasks with these sequence lengths."""
         if self._memory is None:
             return True
         admission = self._table.admission
@@ -56,22 +40,14 @@ class MicroBatches:
         return within(bounds, admission.budget)
 
     def worth_measuring(self, chosen: Sequence[Task]) -> bool:
-        """Say whether a micro-batch should be measured.
-
-        Args:
-            chosen: the tasks that take part in it.
-        """
+        """Whether the memory of the next micro-batch of these tasks should be measured."""
         if self._memory is None:
             return False
         lengths = {task.name: task.next_lengths() for task in chosen}
         return self._memory.estimate.worth_measuring(lengths, list(self._table.admission.slots))
 
     def passed(self, measured: Sequence[MeasuredBatch]) -> None:
-        """Learn from a batch that has passed.
-
-        Args:
-            measured: what its micro-batches needed, where they were measured.
-        """
+        """Learns from a batch that has passed: measured micro-batches, memory kept and peak."""
         if self._memory is None:
             return
         admission = self._table.admission
@@ -82,8 +58,10 @@ class MicroBatches:
         self._memory.took(self._table.admitted(), self._foreseen(), self._engine.peak_memory, after)
 
     def _foreseen(self) -> list[float]:
-        """Bytes at each place that micro-batches under way may take: their budgets, or what a task needs that
-        goes on alone beyond the limit."""
+        """Returns the bytes on each stage that micro-batches under way may take: their budgets.
+
+        A task that goes on alone beyond the limit counts with its need where that is more.
+        """
         assert self._memory is not None
         admission, here = self._table.admission, self._table.admitted()
         sizes: Sequence[float] = admission.budget

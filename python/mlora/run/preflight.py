@@ -1,4 +1,4 @@
-"""What can be refused before a run's processes are started, and torch with them."""
+"""Checks that need no torch and are made before a run's processes start."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ from mlora.files.run_folder import RunFolder
 
 
 def check_blocks(config: RunConfig, blocks: int) -> None:
-    """Check that a model can be cut as a run's config says.
-
-    Args:
-        config: the run's.
-        blocks: how many decoder blocks its base model has.
-
-    Raises:
-        RunError: there are more stages, or the partition adds up to another number.
-    """
+    """Raises RunError if the base model's decoder blocks cannot be cut into stages as the config says."""
     pipeline = config.pipeline
     if pipeline.stages > 1 and pipeline.stages > blocks:
         raise RunError(
@@ -33,15 +25,7 @@ def check_blocks(config: RunConfig, blocks: int) -> None:
 
 
 def check_early(config: RunConfig, *, overwrite: bool) -> None:
-    """Check what needs neither torch nor Transformers; the processes check everything again.
-
-    Args:
-        config: of a new run over several processes.
-        overwrite: an earlier run may be replaced.
-
-    Raises:
-        RunError: the output folder is not free, or the model cannot be cut as the config says.
-    """
+    """Checks the output folder and the stages of a new run; its processes check everything again."""
     RunFolder(config.output_dir).check_free(overwrite=overwrite, inputs=config.inputs)
     blocks = _peek_blocks(Path(config.base_model) / "config.json")
     if blocks is not None:
@@ -49,11 +33,11 @@ def check_early(config: RunConfig, *, overwrite: bool) -> None:
 
 
 def _peek_blocks(path: Path) -> int | None:
-    """The number of decoder blocks, where the file says it under the usual name."""
+    """Returns the number of decoder blocks, or None if the file does not hold it under the usual name."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # a hub id, or something that is told of later
+        return None  # a hub id, or a fault that is reported later
     if not isinstance(content, dict):
         return None
     text = content.get("text_config")

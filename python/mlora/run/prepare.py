@@ -1,4 +1,4 @@
-"""What comes before a run's next iteration: data read, base model loaded, adapters created or restored."""
+"""Prepares a run's next iteration: reads data, loads the base model, creates or restores adapters."""
 
 from __future__ import annotations
 
@@ -41,16 +41,10 @@ if TYPE_CHECKING:
 class Prepared:
     """A run before its next iteration.
 
-    Args:
-        config: its config.
-        base: its base model, without weights.
-        engine: holds the adapters of the admitted tasks.
-        table: the tasks, and who is admitted.
-        decisions: about them.
-        iteration: iterations made.
-        seconds: wall time of earlier parts.
-        loaded: bytes that this process had in use before any adapter, after a small micro-batch; 0 where
-            nobody asked.
+    Attributes:
+        iteration: iterations made so far.
+        seconds: wall time of earlier parts of the run.
+        loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
     """
 
     def __init__(
@@ -85,26 +79,13 @@ def prepare(
     trace: int = 0,
     measure: bool = False,
 ) -> Prepared:
-    """Read the data, load the base model and create the adapters; write nothing.
+    """Reads the data, loads the base model and creates or restores the adapters; writes nothing.
 
-    Args:
-        config: a resolved config.
-        reporter: told of warnings and of refused adapters.
-        checkpoint: what the run continues from.
-        member: this process's part in a pipeline over processes.
-        came: what was submitted of each task that came before the checkpoint, by name.
-        entry: what a run without a checkpoint has decided at its start; decided anew where it is none.
-        trace: spans that each stage shall keep.
-        measure: what this process has in use before any adapter.
-
-    Returns:
-        The run before its next iteration.
-
-    Raises:
-        RunError: the base model cannot be loaded, every adapter was refused, or data changed since the
-            checkpoint.
+    `came` holds the submissions taken before the checkpoint, by task name. `entry` is the journaled first
+    decision of a run without a checkpoint; None = decide anew. `trace` is the number of spans that each stage
+    keeps. `measure` asks for `Prepared.loaded`.
     """
-    # at the start: reading the data may take long
+    # first, so that a fault shows before the data is read, which may take long
     device = choose_device(config.device, dtype_of(config))
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
@@ -146,11 +127,9 @@ def prepare(
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
-    """Tasks as a sweep's trials may be, to cut the model by, which also shows what is wrong with all of them:
-    there is a sample for each choice.
+    """Builds sample trials of a sweep, by which the model is cut into stages.
 
-    Raises:
-        RunError: none can be built.
+    The samples hold each choice of the search space, so that a fault of all trials shows as a RunError.
     """
     found, faults = [], []
     for fields in config.sweep.samples() if config.sweep else []:
@@ -164,14 +143,7 @@ def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
 
 
 def sweep_of(config: RunConfig) -> Sweep | None:
-    """Return the sweep of a run, if it holds one.
-
-    Args:
-        config: the run's.
-
-    Raises:
-        RunError: Optuna refuses what the config says.
-    """
+    """Returns the run's sweep, if it holds one. Raises RunError if Optuna refuses the config."""
     if config.sweep is None:
         return None
     from mlora.sweep.trials import Sweep  # imports Optuna
@@ -182,16 +154,10 @@ def sweep_of(config: RunConfig) -> Sweep | None:
 def run_memory(
     config: RunConfig, engine: Engine, *, measured: bool = False, earlier: int = 0
 ) -> RunMemory | None:
-    """Return what a run knows of its memory, if it has a limit.
+    """Returns what is known of the run's memory, or None without a limit; runs a small micro-batch.
 
-    Args:
-        config: the run's.
-        engine: with its model, before any adapter.
-        measured: measure what micro-batches need where dry runs could tell, too, as on a CPU.
-        earlier: bytes that earlier runs of this process have left in use.
-
-    Raises:
-        RunError: a limit does not go with the rest of the config.
+    `measured`: measure micro-batches on a CPU too, where dry runs would do. `earlier`: bytes that earlier
+    runs of this process have left in use.
     """
     if config.scheduler.memory_limit is None:
         return None
@@ -223,9 +189,9 @@ def run_memory(
 
 
 def _used_by_base(engine: Engine) -> int:
-    """Bytes in use before any adapter, as a run's memory measures them: after a small micro-batch."""
+    """Returns the bytes in use before any adapter: after a small micro-batch, like `run_memory`."""
     if engine.replicas == 1:
-        with suppress(ValueError):  # no layer for an adapter: the adapters' own refusals say more
+        with suppress(ValueError):  # no layer takes an adapter; the refusals of the adapters say more
             MeasuredSamples(engine, limit=0).warm_up()
     engine.release_memory()
     return used_memory(engine.device)
@@ -237,7 +203,7 @@ def _tasks(
     checkpoint: dict[str, Any] | None,
     came: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Task], dict[str, str], dict[str, str]]:
-    """The tasks of a run, why some were refused before, and why some are refused now."""
+    """Returns the run's tasks and, by name, why others were refused before and why some are refused now."""
     refused: dict[str, str] = dict(checkpoint["refused"]) if checkpoint else {}
     faults: dict[str, str] = {}
     tasks: list[Task] = []
@@ -266,11 +232,7 @@ def _tasks(
 
 @contextmanager
 def warnings_to(reporter: Reporter) -> Iterator[None]:
-    """Tell a reporter of the warnings that libraries give, each once.
-
-    Args:
-        reporter: told of their first lines.
-    """
+    """Passes the warnings of libraries to a reporter: the first line of each, once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -280,7 +242,7 @@ def warnings_to(reporter: Reporter) -> Iterator[None]:
 
 
 def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
-    """Tell why adapters are refused, those of one fault, such as a missing file, in one line."""
+    """Reports refused adapters: one line for all that share a fault, such as a missing file."""
     names: dict[str, list[str]] = {}
     for name, message in faults.items():
         names.setdefault(message, []).append(name)
@@ -289,22 +251,7 @@ def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
 
 
 def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None, trace: int) -> Engine:
-    """Load a run's base model.
-
-    Without a member, several stages are threads of this process.
-
-    Args:
-        config: a resolved config.
-        tasks: of the run.
-        member: this process's part in a pipeline over processes.
-        trace: spans that each stage shall keep.
-
-    Returns:
-        An engine without adapters.
-
-    Raises:
-        RunError: the model cannot be loaded, is not one that can be trained here, or the device is not there.
-    """
+    """Loads the base model into an engine without adapters. Without a member, stages are threads."""
     dtype = dtype_of(config)
     try:
         device = choose_device(config.device, dtype)
@@ -330,7 +277,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         )
         with ExitStack() as stack:
             stack.push(engine)
-            # stages that measure for themselves could choose differently
+            # stages that each measure could choose different libraries
             library = config.base_gemm or (None if engine.alone else engine.base_gemm)
             if library:
                 engine.base_gemm = library
@@ -355,12 +302,7 @@ def _stage_group(config: RunConfig, tasks: Sequence[Task], member: Member, trace
 
 
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
-    """Return the rows of the sequences of one of a run's usual micro-batches.
-
-    Args:
-        tasks: with their data, but for those that have ended.
-        config: the run's.
-    """
+    """Returns the sequence lengths, in rows, of one usual micro-batch of the run."""
     needs = [memory_need(task, 0) for task in tasks if task.data.samples]
     slots = TokenBalanced().place(needs, slot_count(config), {})
     lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
@@ -368,11 +310,7 @@ def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
 
 
 def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
-    """How far an adapter had come.
-
-    Raises:
-        RunError: its checkpoint does not say so.
-    """
+    """Returns an adapter's progress. Raises RunError if the checkpoint lacks it."""
     needed = ["tasks", "total_steps"]
     if checkpoint["tasks"].get(name, {}).get("state") in ALIVE:
         needed += ["data"]
@@ -386,5 +324,5 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
 
 
 def fingerprints(task: Task) -> list[str]:
-    """Return the SHA-256 of each of a task's files."""
+    """Returns the SHA-256 of each of a task's data files."""
     return [data.fingerprint for data in (task.data, task.eval_data) if data is not None]

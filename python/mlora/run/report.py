@@ -1,4 +1,4 @@
-"""What a run says while it goes: plain lines, or nothing; on a terminal :mod:`mlora.cli.live_table` does."""
+"""Reports what a run does: as plain lines or not at all. `mlora.cli.live_table` draws a table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mlora.tasks.task import Task
 
 
 class Reporter(Protocol):
-    """What the training loop tells of."""
+    """Receives the events of a run."""
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """The tasks of the run, in the order of its config; also told when a run continues."""
+        """The run starts or continues with these tasks, in the order of its config."""
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
         """A task made an optimizer step; ``record`` is its line of ``metrics.jsonl``."""
@@ -22,59 +22,59 @@ class Reporter(Protocol):
         """A task was evaluated; ``record`` is its line of ``metrics.jsonl``."""
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """A task came while the run goes; ``tasks`` are all that there are now."""
+        """A task was added to the run at work; ``tasks`` are all tasks now."""
 
     def changed(self, task: Task) -> None:
-        """A task ended, or was paused or let go on."""
+        """A task ended, was paused or was unpaused."""
 
     def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Who waits for memory is another one now; ``names`` are all who do, ``went_on`` did until now."""
+        """The tasks that wait for memory changed: ``names`` wait now, ``went_on`` have been admitted."""
 
     def note(self, line: str) -> None:
-        """Something worth a line."""
+        """A line of information."""
 
     def warn(self, line: str) -> None:
-        """Something that is probably not as it was meant."""
+        """A line on something that is probably a mistake."""
 
     def fault(self, line: str) -> None:
-        """Something that makes the run's exit code non-zero."""
+        """A line on a fault that makes the run's exit code non-zero."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """No more events follow."""
 
 
 class Silent:
-    """Says nothing."""
+    """Ignores all events."""
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def changed(self, task: Task) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def note(self, line: str) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def warn(self, line: str) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def fault(self, line: str) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
 
 class Pace:
@@ -85,24 +85,18 @@ class Pace:
         self._tokens: dict[str, float] = {}
 
     def add(self, name: str, tokens: int, seconds: float) -> None:
-        """Count a step of a task.
-
-        Args:
-            name: the task.
-            tokens: its trained tokens.
-            seconds: its wall time.
-        """
+        """Counts a step: its trained tokens and its wall time."""
         old = self._seconds.get(name)
         self._seconds[name] = seconds if old is None else 0.9 * old + 0.1 * seconds
         self._tokens[name] = tokens if old is None else 0.9 * self._tokens[name] + 0.1 * tokens
 
     def tokens_per_second(self, name: str) -> float | None:
-        """Return a task's trained tokens per second, or none before its first step."""
+        """Returns a task's trained tokens per second, or None before its first step."""
         seconds = self._seconds.get(name)
         return self._tokens[name] / seconds if seconds else None
 
     def left(self, task: Task) -> str:
-        """Return the time until a task's last step, such as ``1:05``; empty before its first step."""
+        """Returns the time until a task's last step, such as ``1:05``; empty before its first step."""
         seconds = self._seconds.get(task.name)
         if seconds is None:
             return ""
@@ -110,24 +104,19 @@ class Pace:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as ``m:ss`` or ``h:mm:ss``."""
+    """Returns seconds as ``m:ss`` or ``h:mm:ss``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def some(names: Sequence[str], most: int = 6) -> str:
-    """Return names with commas, and of many how many more there are."""
+    """Joins the first `most` names with commas and says how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class PlainLines:
-    """One line for each event; steps every ``logging_steps`` of their task.
-
-    Args:
-        out: where lines go.
-        err: where warnings and faults go.
-    """
+    """Prints one line for each event. Steps are printed every ``logging_steps`` of their task."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -136,14 +125,14 @@ class PlainLines:
         self._waiting: Sequence[str] = ()
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Say how many tasks train, and for how long."""
+        """Prints how many samples and steps each task has."""
         for task in tasks:
             if task.progress.state == "running":
                 done = f" from step {task.progress.step}" if task.progress.step else ""
                 self.note(f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}")
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Print a step that is due."""
+        """Prints a step if it is due."""
         self._pace.add(task.name, record["tokens"], record["seconds"])
         interval = task.every(task.config.logging_steps)
         if interval and record["step"] % interval == 0:
@@ -155,7 +144,7 @@ class PlainLines:
             )
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Print an evaluation."""
+        """Prints an evaluation."""
         exact = record.get("eval_exact_match")
         more = "" if exact is None else f" exact match {exact:.1%}"
         self.note(
@@ -164,11 +153,11 @@ class PlainLines:
         )
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Say for how long it trains."""
+        """Prints how many samples and steps the new task has."""
         self.start([task])
 
     def changed(self, task: Task) -> None:
-        """Print that a task ended, or was paused or let go on."""
+        """Prints that a task ended, was paused or was unpaused."""
         progress = task.progress
         if progress.state == "stopped":
             self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
@@ -179,7 +168,7 @@ class PlainLines:
             self.note(f"{task.name}: {progress.state} at step {progress.step}{more}")
 
     def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Print who does so now, and who no longer."""
+        """Prints which tasks now wait for memory, and which no longer do."""
         new = [name for name in names if name not in self._waiting]
         self._waiting = names
         told = [f"{some(who)} {since}" for who, since in ((new, "now"), (went_on, "no longer")) if who]
@@ -187,16 +176,16 @@ class PlainLines:
             self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
 
     def note(self, line: str) -> None:
-        """Print a line."""
+        """Prints a line."""
         print(line, file=self._out, flush=True)
 
     def warn(self, line: str) -> None:
-        """Print a line where faults go."""
+        """Prints a warning to ``err``."""
         print(f"warning: {line}", file=self._err, flush=True)
 
     def fault(self, line: str) -> None:
-        """Print a line where faults go."""
+        """Prints a fault to ``err``."""
         print(f"error: {line}", file=self._err, flush=True)
 
     def close(self) -> None:
-        """Do nothing more."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""A run: all adapters of a config trained together, from its first iteration or from a checkpoint."""
+"""Trains all adapters of a config in one run, from the start or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlora.sweep.outcome import write_outcome
 from mlora.sweep.proposal import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult
 
-# keys that may differ when a run goes on: none of them changes what it computes by more than rounding
+# keys that may change before a resume: none changes the results by more than rounding
 FREE = {
     "output_dir",
     "device",
@@ -49,26 +49,26 @@ def train(
     member: Member | None = None,
     trace: bool = False,
 ) -> RunResult:
-    """Train every adapter of a config together.
+    """Trains every adapter of a config together.
 
-    An adapter whose data or ``lora`` block is wrong is refused and one whose loss is not a number is
-    stopped, alone; the others go on.
+    An adapter is refused if its data or ``lora`` block is wrong, and stopped if its loss is not a number. The
+    other adapters go on.
 
     Args:
-        config: a resolved config, or the path of a run's YAML.
+        config: a resolved config, or the path of a run's YAML file.
         overwrite: replace an earlier run in ``output_dir``.
-        reporter: told of what happens; by default nobody is.
-        member: this process's part in a pipeline, of which it is stage 0.
-        trace: write what the stages did when: ``trace.json`` for Perfetto, ``timeline.png`` and
+        reporter: receives the run's events; by default nothing is reported.
+        member: this process's part in a pipeline over processes; this process must be stage 0.
+        trace: write what each stage did and when: ``trace.json`` for Perfetto, ``timeline.png``, and
             ``times.json``, which ``mlora simulate --times`` reads.
 
     Returns:
-        What came of each adapter.
+        The result of each adapter.
 
     Raises:
-        RunError: the config, the base model or the output folder is wrong, every adapter was refused, or a
-            file cannot be written.
-        TypeError: ``config`` is neither.
+        RunError: the config, the base model or the output folder is wrong, every adapter was refused, memory
+            ran out, or a file cannot be written.
+        TypeError: ``config`` is neither a `RunConfig` nor a path.
 
     Example:
         >>> result = train("run.yaml")
@@ -82,7 +82,7 @@ def train(
     folder.check_free(overwrite=overwrite, inputs=config.inputs)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
     with prepared.engine, folder.take() as metrics:
-        # loading takes long enough for another run to begin and to end
+        # another run may have begun and ended while this one was loaded
         folder.check_contents(overwrite=overwrite, inputs=config.inputs)
         folder.clear()
         metrics.cut(0)
@@ -104,8 +104,7 @@ def _read(config: RunConfig | Path | str) -> RunConfig:
 
 
 def _measured(prepared: Prepared) -> Prepared:
-    """The config names the base GEMM and the partition, so that a run that is resumed, or repeated from it,
-    rounds alike."""
+    """Stores the base GEMM and partition in the config, so that a resumed or repeated run rounds alike."""
     config, engine = prepared.config, prepared.engine
     update: dict[str, Any] = {"base_gemm": engine.base_gemm}
     if engine.stages > 1:
@@ -117,27 +116,29 @@ def _measured(prepared: Prepared) -> Prepared:
 def resume(
     run_dir: Path | str, *, reporter: Reporter | None = None, member: Member | None = None
 ) -> RunResult:
-    """Continue a run from its last checkpoint; without one it starts anew, and a finished one is reported.
+    """Continues a run from its last checkpoint.
+
+    Without a checkpoint the run starts anew. A run that has nothing left to do is only reported.
 
     Args:
         run_dir: the run's ``output_dir``.
-        reporter: told of what happens; by default nobody is.
+        reporter: receives the run's events; by default nothing is reported.
         member: as for :func:`train`.
 
     Returns:
-        What came of each adapter.
+        The result of each adapter.
 
     Raises:
-        RunError: the folder holds no run, another process is at work on it, its data changed, or as
-            :func:`train`.
+        RunError: the folder holds no run, another process is working on the run, its data changed, or for a
+            reason given at :func:`train`.
     """
     reporter = reporter or Silent()
     folder = RunFolder(Path(run_dir).resolve())
-    folder.read_config()  # before the lock, which would make the folder
+    folder.read_config()  # before `take`, which creates the folder
     done = finished_result(folder)
     if done is None:
         with folder.take() as metrics:
-            done = finished_result(folder)  # by another process, meanwhile
+            done = finished_result(folder)  # another process may have finished it meanwhile
             if done is None:
                 checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
                 config = folder.read_config()
@@ -163,7 +164,7 @@ def resume(
         names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
         plot_losses(folder.plot, names, read_metrics(folder.metrics))
     sweep = folder.read_config().sweep
-    if sweep:  # the disk was full, or the process was killed, when it ended
+    if sweep:  # the disk was full, or the process was killed, when the run ended
         with folder.take():
             write_outcome(folder, sweep)
     return done
@@ -208,13 +209,7 @@ def _continued(
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:
-    """Return the path of the first value that differs between two configs, or none.
-
-    Args:
-        before: plain values of the one.
-        now: those of the other.
-        path: what leads to them; values under the keys of ``FREE`` may differ.
-    """
+    """Returns the path of the first value, outside the keys `FREE`, that differs, or None."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
             found = changed_key(before.get(key), now.get(key), f"{path}.{key}" if path else key)
@@ -228,14 +223,7 @@ def changed_key(before: Any, now: Any, path: str = "") -> str | None:
 
 
 def finished_result(folder: RunFolder) -> RunResult | None:
-    """Return the result of a run that has nothing left to do, or none.
-
-    Args:
-        folder: the run's.
-
-    Raises:
-        RunError: its summary cannot be read.
-    """
+    """Returns the result of a run that has nothing left to do, else None."""
     summary = folder.read_summary()
     if summary is None or summary["status"] not in ("finished", "failed", "paused"):
         return None
@@ -246,7 +234,7 @@ def finished_result(folder: RunFolder) -> RunResult | None:
 
 
 def _more_trials(folder: RunFolder) -> bool:
-    """Whether a sweep was given more trials since."""
+    """Whether a sweep's config now asks for more trials than have begun."""
     sweep = folder.read_config().sweep
     if sweep is None or not folder.queue.is_file():
         return False

@@ -1,8 +1,8 @@
-"""A task's adapter on and off the engine: created, set aside on disk, brought back bit for bit.
+"""Puts a task's adapter on the engine, sets it aside on disk, and brings it back bit for bit.
 
-A task that gives way to others keeps its adapter, its optimizer, what it has accumulated and its counts in a
-file of the run's ``states``, which carries the number of micro-batches it has taken; its place in the data
-and its random numbers derive from its counts.
+A task that is set aside keeps its adapter, its optimizer, its open accumulation and its counts in a file of
+the run's ``states``. The file's name carries the number of micro-batches taken. The position in the data and
+the random numbers derive from the counts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,7 @@ from mlora.tasks.task import Task
 
 
 def create_adapter(engine: Engine, task: Task, group: int) -> None:
-    """Create a task's adapter as it is before its first step; groups go to the replicas in turn.
-
-    Args:
-        engine: where.
-        task: what.
-        group: the task's.
-
-    Raises:
-        ValueError: the engine refuses the adapter.
-    """
+    """Creates a task's adapter as before its first step; groups go to the replicas in turn."""
     engine.create_adapter(
         task.name,
         task.lora,
@@ -42,18 +33,7 @@ def create_adapter(engine: Engine, task: Task, group: int) -> None:
 def restore_adapter(
     engine: Engine, task: Task, group: int, state: Mapping[str, Any], where: str = "its checkpoint"
 ) -> None:
-    """Create a task's adapter as it was.
-
-    Args:
-        engine: where.
-        task: what.
-        group: the task's.
-        state: of `Engine.state_dict`.
-        where: it was read.
-
-    Raises:
-        RunError: the state is not this adapter's.
-    """
+    """Creates a task's adapter with a state of `Engine.state_dict`; errors name `where` it was read."""
     try:
         create_adapter(engine, task, group)
         engine.load_state_dict(task.name, state)
@@ -67,15 +47,9 @@ def restore_adapter(
 
 
 def set_aside(engine: Engine, task: Task, folder: Path) -> None:
-    """Take a task's adapter off the engine, and keep what it needs to go on.
+    """Writes a task's state to a file, names it in ``kept``, and takes the adapter off the engine.
 
-    Args:
-        engine: that has it.
-        task: whose; ``kept`` then names the file, unless it has not begun.
-        folder: the run's ``states``.
-
-    Raises:
-        RunError: the file cannot be written; the adapter is as before.
+    A task that has not begun needs no file. If the file cannot be written, the adapter stays.
     """
     if task.progress.batches:
         name = f"{task.name}-{task.progress.batches:08d}.pt"
@@ -85,18 +59,7 @@ def set_aside(engine: Engine, task: Task, folder: Path) -> None:
 
 
 def bring_back(engine: Engine, task: Task, group: int, folder: Path) -> None:
-    """Put a task's adapter on the engine: as it was, or new where it has not begun.
-
-    Args:
-        engine: where.
-        task: whose.
-        group: the task's.
-        folder: the run's ``states``.
-
-    Raises:
-        ValueError: the engine refuses a new adapter.
-        RunError: the file cannot be read, or is not this adapter's.
-    """
+    """Puts a task's adapter back on the engine, or a new adapter if the task has not begun."""
     if task.kept is None:
         create_adapter(engine, task, group)
         return
@@ -107,5 +70,5 @@ def bring_back(engine: Engine, task: Task, group: int, folder: Path) -> None:
 
 
 def _stamp(task: Task) -> dict[str, Any]:
-    """What tells a task's file from others'."""
+    """Returns the values that identify a task's file."""
     return {"task": task.name, "batches": task.progress.batches}

@@ -1,4 +1,4 @@
-"""A run's place in a pipeline of several processes, of which stage 0 leads."""
+"""Joins a process to a pipeline of several processes, which stage 0 leads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mlora.planning.measured_cut import measured_cut
 from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way
 
-STAGE_0_FIRST = 2.0  # seconds in which stage 0 tells of a fault that all have
-PEERS_FIRST = 8.0  # seconds in which the watch finds the fault of another stage, which then ends this process
-SIGNAL_WAITS = 2.0  # seconds; torchrun sends SIGTERM when a stage has died, which the watch is about to tell
+STAGE_0_FIRST = 2.0  # seconds; time for stage 0 to report a fault that all stages have
+PEERS_FIRST = 8.0  # seconds; time for the watch to find another stage's fault and end this process
+SIGNAL_WAITS = 2.0  # seconds; torchrun sends SIGTERM when a stage has died; the watch is about to report it
 # keys that may differ between the machines of a pipeline
 LOCAL: Any = {
     "base_model": True,
@@ -49,12 +49,11 @@ class Member:
     """This process's part in a pipeline.
 
     Attributes:
-        world: the pipeline's processes.
-        watch: watches the others.
-        in_flight: says which adapters its stage is working on; before there is one, none.
-        work: counts what its stage does; see `Runner.piece`.
+        watch: watches the other processes.
+        in_flight: returns the adapters that this stage is working on.
+        work: returns the number of the piece of work that this stage is doing; see `Runner.piece`.
         put_right: called before a fault of another process ends this one.
-        met: whether the processes have told each other of a usual micro-batch.
+        met: whether the processes have exchanged the usual micro-batch.
     """
 
     world: World
@@ -66,15 +65,7 @@ class Member:
 
 
 def check_replicas(config: RunConfig, member: Member | None) -> None:
-    """Refuse replicas without processes for them.
-
-    Args:
-        config: the run's.
-        member: this process's part in a pipeline over processes, if it has one.
-
-    Raises:
-        RunError: there are none.
-    """
+    """Refuses replicas where no launcher has started processes for them."""
     if config.pipeline.replicas > 1 and member is None:
         raise RunError(
             f"pipeline.replicas: {config.pipeline.replicas} need processes of their own: start the run with "
@@ -84,19 +75,10 @@ def check_replicas(config: RunConfig, member: Member | None) -> None:
 
 @contextmanager
 def membership(config: RunConfig) -> Iterator[Member | None]:
-    """Join the pipeline that a launcher has started this process for, and leave it in order.
+    """Joins the pipeline that a launcher has started this process for, and leaves it in order.
 
-    An error inside ends every process; it is told once.
-
-    Args:
-        config: the run's.
-
-    Yields:
-        This process's part; none where the run has one stage.
-
-    Raises:
-        RunError: the processes do not fit the config or each other, and this one is to tell of it.
-        SystemExit: after an error of another process, or its consequence.
+    Yields None for a run of one stage. An error inside ends every process and is reported once: by this
+    process as a RunError, or by another process, and then this one raises SystemExit.
     """
     world = _world(config)
     if world is None:
@@ -115,7 +97,7 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             yield member
             if world.rank == 0 and not member.met:
-                usual_lengths_of(member, None)  # there was nothing to do, for which the others wait
+                usual_lengths_of(member, None)  # nothing to do; the others wait for this call
         except (PeerError, PipelineError) as error:
             _tell_in_peace()
             watch.report(first_line(error), after=PEERS_FIRST)
@@ -131,10 +113,10 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
 
 
 def _set_signals(world: World) -> None:
-    """Stage 0 alone ends a run that a signal interrupts; the others end when it does.
+    """Lets stage 0 alone end a run on a signal; the other stages end when stage 0 does.
 
-    Until all have met, SIGTERM ends each: a launcher sends it when a process has ended that the others do not
-    see yet.
+    Until the processes have agreed on the config, SIGTERM ends each of them. A launcher sends it when a
+    process has died that the others do not see yet.
     """
     if world.rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,7 +124,7 @@ def _set_signals(world: World) -> None:
 
 
 def _tell_in_peace() -> None:
-    """Of an error, which ends this process anyway: a launcher sends SIGTERM when another one has ended."""
+    """Ignores SIGTERM while an error is reported: a launcher sends it as soon as another process ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -182,15 +164,11 @@ def _world(config: RunConfig) -> World | None:
 
 
 def facts(config: RunConfig) -> dict[str, Any]:
-    """Return what every process of a pipeline has to hold alike.
-
-    Args:
-        config: the run's.
-    """
+    """Returns the facts in which all processes of a pipeline must agree."""
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
     values = config.model_dump(mode="json", exclude=LOCAL)
     base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
-    base.pop("_name_or_path", None)  # each machine has the model where it likes
+    base.pop("_name_or_path", None)  # the model's folder may differ between machines
     weights = digest(config.base_model)
     return {
         "mlora": version("mlora-ext"),
@@ -202,14 +180,9 @@ def facts(config: RunConfig) -> dict[str, Any]:
 
 
 def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int] | None:
-    """Tell of a usual micro-batch, or be told; all processes of a pipeline call it once.
+    """Sends the usual micro-batch of stage 0 to all processes; each process calls it once.
 
-    Args:
-        member: this process's part.
-        lengths: rows of its sequences, which stage 0 knows when it has read its data; none elsewhere.
-
-    Returns:
-        Those of stage 0, or none where it has nothing to do.
+    Stage 0 passes the rows of its sequences, or None if there is nothing to do; the others pass None.
     """
     found: list[int] | None = member.world.gather("lengths", lengths)[0]
     member.met = True
@@ -217,13 +190,7 @@ def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int]
 
 
 class OwnStage(NamedTuple):
-    """A process's stage.
-
-    Attributes:
-        part: the stage.
-        process: its place in the pipeline.
-        blocks: of each stage.
-    """
+    """A process's stage, its connection to the pipeline, and the number of decoder blocks of each stage."""
 
     part: StageWorker
     process: StageProcess
@@ -231,17 +198,7 @@ class OwnStage(NamedTuple):
 
 
 def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: int) -> OwnStage:
-    """Make this process's stage; all processes of a pipeline call it.
-
-    Args:
-        config: the run's.
-        member: this process's part.
-        lengths: of `usual_lengths_of`.
-        trace: spans to keep.
-
-    Raises:
-        ValueError: the model cannot be loaded, cut or trained on packed rows.
-    """
+    """Creates this process's stage; all processes of a pipeline call it."""
     world, pipeline = member.world, config.pipeline
     dtype = dtype_of(config)
     options = StageOptions(
@@ -271,12 +228,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
 
 
 def stage_group_of(config: RunConfig, stage: OwnStage) -> StageGroup:
-    """Return the stages as stage 0 sees them.
-
-    Args:
-        config: the run's.
-        stage: stage 0.
-    """
+    """Returns the stages as stage 0 sees them."""
     first = FirstStage(stage.process)
     return StageGroup(
         first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True
@@ -284,16 +236,9 @@ def stage_group_of(config: RunConfig, stage: OwnStage) -> StageGroup:
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:
-    """Serve one of the stages after the first, until stage 0 ends the run.
+    """Serves a stage after the first, until stage 0 ends the run.
 
-    Args:
-        config: the run's.
-        member: this process's part.
-        trace: whether stage 0 will ask what this one did when.
-
-    Raises:
-        SystemExit: the stage cannot be made, or memory ran out; one process has told why.
-        PipelineError: another stage failed.
+    Raises SystemExit if the stage cannot be created or memory ran out; one process has reported why.
     """
     try:
         lengths = usual_lengths_of(member, None)
@@ -301,7 +246,7 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
             return
         process = own_stage(config, member, lengths, SPANS if trace else 0).process
     except (ValueError, OSError, SafetensorError) as error:
-        # stage 0 tells of the same fault, where it has it
+        # stage 0 reports the same fault first, if it has it
         member.watch.report(first_line(error), after=STAGE_0_FIRST)
         raise SystemExit(1) from None
     except (MemoryError, RuntimeError) as error:
@@ -319,11 +264,7 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
 
 
 def less_memory(run_dir: Path | str) -> str:
-    """Return what a user can do when memory has run out.
-
-    Args:
-        run_dir: the run's folder.
-    """
+    """Returns what a user can do when memory has run out."""
     return (
         "lower per_device_train_batch_size or max_length and train anew, or set gradient_checkpointing in "
         f"{Path(run_dir) / 'config.yaml'} and `mlora resume {run_dir}`"

@@ -1,4 +1,4 @@
-"""Which tasks a run has, and which of them are on its engine: who comes, waits, is set aside and goes."""
+"""The table of a run's tasks: which there are, which wait, and which are on the engine."""
 
 from __future__ import annotations
 
@@ -25,28 +25,18 @@ if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
 
 Unfit = Mapping[str, str] | None
-"""Why tasks do not fit, by name, as was decided before; none where that is to be found out."""
+"""Why tasks do not fit, by name, as a journaled decision says; None = check them now."""
 
 
 class TaskTable:
     """The tasks of a run.
 
-    Args:
-        engine: without adapters.
-        builder: reads the data of tasks that come.
-        tasks: those of the config, and those that have come before the checkpoint.
-        refused: why others were not taken, by name.
-        folder: the run's.
-        reporter: told of what happens.
-        memory: knows its limit; none = there is no limit.
-        sweep: whose trials are tasks; none = there is none.
-
     Attributes:
         tasks: all but the refused.
         refused: why, by name.
-        unfit: those of them that do not fit into memory.
-        memory: the run's; none = there is no limit.
-        admission: who is admitted, and to which group.
+        unfit: those of the refused that do not fit into memory.
+        memory: None = there is no limit.
+        admission: the admitted tasks and their groups.
     """
 
     def __init__(
@@ -69,24 +59,24 @@ class TaskTable:
         self._left: list[str] = []
 
     def named(self, name: str) -> Task | None:
-        """The task of a name, if there is one."""
+        """Returns the task with this name, or None."""
         return next((task for task in self.tasks if task.name == name), None)
 
     def running(self) -> list[Task]:
-        """The tasks that have not ended and are not paused, whether they are admitted or wait."""
+        """Returns the tasks that have not ended and are not paused, admitted or waiting."""
         return [task for task in self.tasks if task.progress.state == "running"]
 
     def admitted(self) -> list[Task]:
-        """The tasks that are on the engine."""
+        """Returns the tasks that are on the engine."""
         on_engine = set(self._engine.adapters)
         return [task for task in self.tasks if task.name in on_engine]
 
     def waiting(self) -> list[Task]:
-        """The tasks that would train if there were room."""
+        """Returns the tasks that would train if there were room."""
         return [task for task in self.running() if task.name not in self.admission.slots]
 
     def members(self) -> dict[int, list[Task]]:
-        """The admitted tasks of each group that there are, by its place."""
+        """Returns the running, admitted tasks of each group, by the group's slot."""
         found: dict[int, list[Task]] = {}
         for name, slot in self.admission.slots.items():
             task = self.named(name)
@@ -95,14 +85,15 @@ class TaskTable:
         return found
 
     def alive(self) -> list[Task]:
-        """The tasks that have not ended."""
+        """Returns the tasks that have not ended."""
         return [task for task in self.tasks if task.alive]
 
     def candidates(self) -> list[Task]:
-        """Return the running tasks that fit alone, or have begun. The others wait. Where there are no others,
-        processes give back what nobody uses, and those are tried that barely fit, of which one runs alone.
+        """Returns the running tasks that fit alone or have begun; the other tasks wait.
 
-        A task for which only this process has no room waits for another one."""
+        If there are none, the processes release unused memory. Then tasks that barely fit are tried, and one
+        of them runs alone. A task that only this process has no room for waits for a new process.
+        """
         running = self.running()
         if self.memory is None or not running:
             return running
@@ -118,7 +109,7 @@ class TaskTable:
         return found
 
     def _none_fits(self, tasks: Sequence[Task]) -> None:
-        """Refuse tasks that no process could train; another one than this may train the rest."""
+        """Refuses tasks that fit in no process, and warns that a new process may train the rest."""
         assert self.memory is not None
         for task in tasks:
             self._check(task)
@@ -130,11 +121,7 @@ class TaskTable:
         self._left = names
 
     def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
-        """Return what tasks need.
-
-        Args:
-            tasks: some, in the order in which they came.
-        """
+        """Returns the scheduler's view of tasks."""
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
         if self.memory is None:
             return [memory_need(task, arrivals[task.name]) for task in tasks]
@@ -144,15 +131,8 @@ class TaskTable:
             for task in tasks
         ]
 
-    # who comes and goes
-
     def look_at(self, tasks: Sequence[Task], unfit: Unfit) -> None:
-        """Learn what tasks need, and refuse those that never fit.
-
-        Args:
-            tasks: new to this process.
-            unfit: as was decided before.
-        """
+        """Learns what new tasks need and refuses those that never fit, or those that `unfit` names."""
         if self.memory is None:
             return
         for task in [task for task in tasks if self._is_known(task)]:
@@ -163,7 +143,7 @@ class TaskTable:
             self._check(task)
 
     def _check(self, task: Task) -> None:
-        """Refuse a task that never fits."""
+        """Refuses a task that never fits."""
         assert self.memory is not None
         try:
             self.memory.check(task)
@@ -171,7 +151,7 @@ class TaskTable:
             self.unfits(task, str(error))
 
     def _is_known(self, task: Task) -> bool:
-        """Let memory know a task, and say whether its adapter can be put on the base."""
+        """Adds a task to the memory model; if the base takes no such adapter, refuses it. False = refused."""
         assert self.memory is not None
         try:
             self.memory.tasks.know(task)
@@ -181,22 +161,12 @@ class TaskTable:
         return True
 
     def unfits(self, task: Task, message: str) -> None:
-        """Refuse a task for which there is no room.
-
-        Args:
-            task: that is not on the engine.
-            message: why.
-        """
+        """Refuses a task for which there is no room; it must not be on the engine."""
         self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
         self._refuse(task.name, self.unfit[task.name])
 
     def take(self, request: Request, unfit: Unfit) -> None:
-        """Do what a user asked for, as far as it still can be done.
-
-        Args:
-            request: of the queue.
-            unfit: as was decided before.
-        """
+        """Carries out a user's request, as far as still possible."""
         task = self.named(request.task)
         if request.kind == "submit":
             self._add(request.task, request.content, unfit)
@@ -212,12 +182,7 @@ class TaskTable:
             self._reporter.changed(task)
 
     def accept(self, proposal: Proposal, unfit: Unfit) -> None:
-        """Do what the sweep proposes: prune a trial, or begin the next one.
-
-        Args:
-            proposal: the sweep's.
-            unfit: as was decided before.
-        """
+        """Carries out a proposal of the sweep: prunes a trial or begins the next one."""
         task = self.named(proposal.task)
         if proposal.trial is not None:
             self._add(proposal.task, proposal.trial, unfit)
@@ -225,7 +190,7 @@ class TaskTable:
             self._end(task, "pruned", "fell behind the other trials")
 
     def _add(self, name: str, content: Mapping[str, Any], unfit: Unfit) -> None:
-        """Take a task, or refuse it."""
+        """Adds a submitted task or a trial, or refuses it."""
         task, told = None, len(self._builder.warnings)
         if self.named(name) is not None or name in self.refused:
             self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
@@ -260,20 +225,8 @@ class TaskTable:
             self._sweep.taken_off(task.name, pruned=state == "pruned")
         self._reporter.changed(task)
 
-    # who is on the engine
-
     def carry_out(self, admission: Admission) -> list[Task]:
-        """Bring the engine's adapters in line with who is admitted.
-
-        Args:
-            admission: what was decided.
-
-        Returns:
-            The tasks that are newly on the engine.
-
-        Raises:
-            RunError: a file cannot be written, or memory ran out.
-        """
+        """Sets tasks aside and puts admitted ones on the engine; returns those that are new there."""
         for task in self.admitted():
             if task.name not in admission.slots:
                 set_aside(self._engine, task, self._folder.states)
@@ -291,16 +244,7 @@ class TaskTable:
             self._reporter.waits(waiting, went_on)
 
     def restore(self, admission: Admission, kept: Mapping[str, str], adapters: Mapping[str, Any]) -> None:
-        """Put back on the engine who was on it.
-
-        Args:
-            admission: of a checkpoint.
-            kept: the files that hold states of others, by task.
-            adapters: states, by task.
-
-        Raises:
-            RunError: a state cannot be restored.
-        """
+        """Puts admitted tasks back on the engine; `kept` names the state files of the other tasks."""
         self.admission = admission
         for task in self.alive():
             task.kept = kept.get(task.name)

@@ -1,4 +1,4 @@
-"""What `mlora validate` does: all that comes before a run's first step, and a forecast of its memory."""
+"""Implements `mlora validate`: all that comes before a run's first step, and a forecast of its memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,11 @@ from mlora.run.report import Reporter, Silent
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:
-    """Do everything that comes before the first step of a run: read, check and load; write nothing.
+    """Reads, checks and loads all that a run needs before its first step; writes nothing.
 
-    Args:
-        config: a resolved config.
-        reporter: told of warnings and of adapters that would be refused.
-
-    Returns:
-        The run as it would begin, with all adapters whatever its memory limit, or samples of a sweep's
-        trials; its engine is closed. And what it will need of memory, where that can be predicted: on a CPU.
-
-    Raises:
-        RunError: as :func:`train`, but for an ``output_dir`` that is not empty.
+    Returns the run with a closed engine and with all adapters, whatever its memory limit; samples stand for
+    the trials of a sweep. The forecast is None where memory cannot be predicted: off the CPU, or with
+    replicas. An ``output_dir`` that is not empty is only a warning.
     """
     reporter = reporter or Silent()
     folder = RunFolder(config.output_dir)
@@ -50,13 +43,9 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
 
 
 def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> MemoryPlan | None:
-    """What a run will need, by the stages that it will have or, where those are measured, equal ones.
+    """Predicts the run's memory by its stages; equal stages stand for those that the run will measure.
 
-    Args:
-        config: the run's.
-        prepared: the run.
-        before: bytes that the process had before it loaded the model.
-        new: bytes that a process has then whose first run it is.
+    `before`: bytes in use before the model was loaded. `new`: the same for a process that has made no run.
     """
     engine = prepared.engine
     if engine.device.type != "cpu" or config.pipeline.replicas > 1:
@@ -65,12 +54,12 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
     try:
         stages = dry_stages(config, options, config.pipeline.partition or config.pipeline.stages)
         memory = TaskMemory(stages)
-        packed = 4 if config.pack_base else 1  # twice, and oneDNN pads
+        packed = 4 if config.pack_base else 1  # two copies, and oneDNN pads
         held = [packed * stage.base_bytes for stage in stages]
-        libraries = max(0, prepared.loaded - before - sum(held))  # what loading has made them take
+        libraries = max(0, prepared.loaded - before - sum(held))  # taken by libraries during loading
         base = [new + libraries + size for size in held]
         return memory_plan(config, prepared.table.tasks, memory, base)
     except ValueError as error:
-        if config.scheduler.memory_limit is None:  # nobody has asked for it
+        if config.scheduler.memory_limit is None:  # without a limit, a forecast is optional
             return None
         raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error
