@@ -1,1 +1,1 @@
-"""What may be asked for in YAML: the models of a run's config, reading, and errors."""
+"""A run's config: its models, reading YAML, and error messages."""

@@ -1,4 +1,4 @@
-"""Names that other tools give to keys of a config, so that an error can say what the key is called here."""
+"""Other tools' names for config keys, so that an error can say what the key is called here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NAMES = {
     "high": "max",
     "choice": "values choices options categorical",
 }
-"""What else the key is called, by its name here."""
+"""Names of a key in other tools, separated by spaces, by the key's name here."""
 
 UNSUPPORTED = (
     "accelerator_config activation_checkpointing_kwargs auto_find_batch_size "
@@ -85,26 +85,17 @@ UNSUPPORTED = (
 
 
 def known_as(word: str, words: Sequence[str]) -> str | None:
-    """Return the word that another tool calls so, if it is among those that are known."""
+    """Returns the word of `words` that another tool calls `word`, or None."""
     plain = word.lower().replace("-", "_")
     return next((key for key, aliases in NAMES.items() if plain in aliases.split() and key in words), None)
 
 
 def spelt_alike(word: str, words: Sequence[str], alike: float = 0.6) -> str | None:
-    """Return the known word that is spelt most alike, if one is alike enough."""
+    """Returns the most similarly spelt of `words`, or None if no similarity reaches `alike` (0 to 1)."""
     return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=alike)), None)
 
 
 def nearest(word: str, words: Sequence[str], what: str = "known keys") -> str:
-    """Return the end of an error line: the word that was probably meant, or all that are known.
-
-    Args:
-        word: what came.
-        words: what is known.
-        what: what they are.
-
-    Returns:
-        ``did you mean 'r'?`` or ``known keys: ...``.
-    """
+    """Returns the end of an error line: ``did you mean 'r'?``, or ``known keys: ...`` with all `words`."""
     found = known_as(word, words) or spelt_alike(word, words)
     return f"did you mean {found!r}?" if found else f"{what}: {', '.join(words)}"

@@ -1,4 +1,4 @@
-"""Which evaluation of an adapter is the best: Transformers' ``metric_for_best_model`` and its kin."""
+"""How to find an adapter's best evaluation: Transformers' ``metric_for_best_model`` and related fields."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class BestRule:
-    """How an adapter's evaluations compare.
+    """How two evaluations of an adapter compare.
 
     Args:
         metric: a key of ``METRICS``.
         greater: whether greater is better.
-        loads: whether the adapter ends with the weights of the best, not of the last step.
+        loads: whether the adapter ends with the weights of its best evaluation, not of its last step.
     """
 
     metric: str
@@ -28,26 +28,14 @@ class BestRule:
     loads: bool
 
     def gain(self, value: float, best: float | None) -> float:
-        """Return by how much a value is better than the best so far; NaN is never better.
-
-        Args:
-            value: of the metric.
-            best: of the metric; none = there is none yet.
-        """
+        """Returns by how much `value` beats `best` (None: no best yet). NaN gives NaN, which is no gain."""
         if best is None:
             best = float("-inf") if self.greater else float("inf")
         return value - best if self.greater else best - value
 
 
 def metric_key(name: str) -> str:
-    """Return a metric's key in evaluations; its prefix ``eval_`` may be left out, as in Transformers.
-
-    Args:
-        name: what the config says.
-
-    Raises:
-        ValueError: evaluations do not measure it.
-    """
+    """Returns a metric's key in evaluations. As in Transformers, the prefix ``eval_`` may be left out."""
     key = name if name.startswith("eval_") else f"eval_{name}"
     if key not in METRICS:
         raise ValueError(f"{name!r} is not measured; metrics: {', '.join(METRICS.values())}")
@@ -55,13 +43,10 @@ def metric_key(name: str) -> str:
 
 
 def best_rule(adapter: Any) -> BestRule | None:
-    """Return how an adapter's evaluations compare; none where nothing asks for it.
+    """Returns how an `AdapterConfig`'s evaluations compare, or None if no field asks for it.
 
-    As in ``TrainingArguments`` the metric is ``loss`` unless another is named, and greater is better unless
-    its name ends in ``loss``. With early stopping the best is loaded unless the config says otherwise.
-
-    Args:
-        adapter: an `AdapterConfig`.
+    As in ``TrainingArguments``, the metric defaults to ``loss``, and greater is better unless its name ends
+    in ``loss``. With early stopping, the best weights are loaded unless the config says otherwise.
     """
     stops, loads = adapter.early_stopping_patience is not None, adapter.load_best_model_at_end
     loads = stops if loads is None else loads
@@ -73,13 +58,9 @@ def best_rule(adapter: Any) -> BestRule | None:
 
 
 def check_best(adapter: Any) -> None:
-    """Check that what an adapter's best evaluation depends on is there.
+    """Raises ValueError if a field of an `AdapterConfig` lacks another that its best evaluation needs.
 
-    Args:
-        adapter: an `AdapterConfig`, which has an ``eval_dataset`` where it asks for evaluations.
-
-    Raises:
-        ValueError: naming the field that lacks something.
+    The caller has already checked ``eval_dataset``.
     """
     for key in FIELDS:
         if getattr(adapter, key) not in (None, False) and adapter.eval_steps is None:

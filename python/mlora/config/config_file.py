@@ -1,4 +1,4 @@
-"""A run's YAML: reading, overriding from the command line, explaining faults, writing the resolved copy."""
+"""A run's YAML: reads it, applies overrides, explains faults, and writes the resolved copy."""
 
 from __future__ import annotations
 
@@ -21,21 +21,11 @@ INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
 
 
 def apply_override(data: dict[str, Any], override: str) -> Location:
-    """Apply an override ``a.b=c`` to a config's raw data, in place.
+    """Applies an override ``a.b=c`` to a config's raw data, in place, and returns the value's location.
 
-    A part of the path names a key of a mapping, an index of a list, or the ``name`` of a list's item. The
-    value is read as YAML reads it.
-
-    Args:
-        data: the mapping of a YAML file.
-        override: for example ``defaults.max_steps=20``, ``adapters.sums-r8.lora.r=4``,
-            ``adapters[0].lora.target_modules=[q_proj]``.
-
-    Returns:
-        Where the value stands now: keys and indices.
-
-    Raises:
-        RunError: there is no ``=``, the path leads nowhere, or the value is not YAML.
+    Each part of the path is a key of a mapping, an index of a list, or the ``name`` of a list's item. The
+    value is read as YAML. Examples: ``defaults.max_steps=20``, ``adapters.sums-r8.lora.r=4``,
+    ``adapters[0].lora.target_modules=[q_proj]``.
     """
     path, equals, text = override.partition("=")
     parts = INDEX.sub(r"\1.\2", path.strip()).split(".")
@@ -86,17 +76,9 @@ def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, i
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read, override and resolve a run's YAML.
+    """Reads a run's YAML, applies overrides and resolves it. Relative paths start at the file's folder.
 
-    Args:
-        path: the YAML file; relative paths in it resolve against its folder.
-        overrides: ``a.b=c`` texts, see :func:`apply_override`.
-
-    Returns:
-        The resolved config.
-
-    Raises:
-        RunError: one line for each fault, with the path of the key (``adapters[1].lora.rr``).
+    A RunError has one line for each fault, with the path of the key (``adapters[1].lora.rr``).
     """
     path = Path(path)
     data = read_yaml(path)
@@ -111,19 +93,12 @@ def resolve_config(
     where: str = "config",
     given: Mapping[Location, str] | None = None,
 ) -> RunConfig:
-    """Resolve a config's raw data.
+    """Resolves a config's raw data; a RunError has one line for each fault.
 
     Args:
-        data: the mapping of a YAML file.
-        folder: what relative paths resolve against.
+        folder: where relative paths start.
         where: the name of the source in error lines.
-        given: the name of another source by the location of what comes from there.
-
-    Returns:
-        The resolved config.
-
-    Raises:
-        RunError: one line for each fault.
+        given: names of other sources (overrides), by the location of the values that they set.
     """
     try:
         config = RunConfig.model_validate(data, context={"folder": str(folder)})
@@ -135,7 +110,7 @@ def resolve_config(
 
 
 def _check_trials(config: RunConfig, sweep: SweepConfig, where: str) -> None:
-    """Check the fields of a sweep's trials as if some of them stood in the config."""
+    """Checks the fields of a sweep's trials by validating a config that has sample trials as adapters."""
     whole = config.with_samples()
     leaves = list(sweep.space)
 
@@ -154,5 +129,5 @@ def _check_trials(config: RunConfig, sweep: SweepConfig, where: str) -> None:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return the resolved config as YAML that reads back to an equal config."""
+    """Returns the resolved config as YAML that reads back to an equal config."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)

@@ -1,4 +1,4 @@
-"""What may stand under ``datasets`` in a run's config."""
+"""The model of an entry under ``datasets`` in a run's config."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WITH_PROMPTS = ("prompt_completion", "alpaca")
 class DatasetConfig(Strict):
     """A named jsonl file and how its lines are read.
 
-    What is trained is what TRL's ``SFTTrainer`` trains on such data:
+    Each format trains the tokens that TRL's ``SFTTrainer`` trains on the same data:
 
-    - ``tokens``: ``input_ids``, or ``labels`` where given (-100 = not trained).
+    - ``tokens``: ``input_ids``, or ``labels`` if given (-100 = not trained).
     - ``text``: ``text`` and the end token.
-    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. Both may be lists of
-      messages; then the chat template ends the completion, and nothing is added.
-    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, where
-      it is there and not empty, ``input``.
+    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. If both are lists of
+      messages, the chat template ends the completion, and no end token is added.
+    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, if
+      given and not empty, ``input``.
     - ``messages``: every token of the conversation as the chat template writes it; with
-      ``assistant_only_loss`` those that the template marks as the assistant's.
+      ``assistant_only_loss``, only tokens that the template marks as the assistant's.
     - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
     """
 

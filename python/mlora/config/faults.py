@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a config, as lines: where it stands, what was expected, what came."""
+"""Turns pydantic's errors about a config into lines: location, what was expected, what came."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ HOMES: dict[str, Sequence[str]] = {
     "under pipeline": list(PipelineConfig.model_fields),
     "under sweep": list(SweepConfig.model_fields),
 }
-"""Where each key belongs; of several places, the first."""
+"""The keys that belong to each part of a config. The first part that holds a key is named in errors."""
 
 TRAINING = set(TrainingFields.model_fields)
 OTHERWISE = {
     "packing": "rows are always packed, without padding; leave it out",
     "scheduler": "did you mean 'lr_scheduler_type'?",
 }
-"""Keys that mean something else where hyperparameters stand."""
+"""Hints for keys that mean something else among the training fields."""
 
 EXPECTED = {
     "string_type": "must be text",
@@ -66,7 +66,7 @@ EXPECTED = {
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
 }
-"""What pydantic expected, by the type of its fault."""
+"""What was expected, by the type of pydantic's error."""
 
 Location = tuple[int | str, ...]
 
@@ -74,16 +74,9 @@ Location = tuple[int | str, ...]
 def explain(
     error: ValidationError, data: Mapping[str, Any], where: str, given: Mapping[Location, str]
 ) -> list[str]:
-    """Return one line for each fault.
+    """Returns a line for each fault: ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
 
-    Args:
-        error: what pydantic raised.
-        data: the config's raw data.
-        where: the name of its source.
-        given: the name of another source by the location of what comes from there.
-
-    Returns:
-        Lines such as ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
+    `where` and `given` name the sources as in `mlora.config.config_file.resolve_config`.
     """
     lines = []
     for fault in error.errors():
@@ -96,7 +89,7 @@ def explain(
 
 
 def path_of(location: Sequence[Any]) -> str:
-    """Return a location as it is written: ``adapters[1].lora.r``."""
+    """Returns a location as users write it: ``adapters[1].lora.r``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -104,7 +97,7 @@ def path_of(location: Sequence[Any]) -> str:
 
 
 def _source(location: Location, where: str, given: Mapping[Location, str]) -> str:
-    """An override that set the value, or one below an unknown key; else the file."""
+    """Returns the override that set the value or, for an unknown key, something below it; else `where`."""
     for end in range(len(location), 0, -1):
         if location[:end] in given:
             return given[location[:end]]
@@ -161,12 +154,7 @@ def _some_keys(location: Location) -> str:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """Say what a key may have been meant to be, and where that belongs.
-
-    Args:
-        key: the unknown one.
-        known: those that may stand there.
-    """
+    """Returns the message for an unknown key: which known key may be meant, or where the key belongs."""
     first, dot, rest = key.partition(".")
     if dot and first in known:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"

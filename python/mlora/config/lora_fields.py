@@ -1,4 +1,4 @@
-"""The checks of an adapter's ``lora`` block, which holds the fields of PEFT's ``LoraConfig``."""
+"""Checks of an adapter's ``lora`` block, which holds fields of PEFT's ``LoraConfig``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CHOICES = [
     "kasa_config",
     "ensure_weight_tying",
 ]
-# What PEFT notes in an adapter's folder about where it comes from, and the value that says nothing.
+# PEFT's notes in an adapter's folder about its origin. A config may repeat them with these values only.
 NOTES: dict[str, Any] = {
     "auto_mapping": None,
     "base_model_name_or_path": None,
@@ -67,18 +67,7 @@ NOTES: dict[str, Any] = {
 
 
 def check_lora(values: dict[str, Any]) -> dict[str, Any]:
-    """Check a ``lora`` block by itself, without a model.
-
-    Args:
-        values: fields of PEFT's ``LoraConfig``.
-
-    Returns:
-        The same values.
-
-    Raises:
-        KeyPathErrors: unknown keys, a rank below 1, an alpha of 0, a dropout outside
-            ``[0, 1)`` or a value of the wrong type: all of them.
-    """
+    """Checks a ``lora`` block without a model and returns it. KeyPathErrors holds all faults."""
     faults = []
     for key, value in values.items():
         try:
@@ -172,16 +161,9 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 def build_lora(values: dict[str, Any]) -> LoraConfig:
-    """Return PEFT's config of a ``lora`` block, for a causal language model unless it says otherwise.
+    """Returns PEFT's config for a ``lora`` block, by default for a causal language model.
 
-    Args:
-        values: fields of PEFT's ``LoraConfig``.
-
-    Returns:
-        A ``peft.LoraConfig``.
-
-    Raises:
-        ValueError: PEFT refuses the values.
+    ValueError carries PEFT's reason if PEFT refuses the values.
     """
     from peft import LoraConfig
 

@@ -1,4 +1,4 @@
-"""What in an adapter's ``lora`` block is allowed, as PEFT allows it, and probably not meant."""
+"""Warnings about ``lora`` blocks that PEFT accepts but that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ if TYPE_CHECKING:
 
 
 def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
-    """Find entries that match nothing, and ranks that are more than a layer can use.
-
-    Args:
-        model: the base model, converted or not.
-        name: the adapter's.
-        lora: its config, which :func:`mlora_ext.add_adapter` accepts.
-
-    Returns:
-        One line for each doubt.
-    """
+    """Returns warnings about entries that match no layer, and one if a rank exceeds what a layer can use."""
     from peft.utils.other import get_pattern_key
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}

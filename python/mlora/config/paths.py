@@ -1,4 +1,4 @@
-"""Paths and hub ids in a config. Relative paths start at the folder of the config file."""
+"""Paths and hub ids in a config. Relative paths start at the config file's folder."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be a model's on the Hugging Face hub: ``name`` or ``owner/name``."""
+    """Whether a name has the form of a Hugging Face hub id: ``name`` or ``owner/name``."""
     return HUB_ID.fullmatch(name) is not None
 
 
 def resolve_path(value: str, info: ValidationInfo) -> str:
-    """Return an absolute path.
+    """Returns an absolute path; ``~`` is a home folder. ValueError if the system cannot look it up.
 
-    Args:
-        value: as it stands in the config; `~` is a home folder.
-        info: its context names the `folder`; default: where the process is.
-
-    Raises:
-        ValueError: the place cannot be reached.
+    Relative paths start at ``info.context["folder"]``, by default the working directory.
     """
     if "\0" in value:
         raise ValueError(f"{value!r} is no path: it holds a NUL character")

@@ -1,4 +1,4 @@
-"""What may stand under ``pipeline`` in a run's config."""
+"""The model of ``pipeline`` in a run's config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from mlora.config.strict import MOST, Strict
 
 
 class PipelineConfig(Strict):
-    """How the model lies on devices, and what fills them.
+    """How the model is cut into stages, and what fills them.
 
-    ``stages`` processes hold a run of decoder blocks each; ``partition`` says how many, and where it is none,
-    it is measured so that the slowest stage is as fast as can be, and the resolved config of a run names it.
-    ``lorapp`` keeps groups of adapters under way at once; ``gpipe`` and ``1f1b`` batch all adapters together.
-    Each batch is cut into ``micro_batches``. ``replicas`` pipelines train adapters of their own.
+    Each of ``stages`` processes holds consecutive decoder blocks. ``partition`` gives the number of blocks
+    of each stage. Without it, the run measures the cut with the fastest slowest stage, and names it in its
+    resolved config. ``lorapp`` keeps several groups of adapters under way at once; ``gpipe`` and ``1f1b``
+    batch all adapters together. Each batch is cut into ``micro_batches``. There are ``replicas`` pipelines,
+    each of which trains adapters of its own.
     """
 
     stages: int = Field(default=1, ge=1, le=4096)
@@ -26,7 +27,7 @@ class PipelineConfig(Strict):
 
     @property
     def processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.stages * self.replicas
 
     @model_validator(mode="after")

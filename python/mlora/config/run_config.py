@@ -1,7 +1,7 @@
-"""The config of a run and of its adapters: what may be asked for, and what is refused.
+"""The config of a run and of its adapters.
 
 Names and defaults are those of Transformers' ``TrainingArguments`` and PEFT's ``LoraConfig``. Every key
-either works or is refused. :mod:`mlora.config.config_file` reads the YAML and says what is wrong with it.
+works or is refused. `mlora.config.config_file` reads the YAML and explains faults.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mlora.optim.registry import optimizer_names
 
 
 class TrainingFields(Strict):
-    """What may stand under ``defaults`` and be overridden by an adapter.
+    """The fields of ``defaults``, which each adapter may override.
 
-    Steps that are given as a fraction below 1 (``warmup_steps``, ``eval_steps``, ``logging_steps``,
-    ``save_steps``) are a ratio of the adapter's total steps, as in Transformers. ``max_length`` and
-    ``assistant_only_loss`` are TRL's. ``load_best_model_at_end`` is true with ``early_stopping_patience``
-    unless it is set, and false without; see :mod:`mlora.config.best_rule`.
+    ``warmup_steps``, ``eval_steps``, ``logging_steps`` and ``save_steps`` below 1 are ratios of the adapter's
+    total steps, as in Transformers. ``max_length`` and ``assistant_only_loss`` are TRL's.
+    ``load_best_model_at_end`` defaults to true with ``early_stopping_patience`` and to false without it; see
+    `mlora.config.best_rule`.
     """
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=MOST)
@@ -124,7 +124,7 @@ class AdapterConfig(TrainingFields):
 
     @property
     def best_rule(self) -> BestRule | None:
-        """How its evaluations compare; none where nothing asks which is the best."""
+        """How the adapter's evaluations compare; None if no field asks which is the best."""
         return best_rule(self)
 
     @field_validator("name")
@@ -166,16 +166,16 @@ class AdapterConfig(TrainingFields):
 
 
 class RunConfig(Strict):
-    """A whole run, resolved: paths are absolute and every adapter holds all of its training fields.
+    """A whole run, resolved: paths are absolute, and every adapter holds all of its training fields.
+
+    ``base_gemm`` is the library that multiplies by the frozen weights on a CPU. Without it, the run measures
+    which one to take and names it in its resolved config, because rounding depends on it. ``pack_base`` also
+    keeps these weights in oneDNN's own layouts and multiplies with them. That is faster and takes about three
+    times the memory of the weights. A run with a ``sweep`` lists no adapters: trials are added while it runs.
 
     Example:
-        >>> config = RunConfig.model_validate(data, context={"folder": "examples"})  # relative paths resolve
-        there
-
-    ``base_gemm`` is the library that multiplies by the frozen weights on a CPU; none is measured, and the
-    resolved config of a run names the one that it was trained with, since rounding depends on it.
-    ``pack_base`` keeps those weights in oneDNN's own layouts too, which then multiplies: faster, for about
-    three times their memory. A run with a ``sweep`` has no adapters of its own: trials come while it goes.
+        >>> # relative paths in data start at the folder "examples"
+        >>> config = RunConfig.model_validate(data, context={"folder": "examples"})
     """
 
     base_model: str = Field(min_length=1)
@@ -198,21 +198,21 @@ class RunConfig(Strict):
 
     @property
     def base_folder(self) -> str:
-        """The folder that ``base_model`` names; of a hub id, the one that is not there."""
+        """The folder that ``base_model`` names. For a hub id, this folder does not exist."""
         return str((Path(self._folder) / self.base_model).resolve())
 
     @property
     def frozen_weight(self) -> str:
-        """The kind of the frozen weights, by name."""
+        """The name of the kind of the frozen weights."""
         return "packed" if self.pack_base else "plain"
 
     @property
     def at_once(self) -> int:
-        """How many tasks of its own the run trains at once at most: all, or the places of its sweep."""
+        """The largest number of the run's own tasks that train at once: all, or the sweep's ``places``."""
         return min(self.sweep.places, self.sweep.count) if self.sweep else len(self.adapters)
 
     def with_samples(self) -> dict[str, Any]:
-        """Return the plain values of a run that has some of a sweep's trials as adapters, in its place."""
+        """Returns the values of the same run with sample trials as adapters in place of its sweep."""
         assert self.sweep is not None
         whole = self.model_dump() | {"sweep": None, "adapters": self.sweep.samples()}
         whole["pipeline"]["replicas"] = 1
@@ -220,13 +220,13 @@ class RunConfig(Strict):
 
     @property
     def inputs(self) -> list[str]:
-        """Files and folders that the run reads."""
+        """The files and folders that the run reads."""
         folders = [adapter.init_from for adapter in self.adapters if adapter.init_from]
         folders += self.sweep.folders if self.sweep else []
         return [*(dataset.path for dataset in self.datasets), *folders, self.base_model]
 
     def model_post_init(self, context: Any) -> None:
-        """Remember where the folder of a hub id's name was looked for."""
+        """Keeps the folder in which ``base_model`` was looked for."""
         if not Path(self.base_model).is_absolute():
             self._folder = (context or {}).get("folder", ".")
 
@@ -298,7 +298,7 @@ class RunConfig(Strict):
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
         by_case: dict[str, str] = {}
-        for adapter in self.adapters:  # their folders would be one where the disk knows no case
+        for adapter in self.adapters:  # on a case-insensitive disk their folders would be the same
             other = by_case.setdefault(adapter.name.casefold(), adapter.name)
             if other != adapter.name:
                 raise ValueError(f"adapters: {other!r} and {adapter.name!r} differ by case only")
@@ -329,7 +329,7 @@ class RunConfig(Strict):
         told: set[tuple[str, str]] = set()
         for index, adapter in enumerate(self.adapters):
             for fault in _data_faults(adapter, formats):
-                if fault not in told:  # one that comes from the defaults is told of once
+                if fault not in told:  # a fault of the defaults is reported once
                     key, reason = fault
                     faults.append(KeyPathError(f"adapters[{index}].{key}", reason))
                     told |= {fault} if key in TrainingFields.model_fields else set()
@@ -339,12 +339,12 @@ class RunConfig(Strict):
 
 
 def _plain(value: Any) -> Any:
-    """What was given to a model that was built in Python; anything else as it is."""
+    """Returns the fields that were set on a model built in Python; any other value as it is."""
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Keys of an adapter that do not go with its data, and why."""
+    """Yields the keys of an adapter that do not fit its datasets, and why."""
     for key in ("dataset", "eval_dataset"):
         name = getattr(adapter, key)
         if name is None:

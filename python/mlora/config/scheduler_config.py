@@ -1,4 +1,4 @@
-"""What may stand under ``scheduler`` in a run's config."""
+"""The model of ``scheduler`` in a run's config."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlora.config.strict import Strict
 
 
 class SchedulerConfig(Strict):
-    """Which tasks run at once: as many as the memory holds; without a limit, all of them.
+    """Which tasks run at once: as many as fit in memory; without a limit, all of them.
 
-    ``memory_limit`` is what a stage's process may have resident on a CPU, and its allocator hold on a GPU.
-    ``policy`` says who comes first: ``fcfs`` (higher priorities, then who came first) or
-    ``shortest_first`` (higher priorities, then the least work left). ``placement`` says who shares a slot
-    of a pipeline: ``token_balanced`` or ``in_order``.
+    ``memory_limit`` bounds the resident memory of a stage's process on a CPU, and what its allocator holds
+    on a GPU. ``policy`` is the order of admission: ``fcfs`` (higher priority, then earlier arrival) or
+    ``shortest_first`` (higher priority, then least work left). ``placement`` chooses which tasks share
+    a slot of a pipeline: ``token_balanced`` or ``in_order``.
     """
 
     memory_limit: int | str | None = None
@@ -40,17 +40,7 @@ class SchedulerConfig(Strict):
 
 
 def parse_size(value: Any) -> int:
-    """Return a size in bytes.
-
-    Args:
-        value: bytes, or a number with a unit: ``8GiB``, ``500 MB``, ``2G``.
-
-    Returns:
-        Bytes, rounded down; at least 1.
-
-    Raises:
-        ValueError: the value is not a size, or less than a byte.
-    """
+    """Returns a size in bytes, rounded down, from a number or a text such as ``8GiB``, ``500 MB``, ``2G``."""
     size = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
     if isinstance(value, str) and match is not None:

@@ -1,7 +1,7 @@
-"""The search space of a sweep: what may stand under ``search``, which mirrors the fields of an adapter.
+"""The search space of a sweep: ``search`` is nested like the fields of an adapter.
 
-A leaf is ``{choice: [...]}``, or ``{low: , high: }`` with ``log`` or ``step``; whole bounds draw whole
-numbers. The parameters of a trial are named by their paths, such as ``lora.r``.
+A leaf is ``{choice: [...]}``, or ``{low: , high: }`` with ``log`` or ``step``. Whole bounds give whole
+numbers. A parameter of a trial is named by its path, such as ``lora.r``.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from mlora.config.strict import KeyPathError, shown
 
 Number = int | float
 Param = int | float | str
-"""What Optuna knows of a value: a number, or the text of a choice."""
+"""A value as Optuna stores it: a number, or the text of a choice."""
 
 LEAF_KEYS = {"choice", "low", "high", "log", "step"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values of any kind.
+    """One of several values of any kind.
 
     Args:
-        keys: that lead to the field, from an adapter.
-        values: by their text.
+        keys: the path to the field, from an adapter.
+        values: each value by its text.
     """
 
     keys: tuple[str, ...]
     values: Mapping[str, Any]
 
     def value(self, param: Param) -> Any:
-        """Return the value that a parameter stands for."""
+        """Returns the value that a parameter stands for."""
         return self.values[str(param)]
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return len(self.values)
 
     def member(self, index: int) -> Param:
-        """Return the parameter of a place in the grid."""
+        """Returns the parameter at an index of the grid."""
         return list(self.values)[index]
 
 
 @dataclass(frozen=True)
 class Range:
-    """A number between two bounds, both of them included.
+    """A number between two bounds, both included.
 
     Args:
-        keys: that lead to the field, from an adapter.
-        low: a whole number where whole numbers are drawn.
-        high: likewise; with a step, the last number that is drawn.
-        log: drawn evenly over the logarithm.
-        step: from `low`; none = any number.
+        keys: the path to the field, from an adapter.
+        low: a whole number if whole numbers are drawn.
+        high: likewise; with a step, the last number that can be drawn.
+        log: whether numbers are drawn evenly over the logarithm.
+        step: counted from `low`; None = any number.
     """
 
     keys: tuple[str, ...]
@@ -74,17 +74,17 @@ class Range:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def value(self, param: Param) -> Number:
-        """Return the value that a parameter stands for."""
+        """Returns the value that a parameter stands for."""
         return int(param) if self.whole else float(param)
 
     @property
     def count(self) -> int | None:
-        """How many numbers there are; none where they cannot be counted."""
+        """How many numbers there are; None if they cannot be counted."""
         step = self._step
         return None if step is None else round((self.high - self.low) / step) + 1
 
     def member(self, index: int) -> Param:
-        """Return the number of a place in the grid."""
+        """Returns the number at an index of the grid."""
         assert self._step is not None
         return min(self.low + index * self._step, self.high)
 
@@ -95,18 +95,11 @@ class Range:
 
 Leaf = Choice | Range
 Space = dict[str, Leaf]
-"""The leaves of a search space by their paths, in their order."""
+"""The leaves of a search space by path, in the order of the config."""
 
 
 def read_space(search: Mapping[str, Any]) -> Space:
-    """Return the leaves of what stands under ``search``.
-
-    Args:
-        search: nested as the fields of an adapter are.
-
-    Raises:
-        KeyPathError: it is empty, or something in it is neither a leaf nor a mapping of leaves.
-    """
+    """Returns the leaves of ``search``. KeyPathError if it is empty or holds anything else."""
     space = dict(_leaves((), search))
     if not space:
         raise KeyPathError("", "must not be empty")
@@ -178,22 +171,13 @@ def _range(keys: tuple[str, ...], node: Mapping[str, Any]) -> Range:
 
 
 def grid_size(space: Space) -> int | None:
-    """Return how many combinations a space has; none where they cannot be counted.
-
-    Args:
-        space: of the sweep.
-    """
+    """Returns how many combinations a space has, or None if they cannot be counted."""
     counts = [leaf.count for leaf in space.values()]
     return None if None in counts else math.prod(count for count in counts if count is not None)
 
 
 def grid_point(space: Space, number: int) -> dict[str, Param]:
-    """Return a combination of a space that can be counted; the last parameter changes first.
-
-    Args:
-        space: of the sweep.
-        number: below `grid_size`.
-    """
+    """Returns combination `number` of a space that can be counted; the last parameter changes fastest."""
     point: dict[str, Param] = {}
     for path, leaf in reversed(space.items()):
         assert leaf.count is not None
@@ -203,13 +187,7 @@ def grid_point(space: Space, number: int) -> dict[str, Param]:
 
 
 def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Param]) -> dict[str, Any]:
-    """Return the fields of an adapter with those of a trial.
-
-    Args:
-        fields: of the sweep's ``adapter``.
-        space: of the sweep.
-        params: of the trial.
-    """
+    """Returns a copy of an adapter's fields with the values of a trial's parameters."""
     filled = copy.deepcopy(dict(fields))
     for path, param in params.items():
         *parents, last = space[path].keys
@@ -223,11 +201,7 @@ def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Pa
 
 
 def corners(space: Space) -> Iterator[dict[str, Param]]:
-    """Yield combinations in which each value of each parameter stands at least once: bounds, and choices.
-
-    Args:
-        space: of the sweep.
-    """
+    """Yields combinations that together hold both bounds of each range and every choice."""
     ends = {
         path: list(leaf.values) if isinstance(leaf, Choice) else [leaf.low, leaf.high]
         for path, leaf in space.items()

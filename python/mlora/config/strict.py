@@ -1,4 +1,4 @@
-"""The base of all models of a config, and the faults that its validators report."""
+"""The base class of the config models, and the errors that their validators raise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-MOST = 10**9  # steps, epochs or samples: more is a slip of the hand
+MOST = 10**9  # steps, epochs or samples; more is a typing mistake
 
 
 class Strict(BaseModel):
-    """Keys that are not known are refused, and defaults are checked too."""
+    """A frozen model that refuses unknown keys and validates defaults too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -26,11 +26,7 @@ class Strict(BaseModel):
 
 
 class KeyPathError(ValueError):
-    """A fault below a field that holds plain keys and values.
-
-    Attributes:
-        key: the keys that lead from the field to the fault, joined by dots.
-    """
+    """A fault below a field of plain keys and values; `key` is the dotted path from the field to it."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -38,11 +34,7 @@ class KeyPathError(ValueError):
 
 
 class UnknownKeyError(KeyPathError):
-    """A key that no field has.
-
-    Attributes:
-        known: the keys that may stand there.
-    """
+    """A key that no field has; `known` are the keys allowed there."""
 
     def __init__(self, key: str, known: Sequence[str]) -> None:
         super().__init__(key, f"unknown key; known keys: {', '.join(known)}")
@@ -50,11 +42,7 @@ class UnknownKeyError(KeyPathError):
 
 
 class KeyPathErrors(ValueError):
-    """Several faults below a field, so that all of them are reported at once.
-
-    Attributes:
-        faults: at least one.
-    """
+    """Several faults (at least one) below a field, so that all of them are reported at once."""
 
     def __init__(self, faults: Sequence[KeyPathError]) -> None:
         super().__init__("; ".join(f"{fault.key}: {fault}" for fault in faults))
@@ -62,7 +50,7 @@ class KeyPathErrors(ValueError):
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it: as YAML writes it, and cut where it is long."""
+    """Returns a value as YAML writes it, cut to 60 characters, for an error."""
     if value is None:
         return "nothing"
     text = str(value).lower() if isinstance(value, bool) else repr(value)

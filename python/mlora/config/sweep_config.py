@@ -1,4 +1,4 @@
-"""What may stand under ``sweep`` in a run's config, in place of ``adapters``."""
+"""The model of ``sweep`` in a run's config, which takes the place of ``adapters``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ MOST_TRIALS = 10_000
 
 
 def is_trial(name: str) -> bool:
-    """Say whether an adapter's name is one that a sweep gives its trials."""
+    """Whether an adapter's name has the form of a sweep's trial."""
     return re.fullmatch(r"trial-\d+", name) is not None
 
 
 class SweepConfig(Strict):
-    """A search for the best values of an adapter's fields: each trial is an adapter of the run.
+    """A search for the best values of an adapter's fields. Each trial is an adapter of the run.
 
-    ``adapter`` holds what all trials have in common: what stands below ``adapters`` for one task, without a
-    name; they have the run's ``seed`` where it says none. ``search`` is nested as these fields are and says
-    what differs, see :mod:`mlora.config.search_space`. ``places`` trials train at once; as soon as one has
-    ended or was pruned, the next takes its place.
+    ``adapter`` holds the fields that all trials share: an entry of ``adapters`` without a name. Trials take
+    the run's ``seed`` unless it sets one. ``search`` is nested in the same way and holds the fields that
+    differ, see `mlora.config.search_space`. ``places`` trials train at once. When a trial ends or is pruned,
+    the next one starts.
 
-    ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``: all combinations in turn.
-    ``pruner``, one of Optuna's, ends trials whose ``eval_loss`` falls behind, judged after each evaluation.
-    Both take the arguments of Optuna's classes. Trials are ranked by ``metric``, as it is after their last
-    step.
+    ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``, which tries all combinations in
+    turn. ``pruner``, one of Optuna's, judges a trial after each evaluation and ends it if its ``eval_loss``
+    falls behind. ``sampler_kwargs`` and ``pruner_kwargs`` are the arguments of Optuna's classes. Trials are
+    ranked by the ``metric`` of the weights with which they end.
     """
 
     trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
@@ -47,33 +47,29 @@ class SweepConfig(Strict):
 
     @property
     def space(self) -> Space:
-        """The leaves of ``search`` by their paths."""
+        """The leaves of ``search`` by path."""
         return read_space(self.search)
 
     @property
     def count(self) -> int:
-        """How many trials there will be."""
+        """The number of trials."""
         found = self.trials or grid_size(self.space)
         assert found is not None
         return found
 
     @property
     def folders(self) -> list[str]:
-        """Adapters that trials begin with."""
+        """The adapter folders from which trials start (``init_from``)."""
         leaf = self.space.get("init_from")
         chosen = leaf.values.values() if isinstance(leaf, Choice) else []
         return [str(path) for path in (self.adapter.get("init_from"), *chosen) if path]
 
     def trial_name(self, number: int) -> str:
-        """Return the name of a trial's adapter; names sort as numbers do.
-
-        Args:
-            number: counts from 0.
-        """
+        """Returns the adapter name of trial `number`, counted from 0; names sort as numbers do."""
         return f"trial-{number:0{len(str(self.count - 1))}d}"
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return adapters that hold each bound and each choice of the search space at least once."""
+        """Returns adapters that together hold each bound and each choice of the search space."""
         points = enumerate(corners(self.space))
         return [
             {**with_params(self.adapter, self.space, point), "name": f"sample-{number}"}
@@ -81,16 +77,12 @@ class SweepConfig(Strict):
         ]
 
     def pruner_arguments(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of Optuna's pruner.
+        """Returns the arguments of Optuna's pruner, including the resources that it would infer itself.
 
-        What Optuna would take from the first trials that end, and forget when a run goes on, is taken from
-        the steps of the evaluations: trials are first judged after one, and have at most ``max_steps``.
-
-        Args:
-            defaults: fields of adapters where ``adapter`` says nothing.
-
-        Raises:
-            KeyPathError: they depend on the trial; then they have to be given.
+        Optuna would infer them from the first trials that end, and forget them when the run resumes. Here
+        they come from the config: a trial is first judged after ``eval_steps`` and has at most
+        ``max_steps``. If these differ between trials, a KeyPathError asks the user for the arguments.
+        `defaults` are fields that ``adapter`` leaves out.
         """
         kwargs = dict(self.pruner_kwargs)
         given = {**defaults, **self.adapter, **self.search}
@@ -108,14 +100,7 @@ class SweepConfig(Strict):
         return kwargs
 
     def check_evaluations(self, defaults: dict[str, Any]) -> None:
-        """Check that trials are evaluated as the sweep needs it.
-
-        Args:
-            defaults: fields of adapters where ``adapter`` says nothing.
-
-        Raises:
-            KeyPathError: they are not.
-        """
+        """Raises KeyPathError if trials are not evaluated as the metric and the pruner need it."""
         given = {**defaults, **self.adapter, **self.search}
         if given.get("eval_dataset") is None:
             raise KeyPathError("adapter.eval_dataset", "is missing; trials are ranked by it")

@@ -1,4 +1,4 @@
-"""Reading YAML, and saying in one line what is wrong with it."""
+"""Reads YAML, and says in one line what is wrong with it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ PLAIN = [
     (r"'<stream end>'", "the end"),
     (r"'<document start>', but found '<scalar>'", "'---' after a line that begins with %"),
 ]
-"""Messages of the YAML library, and what to say instead."""
+"""Messages of the YAML library, and the words that replace them."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads ``1e-4`` as a number, and refuses a key that stands twice, a date that is none and
-    ``010``, which would be 8."""
+    """Reads ``1e-4`` as a number. Refuses repeated keys, impossible dates, and ``010`` (which would be 8)."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         kind, text = node.tag.rpartition(":")[2], str(node.value)
@@ -81,12 +80,7 @@ def _at(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
 
 
 class YamlFault(Exception):
-    """Text is not YAML.
-
-    Args:
-        reason: in a few words.
-        line: that is at fault, counted from 1; none where it is not known.
-    """
+    """Text that is not YAML; `line` is counted from 1, None if unknown."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -94,14 +88,7 @@ class YamlFault(Exception):
 
 
 def load_yaml(text: str) -> Any:
-    """Return what YAML says.
-
-    Args:
-        text: one document.
-
-    Raises:
-        YamlFault: it is not YAML.
-    """
+    """Returns the content of one YAML document, or raises YamlFault."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
@@ -124,17 +111,9 @@ def _plain(error: yaml.MarkedYAMLError) -> str:
 
 
 def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, Any]:
-    """Read a YAML file that holds one mapping.
+    """Reads a YAML file that holds one mapping. RunError names the file, the line and the fault.
 
-    Args:
-        path: the file.
-        keys: some that it should hold, for the error where it holds something else.
-
-    Returns:
-        The mapping.
-
-    Raises:
-        RunError: the file cannot be read, is not YAML, or holds something else; with the line.
+    `keys` are examples of the mapping's keys, for the error if the file holds something else.
     """
     try:
         data = load_yaml(path.read_text(encoding="utf-8-sig"))

@@ -1,4 +1,4 @@
-"""Messages turned into tokens by the base model's chat template, as TRL's ``SFTTrainer`` does."""
+"""Turns messages into tokens with the base model's chat template, as TRL's ``SFTTrainer`` does."""
 
 from __future__ import annotations
 
@@ -50,15 +50,9 @@ DOUBT = (
 
 
 def messages_of_key(fields: dict[str, Any], key: str) -> list[Message]:
-    """Return a field that holds messages.
+    """Returns a field that holds a list of messages ``{"role": ..., "content": ...}``.
 
-    Args:
-        fields: a line.
-        key: the field: a list of ``{"role": ..., "content": ...}``; an assistant's message with
-            ``tool_calls`` needs no content. Other keys of a message are the template's.
-
-    Raises:
-        FormatError: it is missing, empty or something else, or a role is unknown.
+    A message with ``tool_calls`` needs no content. Other keys of a message are for the template.
     """
     messages = objects_of_key(fields, key)
     for index, message in enumerate(messages):
@@ -70,15 +64,7 @@ def messages_of_key(fields: dict[str, Any], key: str) -> list[Message]:
 
 
 def sharegpt_messages(fields: dict[str, Any]) -> list[Message]:
-    """Return the messages of a line of ShareGPT's format.
-
-    Args:
-        fields: ``conversations``, a list of ``{"from": ..., "value": ...}``, and optionally ``system``, the
-            text of a system message before them.
-
-    Raises:
-        FormatError: a key is missing, empty or something else, or who speaks is unknown.
-    """
+    """Returns the messages of a ShareGPT line: ``conversations``, after an optional ``system`` message."""
     messages = []
     if fields.get("system") is not None:
         messages.append({"role": "system", "content": text_of_key(fields, "system")})
@@ -97,14 +83,10 @@ def _check_choice(value: str, known: Any, name: str) -> None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template.
+    """A tokenizer's chat template. FormatError if the tokenizer has none.
 
-    Args:
-        tokenizer: the base model's.
-        assistant_only_loss: train what the template marks as the assistant's, and nothing else.
-
-    Raises:
-        FormatError: the tokenizer has no chat template, or ``assistant_only_loss`` finds no marks in it.
+    With `assistant_only_loss`, only tokens that the template marks as the assistant's are trained. A
+    FormatError says if it marks none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = False) -> None:
@@ -128,34 +110,15 @@ class ChatTemplate:
         self._assistant_only = assistant_only_loss
 
     def conversation(self, messages: list[Message], fields: dict[str, Any]) -> Record:
-        """Train a conversation.
-
-        Args:
-            messages: at least one.
-            fields: the line they stand in; its ``tools`` and ``chat_template_kwargs`` go to the template.
-
-        Returns:
-            All tokens trained, or the assistant's only.
-
-        Raises:
-            FormatError: the template refuses the messages.
-        """
+        """Returns the record of a conversation; `fields` is its line, with options for the template."""
         ids, labels = self._render(messages, fields)
         return Record(Sample(ids, labels))
 
     def completion(self, prompt: list[Message], completion: list[Message], fields: dict[str, Any]) -> Record:
-        """Train messages that follow others.
+        """Returns the record of messages `completion` that follow the messages `prompt`.
 
-        Args:
-            prompt: rendered with what opens the assistant's answer (``add_generation_prompt``).
-            completion: what is trained, from the first token on that the prompt alone does not begin with.
-            fields: as for :meth:`conversation`.
-
-        Returns:
-            The sample and, where the completion holds the end token, the prompt.
-
-        Raises:
-            FormatError: the template refuses the messages.
+        The prompt is rendered with the opening of the answer (``add_generation_prompt``). Training starts at
+        the first token that differs from it. The record has a prompt if the completion holds the end token.
         """
         start = self._tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
         ids, labels = self._render(prompt + completion, fields)
@@ -166,19 +129,12 @@ class ChatTemplate:
         return Record(sample, self._prompt(ids, place))
 
     def question(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a user's message and of what opens the answer.
-
-        Args:
-            text: the message's.
-
-        Raises:
-            FormatError: the template refuses it.
-        """
+        """Returns the tokens of a user's message and of the opening of the answer."""
         message = {"role": "user", "content": text}
         return tuple(self._tokens([message], {}, add_generation_prompt=True)["input_ids"])
 
     def _prompt(self, ids: tuple[int, ...], place: int) -> Prompt | None:
-        """Return the prompt that ends at a place, or none where no end token follows."""
+        """Returns the prompt ``ids[:place]``, or None if no end token follows it."""
         end = self._tokenizer.eos_token_id
         if end not in ids[place:]:
             return None
@@ -215,7 +171,7 @@ class ChatTemplate:
 
 
 def _tools(fields: dict[str, Any]) -> list[Any] | None:
-    """Return the tools of a line: a list of objects, or that list written as JSON."""
+    """Returns the tools of a line: a list of objects, or that list written as JSON."""
     tools = fields.get("tools")
     if isinstance(tools, str):
         try:

@@ -1,4 +1,4 @@
-"""Datasets: jsonl files read into samples of token ids and labels."""
+"""Reads jsonl files into samples of token ids and labels."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Dataset:
 
     Args:
         samples: the samples with at least one trained token, cut to the task's ``max_length``.
-        prompts: for ``prompt_completion`` and ``alpaca``, the prompts in file order of the samples that were
-            not cut and end with the end token; else empty.
-        warnings: one line for each kind of sample that was cut, left out or is doubtful.
+        prompts: for ``prompt_completion`` and ``alpaca``, the prompts, in file order, of samples that were
+            not cut and that end with the end token; else empty.
+        warnings: one line for each reason to cut, leave out or doubt samples.
         fingerprint: SHA-256 of the file.
     """
 
@@ -49,24 +49,14 @@ def load_dataset(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_only_loss: bool = False,
 ) -> Dataset:
-    """Read a jsonl file.
+    """Reads a jsonl file. A RunError about a line names the file and the line's number.
 
     Args:
         name: the dataset's name, for messages.
-        path: the file.
-        format: one of :class:`mlora.config.dataset_config.DatasetConfig`'s.
         max_length: longer samples are cut to their first ``max_length`` tokens.
-        vocab_size: token ids lie below it.
-        max_positions: the longest sequence that the base model takes, or none.
-        tokenizer: the base model's; ``tokens`` needs none.
-        assistant_only_loss: of messages, train what the assistant says only.
-
-    Returns:
-        The dataset.
-
-    Raises:
-        RunError: the file is missing or empty, a line is malformed (with the file and the line's number),
-            nothing in it would be trained, or the tokenizer does not have what the format needs.
+        max_positions: the longest sequence that the base model takes; None = unlimited.
+        tokenizer: the base model's; only the format ``tokens`` needs none.
+        assistant_only_loss: of messages, train only what the assistant says.
     """
     path = Path(path)
     try:
@@ -118,11 +108,7 @@ def _finish(
 
 
 def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
+    """Returns the SHA-256 of a file as hexadecimal digits."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -131,17 +117,7 @@ def fingerprint(path: str | Path) -> str:
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Read prompts from a file.
-
-    Args:
-        path: jsonl of objects with ``prompt``, where its name ends so; else text of one prompt a line.
-
-    Returns:
-        The prompts in order; blank lines are none.
-
-    Raises:
-        RunError: the file cannot be read, or a line has no prompt.
-    """
+    """Reads ``prompt`` of each object of a ``.jsonl`` file, or each line of a text file that is not blank."""
     refuse_other_kinds(path, plain_text=path.suffix != ".jsonl")
     if path.suffix != ".jsonl":
         try:
@@ -175,7 +151,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _json_fault(error: Exception, line: bytes) -> str:
     if line.strip() == b"{":
         return "an object goes on in the next line; write each object in one line"
-    if isinstance(error, json.JSONDecodeError):  # its own line is always 1, or 2 at the end of this one
+    if isinstance(error, json.JSONDecodeError):  # its lineno counts within this one line: not shown
         reason = error.msg.removesuffix(" at")
         return f"{reason} at character {error.pos + 1}; expected one JSON object a line"
     if isinstance(error, RecursionError):

@@ -1,4 +1,4 @@
-"""Files that are not what is read, such as csv and parquet: what they are, and how to convert them."""
+"""Refuses files that are not jsonl, such as CSV and Parquet, and says how to convert them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class FileType:
     """A kind of file that is not read.
 
     Args:
-        name: what it is.
-        convert: a command that makes what is read of it; ``{file}`` and ``{new}`` are paths.
-        packed: what its name ends with where a file of another kind is in it.
+        convert: a shell command that converts it to jsonl; ``{file}`` and ``{new}`` are paths.
+        packed: the suffix of a compressed file; empty for other kinds.
     """
 
     name: str
@@ -55,16 +54,11 @@ BY_SUFFIX = {
 
 
 def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
-    """Refuse a file that is clearly not jsonl, before its lines are read.
+    """Raises RunError, with a command that converts the file, if a file is clearly not jsonl.
 
-    Args:
-        path: the file.
-        plain_text: lines of text are read, too, so that one may begin with ``[``.
-
-    Raises:
-        RunError: what it is, what is read, and how to convert it; or that it cannot be read.
+    With `plain_text`, lines of text are read, too, so that a file other than ``.json`` may begin with ``[``.
     """
-    if not os.path.isfile(path):  # a pipe can be read once only; what is not there is told of by its reader
+    if not os.path.isfile(path):  # a pipe can be read only once; the reader reports a missing file
         return
     try:
         with open(path, "rb") as file:
@@ -80,9 +74,9 @@ def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
 
 
 def _converted(path: Path, kind: FileType) -> Path:
-    """Where a file goes that is converted; no file has this name."""
+    """Returns the path for the converted file; no file of this name exists."""
     if kind.packed and path.suffix.lower() != kind.packed:
-        new = path  # the name is that of what is in it
+        new = path  # the name already fits the unpacked file
     elif kind.packed and path.with_suffix("").suffix:
         new = path.with_suffix("")
     else:
@@ -95,7 +89,7 @@ def _converted(path: Path, kind: FileType) -> Path:
 
 
 def _kind(path: Path, start: bytes, *, array: bool) -> FileType | None:
-    if path.suffix.lower() == ".xlsx":  # which is a zip archive
+    if path.suffix.lower() == ".xlsx":  # its content begins as a zip archive
         return BY_SUFFIX[".xlsx"]
     for magic, kind in BY_START.items():
         if start.startswith(magic):

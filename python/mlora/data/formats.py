@@ -1,4 +1,4 @@
-"""The formats of a dataset: how one line becomes tokens, and which of them are trained."""
+"""The formats of a dataset: how a line becomes tokens, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOUBT = (
     "have a prompt whose last token changes when the completion follows; "
     "move the space between them to the completion's start"
 )
-# the prompts of Stanford Alpaca, which models tuned on such data were given
+# Stanford Alpaca's prompts: models tuned on such data were given them
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
@@ -41,18 +41,9 @@ ALPACA_WITH_INPUT = (
 def parser_of(
     format: str, tokenizer: PreTrainedTokenizerBase | None, *, assistant_only_loss: bool = False
 ) -> Parser:
-    """Return the function that reads the lines of a format.
+    """Returns the function that reads a format's lines. Only ``tokens`` needs no tokenizer.
 
-    Args:
-        format: ``tokens``, ``text``, ``prompt_completion``, ``alpaca``, ``sharegpt`` or ``messages``.
-        tokenizer: the base model's; ``tokens`` needs none.
-        assistant_only_loss: of messages, train what the assistant says only.
-
-    Returns:
-        A function from a line's fields to a :class:`Record`, which raises :class:`FormatError`.
-
-    Raises:
-        FormatError: the format needs something that the tokenizer does not have.
+    Both raise FormatError: for what the tokenizer lacks, and for a malformed line.
     """
     if format == "tokens":
         return _tokens
@@ -112,7 +103,7 @@ def _alpaca(tokenizer: PreTrainedTokenizerBase) -> Parser:
 
 
 def _completed(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Record:
-    """Train a completion and the end token: every token from where the prompt's own tokens end."""
+    """Returns the record of a completion; trains every token after the prompt's own, and the end token."""
     end = str(tokenizer.eos_token)
     completion = completion.removesuffix(end)
     start = tuple(tokenizer(prompt)["input_ids"])

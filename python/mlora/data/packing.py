@@ -1,4 +1,4 @@
-"""Samples of several adapters as packed rows, without padding."""
+"""Packs samples of several adapters into rows, without padding."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NOT_TRAINED = -100
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Whose rows the T rows of a micro-batch are: what every stage needs to know.
+    """Which adapter and sample the T rows of a micro-batch belong to; every stage needs it.
 
     Attributes:
         names: owners of the rows, in order; `__base__` owns rows without an adapter.
-        adapters: `names` without `__base__`, as `layout` counts them.
+        adapters: `names` without `__base__`, in the order of `layout`'s indices.
         layout: rows of each owner.
         sequences: rows of each sample.
         position_ids: `[1, T]` int64, from 0 in each sample.
@@ -46,15 +46,7 @@ class PackedRows:
         sequences: Sequence[int],
         device: torch.device | str,
     ) -> PackedRows:
-        """Describe rows by numbers alone.
-
-        Args:
-            names: owners of the rows, in order.
-            lengths: rows of each owner.
-            row0: rows that each owner has already seen in its current optimizer step.
-            sequences: rows of each sample.
-            device: of the tensors.
-        """
+        """Builds it from plain numbers, which mean the same as in `PackedBatch`."""
         adapters = tuple(name for name in names if name != BASE)
         order = {name: index for index, name in enumerate(adapters)}
         layout = SegmentLayout.from_lengths(lengths, [order.get(name, -1) for name in names], row0)
@@ -70,18 +62,18 @@ class PackedRows:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One micro-batch of several adapters, each adapter's T rows together, as the first stage is given it.
+    """One micro-batch of several adapters, as the first stage gets it. Each adapter's rows are contiguous.
 
     Attributes:
         names: owners of the rows, in order; `__base__` owns rows without an adapter.
-        lengths: rows of each.
-        row0: rows that each has already seen in its current optimizer step.
+        lengths: rows of each owner.
+        row0: rows that each owner has already seen in its current optimizer step.
         sequences: rows of each sample.
         input_ids: `[1, T]` int64.
         rows: `[M]` int32 on the CPU, the rows with a label, in order.
-        targets: `[M]` int32 on the CPU, their labels: the token to predict from each. None: it is asked for.
-        tokens: number of trained tokens by owner; sums to M.
-        units: what divides each owner's loss, where it was asked for.
+        targets: `[M]` int32 on the CPU, their labels: the token to predict from each. None for prompts.
+        tokens: number of trained tokens by owner; sums to M, or is 0 for prompts.
+        units: the divisor of each adapter's loss, as its objective gives it; without an entry, `tokens`.
     """
 
     names: tuple[str, ...]
@@ -110,7 +102,7 @@ class PackedBatch:
         return found
 
     def description(self) -> dict[str, Sequence[Any]]:
-        """Plain arguments of `PackedRows.of`."""
+        """Returns plain arguments for `PackedRows.of`."""
         return {
             "names": self.names,
             "lengths": self.lengths,
@@ -126,20 +118,15 @@ def pack(
     vocab_size: int | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Pack samples row after row, in the order of the mapping.
+    """Packs samples row after row, in the order of the mapping.
 
     Args:
         batches: samples by adapter name; None or `__base__` is the base model alone.
         row0: rows that an adapter has already seen in its current optimizer step; default 0.
         vocab_size: ids must lie below it; None = unchecked.
-        device: of the ids.
-
-    Returns:
-        The micro-batch.
 
     Raises:
-        ValueError: naming the adapter and the sample that is empty, whose labels are of another length, or
-            which has an id outside the vocabulary.
+        ValueError: a sample is empty, its labels differ in length, or an id is outside the vocabulary.
     """
     names = tuple(name or BASE for name in batches)
     ids: list[int] = []
@@ -176,18 +163,7 @@ def pack(
 def pack_prompts(
     batches: Mapping[str | None, Sequence[Sequence[int]]], *, device: torch.device | str = "cpu"
 ) -> PackedBatch:
-    """Pack sequences whose next tokens are asked for.
-
-    Args:
-        batches: token ids by adapter name; None or `__base__` is the base model alone.
-        device: of the ids.
-
-    Returns:
-        The micro-batch; its `rows` are the last ones of the sequences.
-
-    Raises:
-        ValueError: if a sequence is empty.
-    """
+    """Packs sequences whose next tokens are asked for; `rows` are the sequences' last rows."""
     names = tuple(name or BASE for name in batches)
     sequences = [len(ids) for rows in batches.values() for ids in rows]
     if not all(sequences):

@@ -1,4 +1,4 @@
-"""One line of a dataset: its fields, checked, and the tokens that come of them."""
+"""One line of a dataset: checks of its fields, and the tokens that it becomes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_TRAINED = -100
 
 
 class FormatError(Exception):
-    """A line, or what its format needs to be read at all, is wrong; who catches it names file and line."""
+    """A line is wrong, or something that its format needs is missing; the catcher names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Sample:
 
     Args:
         input_ids: token ids.
-        labels: as long as ``input_ids``; -100 where nothing is learned. The trained tokens are those of
-            ``labels[1:]`` that are not -100, since the first token has nothing before it.
+        labels: as long as ``input_ids``; -100 = not trained. The first label is never trained, because no
+            token precedes it.
     """
 
     input_ids: tuple[int, ...]
@@ -28,7 +28,7 @@ class Sample:
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
-        """The sequences that it is packed as: itself. A sample of another class may have several."""
+        """The sequences that the sample is packed as: itself. A sample of another class may have several."""
         return (self,)
 
     @property
@@ -49,12 +49,12 @@ def sequence_lengths(samples: Iterable[Sample]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the completion that is expected of a model that learned it.
+    """A prompt and the completion that is expected from a model that learned it.
 
     Args:
         input_ids: token ids of the prompt.
         completion: the expected text, without the end token.
-        completion_tokens: the number of its tokens with the end token; a model may use no more.
+        completion_tokens: the number of its tokens with the end token: the limit of generation.
     """
 
     input_ids: tuple[int, ...]
@@ -64,12 +64,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What comes of a line.
+    """What a line of a dataset becomes.
 
     Args:
-        sample: its tokens.
-        prompt: for a prompt with its completion, what exact match asks for.
-        doubt: what is doubtful about it, worded to follow "3 of 7 samples"; empty when nothing is.
+        prompt: for exact match, if the line has a prompt and a completion.
+        doubt: a warning, worded to follow "3 of 7 samples"; empty if there is none.
     """
 
     sample: Sample
@@ -89,21 +88,12 @@ JSON_NAMES = {
 
 
 def json_name(value: Any) -> str:
-    """Return what a value is called in JSON."""
+    """Returns the JSON name of a value's type."""
     return JSON_NAMES.get(type(value), type(value).__name__)
 
 
 def text_of_key(fields: dict[str, Any], key: str, name: str | None = None) -> str:
-    """Return a field that holds text.
-
-    Args:
-        fields: a line, or an object within it.
-        key: the field.
-        name: how to call it in errors, by default ``key`` in quotes.
-
-    Raises:
-        FormatError: it is missing, is no text, or cannot be encoded.
-    """
+    """Returns a field that holds text; errors call it `name`, by default ``key`` in quotes."""
     name = name or repr(key)
     value = _value(fields, key, name)
     if not isinstance(value, str):
@@ -118,15 +108,7 @@ def text_of_key(fields: dict[str, Any], key: str, name: str | None = None) -> st
 
 
 def ids_of_key(fields: dict[str, Any], key: str) -> tuple[int, ...]:
-    """Return a field that holds a list of whole numbers.
-
-    Args:
-        fields: a line.
-        key: the field.
-
-    Raises:
-        FormatError: it is missing or something else.
-    """
+    """Returns a field that holds a list of whole numbers."""
     values = _value(fields, key, repr(key))
     if not isinstance(values, list):
         raise FormatError(f"{key!r} must be a list of whole numbers, got {json_name(values)}")
@@ -137,15 +119,7 @@ def ids_of_key(fields: dict[str, Any], key: str) -> tuple[int, ...]:
 
 
 def objects_of_key(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return a field that holds a list of at least one object.
-
-    Args:
-        fields: a line.
-        key: the field.
-
-    Raises:
-        FormatError: it is missing, empty or something else.
-    """
+    """Returns a field that holds a list of at least one object."""
     values = _value(fields, key, repr(key))
     if not isinstance(values, list):
         raise FormatError(f"{key!r} must be a list of objects, got {json_name(values)}")
@@ -165,17 +139,13 @@ def _value(fields: dict[str, Any], key: str, name: str) -> Any:
 
 
 def common_start(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return how many tokens two sequences have in common before they differ."""
+    """Returns how many tokens two sequences share before they differ."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def check_ids(sample: Sample, vocab_size: int) -> None:
-    """Check that a sample's ids and labels lie within a vocabulary.
-
-    Raises:
-        FormatError: naming the first that does not.
-    """
+    """Raises FormatError for the first id or label outside a vocabulary."""
     for value in sample.input_ids:
         if not 0 <= value < vocab_size:
             raise FormatError(f"token id {value} is outside the base model's vocabulary of {vocab_size}")

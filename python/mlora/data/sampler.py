@@ -1,4 +1,4 @@
-"""Which samples each micro-batch holds: a function of the seed and of how many came before."""
+"""Which samples each micro-batch holds: depends only on the seed and the micro-batch's index."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 class BatchPlan:
     """The micro-batches of one task and the optimizer steps that they make.
 
-    Shuffled, an epoch ends as it does in Transformers' ``Trainer``: its last micro-batch holds what is left,
-    and its last optimizer step holds the micro-batches that are left. In file order, batches are always full
-    and wrap around the file's end. The order of one epoch is kept, the one asked for last.
+    With `shuffle`, an epoch ends as in Transformers' ``Trainer``: its last micro-batch holds the samples that
+    are left, and its last optimizer step the micro-batches that are left. In file order, batches are always
+    full and wrap around the file's end. Only the order of the epoch asked for last is kept in memory.
 
     Args:
         samples: number of samples.
         batch_size: samples of a micro-batch.
         accumulation: micro-batches of an optimizer step.
         shuffle: a new order each epoch, or the file's order.
-        seed: what the orders derive from.
+        seed: the orders derive from it.
     """
 
     samples: int
@@ -41,14 +41,7 @@ class BatchPlan:
         return math.ceil(self.samples / self.batch_size)
 
     def batch(self, index: int) -> list[int]:
-        """Return the samples of a micro-batch.
-
-        Args:
-            index: how many micro-batches came before.
-
-        Returns:
-            Indices of samples.
-        """
+        """Returns the indices of the samples of micro-batch `index`, counted from 0."""
         if not self.shuffle:
             start = index * self.batch_size
             return [position % self.samples for position in range(start, start + self.batch_size)]
@@ -60,28 +53,17 @@ class BatchPlan:
         return rows
 
     def ends_step(self, index: int) -> bool:
-        """Say whether an optimizer step follows a micro-batch.
-
-        Args:
-            index: how many micro-batches came before.
-
-        Returns:
-            True when the accumulation is complete after this micro-batch.
-        """
+        """Whether an optimizer step follows micro-batch `index`, counted from 0."""
         if not self.shuffle:
             return (index + 1) % self.accumulation == 0
         place = index % self.batches_per_epoch + 1
         return place % self.accumulation == 0 or place == self.batches_per_epoch
 
     def steps_of(self, epochs: float) -> int:
-        """Return the number of optimizer steps of some epochs.
+        """Returns the number of optimizer steps of `epochs`, which may be a fraction.
 
-        Args:
-            epochs: may be a fraction.
-
-        Returns:
-            ``ceil(epochs x steps per epoch)`` as in ``Trainer`` when shuffled; in file order, as many steps
-            as it takes to see ``epochs x samples`` samples.
+        Shuffled: ``ceil(epochs x steps per epoch)``, as in ``Trainer``. In file order: as many steps as it
+        takes to see ``epochs x samples`` samples.
         """
         if not self.shuffle:
             return math.ceil(epochs * self.samples / (self.batch_size * self.accumulation))
@@ -89,16 +71,7 @@ class BatchPlan:
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
-    """Return the order of samples in one epoch.
-
-    Args:
-        samples: how many there are.
-        seed: the task's seed.
-        epoch: counted from 0.
-
-    Returns:
-        A permutation of ``range(samples)``, int64.
-    """
+    """Returns the order of samples in an epoch, counted from 0: a permutation, int64."""
     import torch
 
     generator = torch.Generator().manual_seed(task_seed(seed, f"epoch {epoch}"))
@@ -106,14 +79,6 @@ def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
 
 
 def task_seed(seed: int, name: str) -> int:
-    """Return a seed that depends on a seed and a name only.
-
-    Args:
-        seed: for example the run's.
-        name: for example an adapter's.
-
-    Returns:
-        63 bits of the SHA-256 of both.
-    """
+    """Returns a seed that depends on a seed and a name only: 63 bits of the SHA-256 of both."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

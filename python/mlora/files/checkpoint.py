@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic writing, and checkpoints."""
+"""Atomic writes, after which a file is either whole or not there, and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = 10
 
 
 class _Payload(BaseModel):
-    """What a checkpoint holds, as far as the run reads it before its adapters do."""
+    """The part of a checkpoint that the run reads before its adapters read theirs."""
 
     model_config = ConfigDict(strict=True)
 
@@ -35,14 +35,7 @@ class _Payload(BaseModel):
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable.
-
-    Args:
-        folder: an existing folder.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Makes the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -51,14 +44,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, make it durable, then give it its name.
+    """Writes a file under a temporary name, makes it durable, then renames it.
 
-    Args:
-        path: where it will be; what is there stays until the new file is whole.
-        write: writes the content.
-
-    Raises:
-        OSError: the disk is full or refuses; the temporary file is removed.
+    The old file stays until the new one is whole. A failure removes the temporary file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -73,29 +61,12 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def checkpoint_name(iteration: int) -> str:
-    """Return the name of a checkpoint's file.
-
-    Args:
-        iteration: how many iterations the run has made.
-    """
+    """Returns the file name of the checkpoint after `iteration` iterations of the run."""
     return f"step-{iteration:08d}.pt"
 
 
 def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep: int) -> Path:
-    """Save a checkpoint and remove the oldest ones.
-
-    Args:
-        folder: the run's ``checkpoints``.
-        iteration: how many iterations the run has made; names the file.
-        payload: tensors and plain values.
-        keep: how many checkpoints stay.
-
-    Returns:
-        The new file.
-
-    Raises:
-        RunError: it cannot be written; those before are untouched.
-    """
+    """Saves a checkpoint and removes all but the newest `keep`; earlier ones survive a failed write."""
     import torch
 
     path = folder / checkpoint_name(iteration)
@@ -111,37 +82,26 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
             raise
         intact = "; earlier checkpoints are intact" if list_checkpoints(folder) else ""
         raise RunError(f"{path}: cannot be saved: {cause.strerror}{intact}") from error
-    older = [old for old in list_checkpoints(folder) if old.name < path.name]  # a later one is damaged
+    older = [old for old in list_checkpoints(folder) if old.name < path.name]  # later ones are damaged
     for old in older[::-1][keep - 1 :]:
         old.unlink(missing_ok=True)
-    for left in folder.glob(".step-*.pt.tmp"):  # by a process that was killed while it wrote
+    for left in folder.glob(".step-*.pt.tmp"):  # of a process that was killed while it wrote
         left.unlink(missing_ok=True)
     return path
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return a run's checkpoints, the oldest first.
-
-    Args:
-        folder: the run's ``checkpoints``, which may be missing.
-    """
+    """Returns a run's checkpoints, the oldest first; the folder may be missing."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if PATTERN.fullmatch(path.name))
 
 
 def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """Load the newest checkpoint that can be read.
+    """Loads the newest checkpoint that can be read, on the CPU; None if there are no checkpoints.
 
-    Args:
-        folder: the run's ``checkpoints``.
-        warn: told of each checkpoint that cannot be read.
-
-    Returns:
-        What :func:`save_checkpoint` was given, on the CPU, or none where there is no checkpoint.
-
-    Raises:
-        RunError: there are checkpoints, but none can be read, or the newest whole file is no checkpoint.
+    `warn` is told of each one that cannot be read. RunError if none can, or if the newest readable file is
+    not a checkpoint of this version.
     """
     import pickle
 
@@ -152,7 +112,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]
         try:
             payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnicodeDecodeError, pickle.UnpicklingError) as error:
-            # torch seeks before the start of a file that was cut short
+            # EINVAL: torch seeks before the start of a file that was cut short
             named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
             reason = named or "it is damaged or not whole"
             then = "" if path == paths[0] else "; trying the one before"

@@ -1,8 +1,8 @@
-"""Checkpoints written while training goes on: copied between two iterations, made durable by a thread.
+"""Writes checkpoints while training goes on: copied between two iterations, made durable by a thread.
 
 After Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models", HPDC 2024.
-There the copies, too, run behind the next forward and backward, and the optimizer's step waits for them. The
-states of adapters are small: their copies are made, or on a GPU's stream, before the next batch starts.
+There, copies also overlap the next forward and backward, and the optimizer's step waits for them. Adapters'
+states are small: they are copied, or their copies queued on a GPU's stream, before the next batch starts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,13 @@ from mlora.files.checkpoint import save_checkpoint
 class CheckpointWriter:
     """Writes checkpoints in a thread, one after the other.
 
-    What goes wrong there is raised once, by the next call. As a context manager it leaves no thread behind,
-    and the checkpoint in writing is whole or was told of; an error inside is not hidden by one of the thread,
-    which becomes its note.
+    The next call raises a failure of the thread, once. As a context manager it finishes the checkpoint in
+    writing and ends the thread. If the block raises an error, a failure of the thread becomes its note.
 
     Args:
         folder: the run's ``checkpoints``.
         keep: how many checkpoints stay.
-        before: makes durable what a checkpoint counts on, before there is one; called in the thread.
-
-    Example:
-        >>> with CheckpointWriter(folder.checkpoints, keep=2, before=metrics.sync) as writer:
-        ...     writer.start(10, {"iteration": 10}, [("a", engine.state_dict("a"))])
-        ...     writer.wait()
+        before: makes durable what a checkpoint counts on; called in the thread before each write.
     """
 
     def __init__(self, folder: Path, keep: int, before: Callable[[], object]) -> None:
@@ -45,18 +39,11 @@ class CheckpointWriter:
     def start(
         self, iteration: int, payload: Mapping[str, Any], adapters: Iterable[tuple[str, Mapping[str, Any]]]
     ) -> None:
-        """Take a checkpoint, and return as soon as training may go on.
+        """Takes a checkpoint, and returns as soon as training may go on.
 
-        A checkpoint that is still being written is waited for first, so there is one of them in memory.
-
-        Args:
-            iteration: how many iterations the run has made; names the file.
-            payload: tensors and plain values.
-            adapters: names and states, whose tensors are copies, as ``Engine.state_dict`` gives them. They
-                are taken one by one: what a state has on a GPU is on its way to the host before the next.
-
-        Raises:
-            RunError: the checkpoint before could not be written.
+        Waits for an earlier write first, so memory holds one checkpoint. The states of `adapters` are
+        copies, as ``Engine.state_dict`` gives them. They are taken one by one: a state on a GPU is on its
+        way to the host before the next is made.
         """
         self.wait()
         devices: set[torch.device] = set()
@@ -65,34 +52,24 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, iteration, taken, _copied(devices))
 
     def check(self) -> None:
-        """Raise what went wrong so far; returns at once.
-
-        Raises:
-            RunError: a checkpoint could not be written.
-        """
+        """Raises what went wrong so far; never blocks."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that was started is durable.
-
-        Raises:
-            RunError: it could not be written.
-        """
+        """Waits until the checkpoint that was started is durable; RunError if it could not be written."""
         if self._writing is None:
             return
-        futures.wait([self._writing])  # an interrupt here leaves it to be waited for
+        futures.wait([self._writing])  # after an interrupt here, one can wait again
         writing, self._writing = self._writing, None
         writing.result()
 
     def __enter__(self) -> CheckpointWriter:
-        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait, and end the thread."""
         self._thread.shutdown()
         if error is None:
             self.wait()
@@ -107,14 +84,10 @@ class CheckpointWriter:
 
 
 def _on_host(value: Any, devices: set[torch.device]) -> Any:
-    """`value` in new dictionaries and lists, so that nobody changes them, its tensors on the host.
+    """Returns `value` in new dictionaries and lists, with its tensors on the host; adds GPUs to `devices`.
 
-    Copies from a GPU are under way when this returns, to pinned memory. What the GPU is asked for later, such
-    as the next update, comes after them: they are on the same stream.
-
-    Args:
-        value: plain values, tensors, and dictionaries and lists of them.
-        devices: GPUs that copies come from are added.
+    Copies from a GPU go to pinned memory and may still be under way. Later work of the GPU, such as the next
+    update, comes after them, because it is on the same stream.
     """
     if isinstance(value, Mapping):
         return {key: _on_host(entry, devices) for key, entry in value.items()}
@@ -127,7 +100,7 @@ def _on_host(value: Any, devices: set[torch.device]) -> Any:
 
 
 def _copied(devices: Iterable[torch.device]) -> list[torch.cuda.Event]:
-    """Events that come when the copies from these GPUs are there."""
+    """Returns events that complete when the copies from these GPUs have arrived."""
     events = []
     for device in devices:
         event = torch.cuda.Event()

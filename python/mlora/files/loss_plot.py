@@ -16,16 +16,7 @@ if TYPE_CHECKING:
 
 
 def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
-    """Draw the losses of a run's adapters.
-
-    Args:
-        path: the PNG file to write.
-        names: the adapters, in the order of their panels; where there are none, nothing is drawn.
-        records: lines of ``metrics.jsonl``.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Draws lines of ``metrics.jsonl``, one panel for each of `names`; without names, writes no file."""
     from matplotlib.figure import Figure
 
     if not names:
@@ -45,12 +36,7 @@ def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, An
 
 
 def add_legend(figure: Figure, panels: Iterable[Axes]) -> None:
-    """Put one legend above all panels.
-
-    Args:
-        figure: what is drawn.
-        panels: of it.
-    """
+    """Puts one legend above all panels."""
     handles = {
         label: handle
         for axes in panels
@@ -63,15 +49,7 @@ def add_legend(figure: Figure, panels: Iterable[Axes]) -> None:
 
 
 def save_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as PNG; the file is either whole or as it was.
-
-    Args:
-        path: the file.
-        figure: what is drawn.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Writes a figure as PNG; the file is either whole or as it was."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
@@ -98,14 +76,7 @@ def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and its neighbours, a fortieth of all on either side.
-
-    Args:
-        values: in order.
-
-    Returns:
-        As many values.
-    """
+    """Returns the mean of each value and its neighbours, a fortieth of all values on either side."""
     reach = len(values) // 40
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

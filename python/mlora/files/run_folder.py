@@ -1,4 +1,4 @@
-"""The folder of a run: its files, who may write it, and what may be removed from it."""
+"""The folder of a run: its files, its lock, and which files may be removed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OWN_FILES = re.compile(
     r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
 )
 
-SCRATCH = re.compile(r"\.([^.]+)\.[a-z0-9_]{8}")  # of `save_adapter`; no adapter's name has a dot
-PATIENCE = 0.5  # seconds: `is_running` holds the lock for an instant
+SCRATCH = re.compile(r"\.([^.]+)\.[a-z0-9_]{8}")  # made by `save_adapter`; no adapter's name has a dot
+PATIENCE = 0.5  # seconds; `is_running` holds the lock for an instant
 
 
 class _Summary(BaseModel):
-    """What stands in ``summary.json``."""
+    """The content of ``summary.json``."""
 
     status: str
     seconds: float
@@ -44,11 +44,7 @@ class _Summary(BaseModel):
 
 
 class RunFolder:
-    """The files of a run.
-
-    Args:
-        path: the run's ``output_dir``.
-    """
+    """The files of a run in its ``output_dir``."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -65,31 +61,17 @@ class RunFolder:
         self.best = self.path / "best"
 
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
-        """Check that a new run may be written here and no process is at work, changing nothing.
-
-        Args:
-            overwrite: an earlier run may be replaced.
-            inputs: files and folders that the new run reads.
-
-        Raises:
-            RunError: the folder cannot be written, another process runs there, or as
-                :meth:`check_contents`.
-        """
+        """Checks that a new run may write here and no process is at work, changing nothing."""
         self.check_writable()
         if is_running(self.metrics):
             raise RunError(f"output_dir: another process is running the run in {self.path}")
         self.check_contents(overwrite=overwrite, inputs=inputs)
 
     def check_contents(self, *, overwrite: bool, inputs: list[str]) -> None:
-        """Check that nothing in the folder is in a new run's way, changing nothing.
+        """Checks that nothing in the folder is in a new run's way, changing nothing.
 
-        Args:
-            overwrite: an earlier run may be replaced.
-            inputs: files and folders that the new run reads.
-
-        Raises:
-            RunError: the folder holds something, or, with ``overwrite``, what no run wrote or the new one
-                reads.
+        `overwrite` allows replacing an earlier run, unless the folder holds files that no run wrote or that
+        the new run reads (`inputs`).
         """
         if not self.holds_something():
             return
@@ -116,11 +98,7 @@ class RunFolder:
                 raise RunError(f"output_dir: --overwrite would remove {used}, which this run reads")
 
     def check_writable(self) -> None:
-        """Check that the folder is there and writable, or can be made.
-
-        Raises:
-            RunError: naming the folder that is in the way.
-        """
+        """Checks that the folder is writable, or can be made."""
         parent = self.path
         while not parent.exists() and not parent.is_symlink():
             parent = parent.parent
@@ -135,20 +113,13 @@ class RunFolder:
             ) from error
 
     def holds_something(self) -> bool:
-        """Say whether there is more in the folder than an empty ``metrics.jsonl``, which is only a lock."""
+        """Whether the folder holds more than an empty ``metrics.jsonl``, which is only a lock."""
         if not self.path.exists():
             return False
         return any(path != self.metrics or path.stat().st_size for path in self.path.iterdir())
 
     def take(self) -> Metrics:
-        """Make the folder and take its lock.
-
-        Returns:
-            The run's metrics, as they are.
-
-        Raises:
-            RunError: another process has the lock, or the folder cannot be made or written.
-        """
+        """Makes the folder, takes its lock, and returns the run's metrics with their content."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -156,12 +127,9 @@ class RunFolder:
         return Metrics(self.metrics)
 
     def clear(self) -> None:
-        """Remove what a run wrote, all but its config and metrics, which the next one writes anew.
+        """Removes the files of a run except its config and metrics, which the next run writes anew.
 
-        :meth:`check_contents` has seen that nothing else is there; the caller holds the lock.
-
-        Raises:
-            RunError: the system refuses.
+        The caller holds the lock, and `check_contents` has found no other files.
         """
         try:
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
@@ -175,14 +143,7 @@ class RunFolder:
             raise RunError(f"output_dir: {self.path} cannot be cleared: {error.strerror}") from error
 
     def tidy_adapters(self, names: Collection[str]) -> None:
-        """Remove folders that a process was writing adapters to when it was killed.
-
-        Args:
-            names: of the run's adapters.
-
-        Raises:
-            RunError: the system refuses.
-        """
+        """Removes folders to which a process was writing adapters when it was killed."""
         try:
             for path in self.adapters.glob(".*"):
                 found = SCRATCH.fullmatch(path.name)
@@ -192,11 +153,7 @@ class RunFolder:
             raise RunError(f"{self.adapters}: cannot be tidied: {error.strerror}") from error
 
     def check_is_run(self) -> None:
-        """Check that a run is here.
-
-        Raises:
-            RunError: there is none; with what is here instead.
-        """
+        """Raises RunError if no run is here, and says what is here instead."""
         if os.path.isfile(self.config):
             return
         if os.path.isfile(self.path):
@@ -206,31 +163,19 @@ class RunFolder:
         raise RunError(f"{self.path}: is no run's output_dir: it holds no config.yaml")
 
     def read_config(self) -> RunConfig:
-        """Return the run's config, with the folder's place of today.
-
-        Raises:
-            RunError: there is none, or it is wrong.
-        """
+        """Returns the run's config; its ``output_dir`` is where the folder is now."""
         self.check_is_run()
         return load_config(self.config).model_copy(update={"output_dir": str(self.path)})
 
     def write_config(self, config: RunConfig) -> None:
-        """Write the resolved config.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
+        """Writes the resolved config."""
         try:
             write_file(self.config, lambda file: file.write(dump_config(config).encode()))
         except OSError as error:
             raise RunError(f"output_dir: {self.path} cannot be written: {error.strerror}") from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Writes ``summary.json``."""
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         try:
             write_file(self.summary, lambda file: file.write(text.encode()))
@@ -238,11 +183,7 @@ class RunFolder:
             raise RunError(f"{self.summary}: cannot be saved: {error.strerror}") from error
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Return ``summary.json``, or none where it is missing.
-
-        Raises:
-            RunError: it cannot be read.
-        """
+        """Returns ``summary.json``, or None if it is missing."""
         try:
             return _Summary.model_validate_json(self.summary.read_bytes()).model_dump()
         except FileNotFoundError:
@@ -253,10 +194,9 @@ class RunFolder:
             raise RunError(f"{self.summary}: cannot be read: {error.strerror}") from error
 
     def was_cut_off(self, since: float) -> bool:
-        """Say whether the run was at work and has ended without saying so, as a killed one does.
+        """Whether the run ended without a final summary, as a killed run does.
 
-        Args:
-            since: seconds since 1970; what was written before is of an earlier attempt.
+        `since` is in seconds since 1970; an older summary belongs to an earlier attempt.
         """
         try:
             summary = self.read_summary()
@@ -267,14 +207,7 @@ class RunFolder:
 
 
 class Metrics:
-    """``metrics.jsonl``, open for appending; its lock says that a run is at work here.
-
-    Args:
-        path: the file; what is there stays.
-
-    Raises:
-        RunError: another process has it, or it cannot be written.
-    """
+    """``metrics.jsonl``, open for appending and locked while a run is at work; one process at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -297,14 +230,7 @@ class Metrics:
         return True
 
     def cut(self, size: int) -> None:
-        """Keep the first bytes only.
-
-        Args:
-            size: how many.
-
-        Raises:
-            RunError: the file is shorter, or cannot be cut.
-        """
+        """Keeps only the first `size` bytes; RunError if the file is shorter."""
         if os.fstat(self._file.fileno()).st_size < size:
             raise RunError(f"{self._path}: is shorter than its checkpoint says; train anew with --overwrite")
         try:
@@ -313,11 +239,7 @@ class Metrics:
             raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def write(self, **record: Any) -> None:
-        """Append one object as a line.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Appends one object as a line."""
         try:
             line = (json.dumps(record, allow_nan=False) + "\n").encode()
             if self._file.write(line) != len(line):
@@ -331,38 +253,25 @@ class Metrics:
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
-        """Make the lines so far durable; another thread may write further ones meanwhile.
-
-        Raises:
-            RunError: the disk refuses.
-        """
+        """Makes the lines so far durable; another thread may write further ones meanwhile."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file, which frees the lock."""
+        """Closes the file, which frees the lock."""
         self._file.close()
 
     def __enter__(self) -> Metrics:
-        """Return the file."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the file."""
         self.close()
 
 
 def is_running(path: Path) -> bool:
-    """Say whether a process is at work on a run.
-
-    Args:
-        path: the run's ``metrics.jsonl``.
-
-    Raises:
-        RunError: it cannot be read.
-    """
+    """Whether a process is at work on the run with this ``metrics.jsonl``."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
@@ -378,17 +287,7 @@ def is_running(path: Path) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl``, leaving out a last line that is not whole.
-
-    Args:
-        path: the file, which may be missing.
-
-    Returns:
-        One mapping for each line.
-
-    Raises:
-        RunError: it cannot be read, or a line before the last is not JSON.
-    """
+    """Reads ``metrics.jsonl``, which may be missing, without a last line that is not whole."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -15,22 +15,12 @@ from mlora.tasks.task import ALIVE
 
 
 def best_file(name: str, step: int) -> str:
-    """Return the name of the file that holds an adapter's weights of its best evaluation; no adapter's name
-    has a dot.
-
-    Args:
-        name: of the adapter.
-        step: after which it was evaluated.
-    """
+    """Returns the file name of an adapter's weights at its best evaluation; no adapter's name has a dot."""
     return f"{name}.best-{step:08d}.pt"
 
 
 def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
-    """Return the files that a checkpoint counts on.
-
-    Args:
-        checkpoint: with ``decisions`` and ``tasks``.
-    """
+    """Returns the names of the state files that a checkpoint needs."""
     best = {
         best_file(name, task["best_step"])
         for name, task in checkpoint["tasks"].items()
@@ -40,15 +30,7 @@ def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
 
 
 def write_state(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all, and make it durable.
-
-    Args:
-        path: in the run's ``states``, which may be missing.
-        content: tensors and plain values.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Writes a file, whole or not at all, and makes it durable; its folder may be missing."""
     import torch
 
     try:
@@ -65,27 +47,20 @@ def write_state(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Read what `write_state` has written.
+    """Reads the entry `key` of a file of `write_state`.
 
-    Args:
-        path: the file.
-        key: of what is wanted.
-        stamp: all else that it holds, which tells it from other files.
-        what: it should hold, for the error.
-
-    Raises:
-        RunError: it cannot be read, or holds something else.
+    `stamp` is everything else that the file must hold. `what` names the expected content in errors.
     """
     import torch
 
     try:
         with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):  # torch takes other bytes for an old format, and fails anyhow
+            if not zipfile.is_zipfile(file):  # torch takes other bytes for an old format, and fails later
                 raise EOFError
             file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        # torch seeks before the start of a file that was cut short
+        # EINVAL: torch seeks before the start of a file that was cut short
         named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
         reason = named or "it is damaged or not whole"
         raise RunError(f"{path}: cannot be read: {reason}; {stamp['task']} cannot go on") from error
@@ -97,14 +72,10 @@ def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dic
 
 
 class StateFiles:
-    """The files of tasks that wait and of best evaluations, and which of them are still needed.
+    """The files of waiting tasks and of best evaluations, and which of them are still needed.
 
-    A file goes when none of the run's checkpoints names it, whether it is durable or in writing. What the
-    run has set aside since is written again when it goes on from one of them.
-
-    Args:
-        folder: the run's ``states``, which may be missing.
-        checkpoints: its ``checkpoints``.
+    A file is removed when no checkpoint of the run names it, neither a durable one nor one in writing. A run
+    that resumes from a checkpoint writes the files again that it had set aside since then.
     """
 
     def __init__(self, folder: Path, checkpoints: Path) -> None:
@@ -113,22 +84,13 @@ class StateFiles:
         self._newest = ""
 
     def name(self, iteration: int, files: Iterable[str]) -> None:
-        """Tell which files a checkpoint names, before it is written.
-
-        Args:
-            iteration: the checkpoint's.
-            files: their names.
-        """
+        """Notes which files a checkpoint names, before it is written."""
         self._newest = checkpoint_name(iteration)
-        before = self._files_of(self._newest)  # of this name, until the new one is whole
+        before = self._files_of(self._newest)  # an old checkpoint of this name stays until the new is whole
         self._named[self._newest] = frozenset(files) | before if before is not None else frozenset(files)
 
     def prune(self) -> None:
-        """Remove files that nobody needs, and the folder when it is empty.
-
-        Raises:
-            RunError: the system refuses.
-        """
+        """Removes files that no checkpoint needs, and the folder when it is empty."""
         needed = self._needed() if self._folder.is_dir() else None
         if needed is None:
             return
@@ -142,14 +104,7 @@ class StateFiles:
             raise RunError(f"{self._folder}: cannot be tidied: {error.strerror}") from error
 
     def drop(self, file: str) -> None:
-        """Remove a file, unless a checkpoint needs it.
-
-        Args:
-            file: its name.
-
-        Raises:
-            RunError: the system refuses.
-        """
+        """Removes a file, unless a checkpoint needs it."""
         needed = self._needed()
         try:
             if needed is not None and file not in needed:
@@ -158,14 +113,14 @@ class StateFiles:
             raise RunError(f"{self._folder}: cannot be tidied: {error.strerror}") from error
 
     def _needed(self) -> frozenset[str] | None:
-        """The files that checkpoints name; none where one cannot be read, which may need any of them."""
+        """Returns the files that checkpoints name; None if one cannot be read, as it may need any file."""
         names = {path.name for path in list_checkpoints(self._checkpoints)} | {self._newest}
         found = {name: self._files_of(name) for name in names}
         self._named = {name: files for name, files in found.items() if files is not None}
         return frozenset[str]().union(*self._named.values()) if len(self._named) == len(found) else None
 
     def _files_of(self, name: str) -> frozenset[str] | None:
-        """The files that a checkpoint names; none where it cannot be read."""
+        """Returns the files that a checkpoint names; None if it cannot be read."""
         import torch
 
         if name in self._named:
@@ -177,6 +132,6 @@ class StateFiles:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             return files_named(checkpoint)
         except FileNotFoundError:
-            return frozenset()  # it has just made room for a newer one
+            return frozenset()  # it was just removed to make room for a newer one
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError):
             return None

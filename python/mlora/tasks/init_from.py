@@ -1,4 +1,4 @@
-"""``init_from``: whether a PEFT folder can be where an adapter of a run begins."""
+"""``init_from``: checks whether an adapter can start from a PEFT folder."""
 
 from __future__ import annotations
 
@@ -17,20 +17,10 @@ TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers
 
 
 def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
-    """Check that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it says the same.
+    """Checks that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it agrees with it.
 
-    What a block targets is compared as the modules that it reaches in the base model, so ``all-linear``
-    agrees with the list of names that PEFT saves for it.
-
-    Args:
-        adapter: an adapter with ``init_from``.
-        base: the base model.
-
-    Returns:
-        A line of warning where the folder says that it was trained on another base, or none.
-
-    Raises:
-        RunError: the folder is not one of PEFT's, or ``lora`` says something else.
+    Targets are compared as the modules that they reach in the base model, so ``all-linear`` agrees with the
+    list of names that PEFT saves for it. Returns a warning if the folder names another base model, or None.
     """
     folder = Path(str(adapter.init_from))
     if not folder.is_dir():
@@ -64,7 +54,7 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
 
 
 def _same_base(one: str, other: str) -> bool:
-    """Whether two names of a base model can be the same: folders move, and so do owners on the hub."""
+    """Whether two names can be one base model. Folders move, and owners on the hub change."""
     return Path(one).resolve() == Path(other).resolve() or Path(one).name == Path(other).name
 
 

@@ -1,4 +1,4 @@
-"""What came of a run."""
+"""The results of a run and of its adapters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Pair = dict[str, float | None]
 
 @dataclass(frozen=True)
 class AdapterResult:
-    """What came of one adapter.
+    """The result of one adapter.
 
     Args:
         state: as `mlora.tasks.task.Progress`, or ``refused``.
         message: why it was stopped, pruned or refused, or that it stopped early; else empty.
         step: optimizer steps made.
-        max_steps: steps that were to be made; none where it was refused.
+        max_steps: optimizer steps to make; None if it was refused.
         loss: mean training loss of the last step.
         tokens: trained tokens.
         seconds: wall time from its first to its last step.
-        eval_loss: ``before`` the first step and ``after`` the last, or, of an adapter that was saved with
-            the weights of its best evaluation, in that; none where it was not evaluated.
+        eval_loss: ``before`` the first step and ``after`` the last one, or, if the adapter was saved with the
+            weights of its best evaluation, after that one. None if it was not evaluated then.
         eval_exact_match: the same for the share of prompts completed exactly.
-        best: its best evaluation after a step: ``step``, ``metric`` and ``value``; none where nothing asks
-            for one.
-        saved_step: the step after which it was as it was saved; none where it was not.
+        best: its best evaluation after a step: ``step``, ``metric`` and ``value``. None if no field of its
+            config asks for one.
+        saved_step: the step whose weights were saved; None if none were.
     """
 
     state: str
@@ -49,18 +49,17 @@ class AdapterResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What came of a run.
+    """The result of a run.
 
     Args:
-        status: ``finished`` when every adapter was trained; ``failed`` when one was refused or stopped, or
-            all trials of a sweep;
-            ``paused`` when only paused tasks remain; ``interrupted`` when it ended with a checkpoint
-            before every adapter was trained: a signal came, or there is no room in this process for those
-            that are left. `mlora.resume` goes on in both cases.
+        status: ``finished`` if every adapter was trained. ``failed`` if one was refused or stopped; for a
+            sweep's trials, only if none finished. ``paused`` if only paused tasks remain. ``interrupted`` if
+            the run ended with a checkpoint before every adapter was trained: a signal came, or this process
+            has no room for those that are left. `mlora.run.run.resume` continues a paused or interrupted run.
         output_dir: its folder.
         seconds: wall time, all parts of a resumed run together.
-        adapters: by name, in the order of the config.
-        signal: the signal that interrupted it; none where none came.
+        adapters: the results by name, in the order of the config.
+        signal: the signal that interrupted it; None if there was none.
     """
 
     status: Status
@@ -71,28 +70,28 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 when finished or paused, 128 + the signal where one came, else 1: something was not trained."""
+        """0 if finished or paused, 128 + the signal if one interrupted it, else 1."""
         if self.status == "interrupted" and self.signal is not None:
             return 128 + self.signal
         return 0 if self.status in ("finished", "paused") else 1
 
     def without(self, names: Collection[str]) -> RunResult:
-        """Return the same without some adapters.
+        """Returns the same result without some adapters.
 
         Args:
-            names: theirs.
+            names: the adapters to leave out.
         """
         left = {name: adapter for name, adapter in self.adapters.items() if name not in names}
         return replace(self, adapters=left)
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of ``summary.json``."""
+        """Returns the content of ``summary.json``."""
         adapters = {name: asdict(adapter) for name, adapter in self.adapters.items()}
         return {"status": self.status, "seconds": round(self.seconds, 3), "adapters": adapters}
 
 
 def adapter_result(task: Task) -> AdapterResult:
-    """Return what has come of a task so far."""
+    """Returns a task's result so far."""
     progress, rule = task.progress, task.config.best_rule
     saved = {"finished": task.saved_step, "stopped": task.kept_step}.get(progress.state)
     last = progress.step if saved is None else saved

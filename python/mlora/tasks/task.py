@@ -28,23 +28,23 @@ ALIVE = ("running", "paused")
 
 @dataclass
 class Progress:
-    """How far a task has come; plain values, all of them part of a checkpoint.
+    """How far a task has come: plain values, all of them part of a checkpoint.
 
     Args:
         state: ``running``, even while it waits for memory; ``paused`` by its user; ``finished`` (all steps or
-            an early stop); ``stopped`` (a fault while training); ``cancelled`` by its user; ``pruned`` by the
-            sweep whose trial it is.
+            an early stop); ``stopped`` (a fault while training); ``cancelled`` by its user; ``pruned`` by its
+            sweep.
         message: why it was stopped, or that it stopped early.
         batches: micro-batches taken.
         step: optimizer steps made.
         open_loss: sum of losses of the accumulation under way.
         open_tokens: its trained tokens.
-        open_units: what divides its loss.
+        open_units: the divisor of its loss.
         open_metrics: sums of the objective's metrics.
         tokens: trained tokens so far.
         loss: mean loss of the last step.
         seconds: wall time in training so far.
-        evaluations: one entry each: ``step``, ``eval_loss`` and, where asked for, ``eval_exact_match``.
+        evaluations: one entry each: ``step``, ``eval_loss`` and, if asked for, ``eval_exact_match``.
         best: the best value of the adapter's ``metric_for_best_model`` after a step.
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
@@ -72,17 +72,12 @@ class Task:
     """An adapter with its data and hyperparameters, ready to train.
 
     Args:
-        config: the adapter's resolved config.
-        seed: the seed of its initial weights, dropout and order of data.
-        data: training samples.
-        eval_data: evaluation samples, or none.
+        seed: for initial weights, dropout and order of data.
         plan: its micro-batches.
         total_steps: optimizer steps to make.
-        lora: PEFT's config, or none where ``init_from`` gives it.
-        optim: optimizer and schedule.
-        progress: how far it has come.
-        kept: the file that holds its state while it is not admitted, in the run's ``states``; none before it
-            was admitted first, and while it is.
+        lora: PEFT's config; None if ``init_from`` gives it.
+        kept: the file in the run's ``states`` that holds its state while it is not admitted; None before its
+            first admission, and while it is admitted.
     """
 
     config: AdapterConfig
@@ -103,39 +98,31 @@ class Task:
 
     @property
     def saved_step(self) -> int:
-        """The step after which it was as it is when it ends: that of its best evaluation, or the last."""
+        """The step of the weights with which it ends: that of `kept_step`, or its last one."""
         best = self.kept_step
         return self.progress.step if best is None else best
 
     @property
     def kept_step(self) -> int | None:
-        """The step of its best evaluation, where it ends with those weights; none before there is one."""
+        """The step of its best evaluation so far, if it ends with those weights; else None."""
         rule = self.config.best_rule
         return self.progress.best_step if rule is not None and rule.loads else None
 
     def evaluation(self, step: int) -> Mapping[str, Any]:
-        """Return what was measured after a step; nothing where it was not evaluated then.
-
-        Args:
-            step: optimizer steps made.
-        """
+        """Returns what was measured after `step` optimizer steps; empty if it was not evaluated then."""
         return next((entry for entry in self.progress.evaluations if entry["step"] == step), {})
 
     def next_lengths(self) -> list[int]:
-        """Return the sequence lengths of its next micro-batch, in rows."""
+        """Returns the sequence lengths of its next micro-batch, in rows."""
         return self.lengths_of(self.progress.batches)
 
     def lengths_of(self, batch: int) -> list[int]:
-        """Return the sequence lengths of a micro-batch, in rows.
-
-        Args:
-            batch: how many came before.
-        """
+        """Returns the sequence lengths of micro-batch `batch` (counted from 0), in rows."""
         return sequence_lengths(self.data.samples[row] for row in self.plan.batch(batch))
 
     @cached_property
     def usual_lengths(self) -> list[int]:
-        """Sequence lengths, in rows, of a micro-batch that stands for its data: evenly spaced quantiles."""
+        """Sequence lengths, in rows, of a typical micro-batch of its data: evenly spaced quantiles."""
         samples = sorted(self.data.samples, key=lambda sample: sample.rows)
         batch = min(self.plan.batch_size, len(samples)) if self.plan.shuffle else self.plan.batch_size
         places = ((2 * place + 1) * len(samples) // (2 * batch) for place in range(batch))
@@ -147,25 +134,14 @@ class Task:
         return self.config.name
 
     def every(self, steps: float | None) -> int | None:
-        """Return an interval in steps.
-
-        Args:
-            steps: a number of steps, or a ratio of the task's total below 1, or none.
-
-        Returns:
-            A whole number of at least 1, or none.
-        """
+        """Returns an interval in whole steps; `steps` below 1 is a ratio of the task's total steps."""
         if steps is None:
             return None
         return int(steps) if steps >= 1 else math.ceil(self.total_steps * steps)
 
 
 class TaskBuilder:
-    """Builds the tasks of a run, reading each dataset once for each way in which adapters read it.
-
-    Args:
-        config: the run's config.
-        base: its base model.
+    """Builds the tasks of a run. Reads each dataset once for each way in which adapters read it.
 
     Attributes:
         warnings: lines about data and adapter folders, each once.
@@ -179,17 +155,9 @@ class TaskBuilder:
         self._loaded: dict[tuple[str, str, str, int, bool], Dataset] = {}
 
     def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
-        """Read an adapter's data and check what can be checked without the model's weights.
+        """Reads an adapter's data and checks everything that needs no weights of the model.
 
-        Args:
-            adapter: one of the config's adapters, or one that was submitted.
-            datasets: those that were submitted with it.
-
-        Returns:
-            The task.
-
-        Raises:
-            RunError: its data, its ``lora`` block or its ``init_from`` folder is wrong.
+        `datasets` were submitted together with the adapter. A RunError says what is wrong.
         """
         if adapter.init_from is not None:
             doubt = check_init_from(adapter, self._base)
@@ -208,7 +176,7 @@ class TaskBuilder:
         plan = self._plan(adapter, data)
         total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
         optim = optim_config(adapter, total)
-        if optim.warmup_steps > total and optim.lr_scheduler_type != "constant":  # which has no warm-up
+        if optim.warmup_steps > total and optim.lr_scheduler_type != "constant":  # it has no warm-up
             self.warnings.append(
                 f"{adapter.name}: warmup_steps is {optim.warmup_steps}, and its training ends before, at "
                 f"step {total}: the learning rate never comes to {optim.learning_rate:g}"
@@ -216,15 +184,7 @@ class TaskBuilder:
         return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim)
 
     def ended(self, adapter: AdapterConfig, total_steps: int) -> Task:
-        """Return the task of an adapter that has nothing left to do, without reading its data.
-
-        Args:
-            adapter: one of the config's adapters.
-            total_steps: the optimizer steps that it had to make.
-
-        Returns:
-            A task without samples.
-        """
+        """Returns the task of an adapter that has ended, without reading its data: it has no samples."""
         data = Dataset([], [], [], "")
         plan = self._plan(adapter, data)
         return Task(
@@ -266,15 +226,7 @@ def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
 
 
 def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:
-    """Return an adapter's optimizer and schedule.
-
-    Args:
-        adapter: its config; ``warmup_steps`` below 1 is a ratio of the total.
-        total_steps: its optimizer steps.
-
-    Returns:
-        The engine's config.
-    """
+    """Returns an adapter's optimizer config; ``warmup_steps`` below 1 is a ratio of `total_steps`."""
     warmup = adapter.warmup_steps
     return OptimConfig(
         learning_rate=adapter.learning_rate,
