@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from mlora.config.run_config import RunConfig
 from mlora.data.dataset import Sample
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.dry_run import dry_stages
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
 from mlora.model.base_info import BaseInfo
-from mlora.planning.task_memory import TaskMemory, dry_stages
+from mlora.planning.task_memory import TaskMemory
 from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
 from mlora.tasks.task import Task, TaskBuilder
 
@@ -96,9 +98,10 @@ def one_model(config: RunConfig, work: Work, points: int, unseen: int, orders: i
     samples = measured(config, tasks, shapes)
     learned, tests = samples[:points], samples[points:]
     options = StageOptions(torch.device("cpu"), torch.float32, config.gradient_checkpointing)
-    memory = TaskMemory(dry_stages(config, options))
+    memory = AdapterMemory(dry_stages(config.base_model, options))
+    known = TaskMemory(memory)
     for task in tasks:
-        memory.know(task)
+        known.know(task)
     estimate = memory.estimate
     estimate.predict(shapes[0], names)  # dry runs
     seeded, knees = estimate.state(), knees_of(estimate.state())

@@ -8,21 +8,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from mlora.config.run_config import RunConfig
+from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
-from mlora.planning.run_memory import RESERVED, RunMemory
+from mlora.planning.task_memory import TaskMemory
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
-from mlora.run.prepare import Prepared, make_engine, run_memory
+from mlora.run.prepare import Prepared, limit_memory, make_engine
 from mlora.run.report import Silent
 from mlora.run.task_table import TaskTable
 from mlora.tasks.task import Task, TaskBuilder
 
 from scheduler.timers import EACH, Stopwatch
 
-Limit = Callable[[RunMemory, list[Task]], int]
+Limit = Callable[[MemoryLimit, list[Task]], int]
 
 
 def room_for(share: float) -> Limit:
@@ -32,13 +33,14 @@ def room_for(share: float) -> Limit:
         share: of the tasks, between 0 and 1; the rest waits.
     """
 
-    def limit(memory: RunMemory, tasks: list[Task]) -> int:
+    def limit(memory: MemoryLimit, tasks: list[Task]) -> int:
+        known = TaskMemory(memory.adapters)
         for task in tasks:
-            memory.tasks.know(task)
+            known.know(task)
         fit = tasks[: max(1, round(share * len(tasks)))]
         names = [task.name for task in fit]
         batch = memory.estimate.activations({task.name: task.usual_lengths for task in fit}, names)
-        states = sum(memory.tasks.admitted(name)[0] for name in names)
+        states = sum(memory.adapters.admitted(name)[0] for name in names)
         return memory.base[0] + RESERVED + states + int(batch[0])
 
     return limit
@@ -87,7 +89,7 @@ class TurnRun:
         builder = TaskBuilder(config, base)
         tasks = [builder.build(adapter) for adapter in config.adapters]
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
-        memory = run_memory(config, engine)
+        memory = limit_memory(config, engine)
         table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
         decisions = Decisions(config, engine, table, Silent())
         watch = Stopwatch()

@@ -1,4 +1,4 @@
-"""`RunError`, the error that users see, and helpers that shorten other errors' messages."""
+"""The errors of this package, and how other libraries' errors become one line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class RunError(ValueError):
 
     The message has one line for each fault, so that a command can print it unchanged.
     """
+
+
+class MemoryLimitError(ValueError):
+    """Something does not fit into an engine's memory limit; the message says how much would."""
 
 
 def first_line(error: BaseException) -> str:

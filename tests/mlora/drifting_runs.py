@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from mlora.config.scheduler_config import SchedulerConfig
+from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
+from mlora.engine.memory_limit import MIB, MemoryLimit
 from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import DryRun
-from mlora.planning.run_memory import MIB, RunMemory
+from mlora.planning.task_memory import WORDS
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.micro_batches import MicroBatches
@@ -71,8 +73,8 @@ class Process:
         return used
 
 
-class Tasks:
-    """What tasks need, as `mlora.planning.task_memory.TaskMemory` says it."""
+class Adapters:
+    """What adapters need, as `mlora.engine.adapter_memory.AdapterMemory` says it."""
 
     def __init__(self, states: dict[str, int]) -> None:
         self._states = states
@@ -80,7 +82,7 @@ class Tasks:
         dry = DryRun([[None]], [(shape, [[ROW * sum(shape)]]) for shape in shapes])
         self.estimate = MemoryEstimate(lambda names: "all", lambda names: dry)
 
-    def know(self, task: Any) -> None:
+    def know(self, *_: Any) -> None:
         """All are known."""
 
     def knows(self, name: str) -> bool:
@@ -91,10 +93,6 @@ class Tasks:
 
     def at_rest(self, name: str) -> tuple[int, ...]:
         return (self._states[name],)
-
-    def largest(self, task: Any) -> list[int]:
-        found: list[int] = task.next_lengths()
-        return found
 
     def size(self, name: str, lengths: Sequence[int]) -> float:
         return float(ROW * sum(lengths))
@@ -121,6 +119,7 @@ class Outcome:
 
 def drift(seed: int, patch: pytest.MonkeyPatch) -> Outcome:
     """Run random tasks to their end, in as many processes as that takes."""
+    patch.setattr("mlora.planning.task_memory.read_config", lambda _: None)
     patch.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
     patch.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
     patch.setattr("mlora.run.task_table.bring_back", lambda e, t, *_: e.create_adapter(t.name))
@@ -183,8 +182,8 @@ class _Run:
     def _process(self, checkpoint: Any, tasks: list[Any]) -> tuple[Any, list[Any]]:
         """Train until nobody is left, or only such as this process has no room for."""
         engine, builder = Process(self.dice, self.states), SimpleNamespace(warnings=[], build=self._build)
-        known: Any = Tasks(self.states)
-        memory = RunMemory(self.config, known, [LOADED], LOADED, look=engine.look)
+        known: Any = Adapters(self.states)
+        memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, words=WORDS)
         parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
         self.task_table, self.memory, self.engine = TaskTable(*parts), memory, engine
         self.decisions = Decisions(self.config, engine, self.task_table, self.told)  # type: ignore[arg-type]
@@ -216,7 +215,7 @@ class _Run:
         for slot, members in self.task_table.members().items():
             chosen = micro_batches.next_batch(Group(slot, members, self.iteration))
             new = [task for task in chosen if not task.progress.batches]
-            self.outcome.tried += any(not self.memory.fits(task) for task in new)
+            self.outcome.tried += any(not self.memory.fits(self.task_table.candidate(task)) for task in new)
             micro_batches.worth_measuring(chosen)
             used = self.engine.train(sum(task.next_lengths()[0] for task in chosen))
             if new:
@@ -240,9 +239,10 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
         name=name,
         config=SimpleNamespace(priority=priority, init_from=None, best_rule=None),
         lora=None,
+        optim=None,
         kept=None,
         eval_data=None,
-        data=SimpleNamespace(samples=[SimpleNamespace(input_ids=range(rows))]),
+        data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
         usual_lengths=lengths,
         plan=BatchPlan(1, 1, 1, False, 0),
         total_steps=steps,

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
+from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
+from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.memory.estimate import DryRun
-from mlora.planning.run_memory import RESERVED, RunMemory
-from mlora.planning.task_memory import TaskMemory
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.report import Silent
 from mlora.run.run import resume
@@ -36,7 +36,7 @@ KNEES = (None, 64, None)
 def replace_memory(patch: pytest.MonkeyPatch) -> None:
     """Let nothing be measured; see this module."""
 
-    def dry_run(self: TaskMemory, names: Sequence[str]) -> DryRun:
+    def dry_run(self: AdapterMemory, names: Sequence[str]) -> DryRun:
         shapes = [[4], [40], [10] * 8]
         phases = [[1024 * sum(shape), 512 * sum(shape), 0] for shape in shapes]
         places = len(self._stages)
@@ -44,9 +44,9 @@ def replace_memory(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Engine, "used_memory", lambda self: [0] * self.stages)
     patch.setattr("mlora.run.prepare.left_by_runs", lambda _: 0)
-    patch.setattr(RunMemory, "took", lambda *_: None)
-    patch.setattr(TaskMemory, "admitted", lambda self, name: (TASK,) * len(self._stages))
-    patch.setattr(TaskMemory, "_dry_run", dry_run)
+    patch.setattr(MemoryLimit, "took", lambda *_: None)
+    patch.setattr(AdapterMemory, "admitted", lambda self, name: (TASK,) * len(self._stages))
+    patch.setattr(AdapterMemory, "_dry_run", dry_run)
     patch.setattr(MemoryEstimate, "observe", lambda *_: None)
 
 

@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlora.engine.adapter_memory import seed_shapes
 from mlora.memory.estimate import DryRun
-from mlora.planning.task_memory import seed_shapes
 from mlora.scheduler import ORDERS, PLACEMENTS, MemoryEstimate, MemoryNeed, Room, admit, next_batch
 
 MIB = 2**20

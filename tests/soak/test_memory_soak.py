@@ -118,7 +118,7 @@ def test_what_validate_calls_ready_trains_after_the_process_has_grown(tmp_path: 
             done = _run([*command, "train", str(path), *more])
             peak = int((tmp_path / "peak").read_text()) / 1024
             # the second twin may have to wait for a new process
-            if grown := done.returncode == 1 and "there is no room in this process" in done.stderr:
+            if grown := done.returncode == 1 and "not enough memory in this process" in done.stderr:
                 done = _run([*command, "resume", str(tmp_path / "run")])
                 peak = max(peak, int((tmp_path / "peak").read_text()) / 1024)
         assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])

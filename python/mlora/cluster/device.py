@@ -65,14 +65,13 @@ def set_malloc(config: RunConfig) -> None:
         give_back_freed_memory()
 
 
-def limit_allocator(config: RunConfig, device: torch.device) -> None:
-    """Limits PyTorch's allocator of a GPU to the run's memory limit, if it has one, until the process ends.
+def limit_allocator(limit: int | None, device: torch.device) -> None:
+    """Limits PyTorch's allocator of a GPU to so many bytes, if there is a limit, until the process ends.
 
     An allocation beyond the limit fails in this process, not in another one; before that, the allocator gives
     back its unused blocks. Raises RunError if the process uses another allocator: nobody knows how much that
     one holds.
     """
-    limit = config.scheduler.limit_bytes
     if limit is None:
         return
     backend = torch.cuda.get_allocator_backend()

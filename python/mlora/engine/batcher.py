@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
+from mlora.data.record import sequence_lengths
 from mlora.engine.adapter_state import AdapterStates, BatchResult
+from mlora.engine.batch_admission import BatchAdmission, Lengths, cut_batch
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.pipeline import Driver, RoundPosition
 
@@ -68,6 +70,7 @@ class Batcher:
         peak_memory: the most bytes that any stage had used when its last results came.
         used_memory: bytes in use on each stage after the last micro-batch that came back; empty before, and
             after adapters have come or gone.
+        admission: cuts batches by a memory limit; None = there is none, or the caller sees to it.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Batcher:
     ) -> None:
         self.peak_memory = 0
         self.used_memory: Sequence[int] = ()
+        self.admission: BatchAdmission | None = None
         self._pipeline, self._states = pipeline, states
         self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
         self._measures = 0
@@ -106,8 +110,11 @@ class Batcher:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         rows = {name: self._states[name].rows for name in batches}
         packed = []
-        for pieces in _cut(batches, 1 if whole else self._micro_batches):
-            packed.append(self._pack(pieces, rows))
+        pieces = self._cut(batches, 1 if whole else self._micro_batches, sequence_lengths)
+        if self.admission is not None:
+            measure = measure or self.admission.worth_measuring(pieces, sequence_lengths)
+        for piece in pieces:
+            packed.append(self._pack(piece, rows))
             for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
                 rows[name] += length
         trained = [batch for batch in packed if batch.rows.numel()]
@@ -125,7 +132,18 @@ class Batcher:
                 self._states[name].entered(length, batch.units[name])
         for name in ends:
             self._states[name].ending = bool(trained)
-        return BatchFuture(parts, ends if trained else ())
+        future = BatchFuture(parts, ends if trained else ())
+        if self.admission is not None:
+            self.admission.entered(id(future), pieces, sequence_lengths)
+        return future
+
+    def _cut(
+        self, batches: Mapping[Any, Sequence[Any]], least: int, lengths: Lengths
+    ) -> Sequence[Mapping[Any, Sequence[Any]]]:
+        """Cuts a batch into micro-batches: at least so many, more where memory is short."""
+        if self.admission is None:
+            return cut_batch(batches, least, lengths)
+        return self.admission.cut(batches, least, lengths)
 
     def _measure(self) -> dict[str, int]:
         self._measures += 1
@@ -141,7 +159,7 @@ class Batcher:
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
             with ExitStack() as stack:
-                stack.callback(self._take_back, future.parts[place:])
+                stack.callback(self._take_back, future, future.parts[place:])
                 notes, losses = self._leave(batch, number)
                 stack.pop_all()
             if notes and all("memory" in note for note in notes):
@@ -154,9 +172,15 @@ class Batcher:
                 self._states[name].ending = False
                 if notes and all(name in note["squares"] for note in notes):
                     self._states[name].squares = sum(float(note["squares"][name]) for note in notes)
+        if self.admission is not None:
+            idle = not any(state.under_way for state in self._states.values())
+            self.admission.passed(future.measured, self.peak_memory, self.used_memory if idle else ())
+            self.admission.left(id(future))
         return results
 
-    def _take_back(self, parts: _Parts) -> None:
+    def _take_back(self, future: BatchFuture, parts: _Parts) -> None:
+        if self.admission is not None:
+            self.admission.left(id(future))
         for name in (name for batch, _ in parts for name in batch.names):
             self._states[name].failed()
 
@@ -167,7 +191,12 @@ class Batcher:
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
-                packed = [self._pack(part, None) for part in self._by_replica(batch)]
+                pieces = [
+                    piece
+                    for part in self._by_replica(batch)
+                    for piece in self._cut(part, 1, sequence_lengths)
+                ]
+                packed = [self._pack(piece, None) for piece in pieces]
                 under_way.append(
                     [(part, self._enter(part, (), RoundPosition(), train=False)) for part in packed]
                 )
@@ -186,7 +215,8 @@ class Batcher:
         with ExitStack() as stack:
             stack.callback(self._forget, under_way)
             for batch, number in under_way[0]:
-                found |= self._leave(batch, number)[1]
+                for name, result in self._leave(batch, number)[1].items():
+                    found[name] = found[name].plus(result) if name in found else result
             stack.pop_all()
         self._count_evaluation(under_way.popleft(), -1)
         return found
@@ -202,12 +232,14 @@ class Batcher:
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """Returns the most likely next token of each sequence."""
         found: dict[str, list[int]] = {}
-        for part in self._by_replica(batches):
+        pieces = [piece for part in self._by_replica(batches) for piece in self._cut(part, 1, _rows_of)]
+        for part in pieces:
             packed = pack_prompts(part, device=self._device)
             number = self._enter(packed, (), RoundPosition(), train=False)
             assert number is not None
             tokens = iter(self._pipeline.finish(number).report.tolist())
-            found |= {name or BASE: [next(tokens) for _ in rows] for name, rows in part.items()}
+            for name, prompts in part.items():
+                found.setdefault(name or BASE, []).extend(next(tokens) for _ in prompts)
         return found
 
     def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
@@ -293,6 +325,10 @@ class Batcher:
         return result.notes, found
 
 
+def _rows_of(prompts: Sequence[Sequence[int]]) -> list[int]:
+    return [len(ids) for ids in prompts]
+
+
 def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
     """Returns the sequence lengths of each owner."""
     found, rest = {}, list(batch.sequences)
@@ -305,22 +341,3 @@ def _take(rest: list[int], rows: int) -> Iterator[int]:
     while rows:
         rows -= rest[0]
         yield rest.pop(0)
-
-
-def _cut(batches: Mapping[str, Sequence[Sample]], pieces: int) -> list[dict[str, Sequence[Sample]]]:
-    """Cuts a batch into pieces of about equally many tokens; leaves out pieces without samples.
-
-    A sample belongs to the piece in which its middle lies.
-    """
-    total = sum(sample.rows for samples in batches.values() for sample in samples)
-    if pieces == 1 or not total:
-        return [dict(batches)]
-    cut: dict[int, dict[str, list[Sample]]] = {}
-    before = 0  # tokens
-    for name, samples in batches.items():
-        for sample in samples:
-            length = sample.rows
-            piece = pieces * (2 * before + length) // (2 * total)
-            cut.setdefault(piece, {}).setdefault(name, []).append(sample)
-            before += length
-    return [dict(piece) for piece in cut.values()]

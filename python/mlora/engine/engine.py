@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +15,28 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
+from mlora.cluster.device import limit_allocator
+from mlora.cluster.malloc import give_back_freed_memory
+from mlora.cluster.onednn_caches import bound_caches
+from mlora.config.scheduler_config import parse_size
+from mlora.engine.adapter_memory import AdapterMemory, MemorySample, MemorySamples
 from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
+from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher, BatchFuture
+from mlora.engine.dry_run import dry_stages
+from mlora.engine.measured_samples import PIECES, MeasuredSamples
+from mlora.engine.memory_limit import WORDS, MemoryLimit, Words
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import plain_lora, put_adapter
+from mlora.memory.process_memory import peak_memory
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.scaler import LossScaler
 from mlora.optim.step_rule import StepRule, Update
+from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.frozen.base_gemm import base_gemm_of
-from mlora_ext.nn.interop.peft_folder import adapter_weights
+from mlora_ext.nn.interop.peft_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 
 if TYPE_CHECKING:
@@ -60,6 +74,8 @@ class Engine:
         trace: the number of spans to keep of each stage, for `trace`.
         stage_group: the stages, if some of them are in other processes. Arguments about stages then have no
             effect: the group decides.
+        memory_limit: the most that each stage's process may use: bytes, or a size such as `8GiB`. See
+            `limit_memory`.
 
     Raises:
         ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
@@ -69,6 +85,7 @@ class Engine:
         alone: whether there is only one stage, in this process, so that `model` is whole.
         registry: a model that knows the config, layers and shapes of all adapters, including those of other
             replicas.
+        memory: what the limit leaves, and what adapters need of it; None = there is no limit.
 
     Example:
         >>> engine = Engine("path/to/base")
@@ -93,6 +110,7 @@ class Engine:
         in_flight: int | None = None,
         trace: int = 0,
         stage_group: StageGroup | None = None,
+        memory_limit: int | str | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
@@ -102,6 +120,8 @@ class Engine:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
         options = StageOptions(self.device, dtype, gradient_checkpointing, frozen_weight)
+        self._dry = partial(dry_stages, base_model, options)
+        self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
         self._stage_group = stage_group or stage_group_of_threads(
             base_model, stages, options, schedule, **more
@@ -118,6 +138,9 @@ class Engine:
         self._batcher = Batcher(
             self._pipeline, self._states, self.device, self._base.vocab_size, micro_batches
         )
+        self.memory: MemoryLimit | None = None
+        if memory_limit is not None:
+            self.limit_memory(memory_limit)
 
     @property
     def adapters(self) -> list[str]:
@@ -127,7 +150,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not any(account.under_way for account in self._states.values())
+        return not any(state.under_way for state in self._states.values())
 
     @property
     def stages(self) -> int:
@@ -177,6 +200,99 @@ class Engine:
         """The most bytes that any stage had used when its last results came."""
         return self._batcher.peak_memory
 
+    def limit_memory(
+        self,
+        limit: int | str,
+        *,
+        enforce: bool = True,
+        measured: bool = False,
+        held: Sequence[int] | None = None,
+        earlier: int = 0,
+        words: Words = WORDS,
+    ) -> MemoryLimit:
+        """Sets a limit on the memory of each stage's process, before any adapter is created.
+
+        On a CPU it is on the process's resident memory, on a GPU on what PyTorch's allocator holds. From then
+        on `create_adapter` refuses an adapter whose states do not fit. `start`, `forward_backward`,
+        `evaluate` and `next_tokens` cut a batch into more micro-batches until each fits, which wait for each
+        other in the pipeline, and refuse a sample that does not fit alone; nothing of the batch has been
+        computed then. What micro-batches need is predicted from dry runs (on a GPU from small measured ones)
+        and learned from those that pass.
+
+        Args:
+            limit: bytes, or a size such as `8GiB`.
+            enforce: False = the caller asks `memory` itself what fits, as the training loop does.
+            measured: measure samples where dry runs would do, too.
+            held: batches that each stage holds at once; default: what the schedule says.
+            earlier: bytes that this process's earlier runs left in use.
+            words: what messages call the limit.
+
+        Returns:
+            What is also in `memory`.
+
+        Raises:
+            MemoryLimitError: if the limit leaves no memory beside the base model.
+            ValueError: if there are several replicas, or several stages in one process, or adapters.
+        """
+        limit = parse_size(limit)
+        if self.adapters:
+            raise ValueError(f"memory_limit: set it before there are adapters, got {len(self.adapters)}")
+        if self.replicas > 1:
+            raise ValueError("memory_limit: cannot be used with several replicas; use one")
+        if self.stages > 1 and not self.spread:
+            raise ValueError(
+                "memory_limit: needs a process for each stage, but these stages are threads of one process; "
+                "use one stage, or start the run with `mlora train` or torchrun"
+            )
+        if self.device.type == "cpu":
+            bound_caches()
+            give_back_freed_memory()
+        else:
+            limit_allocator(limit, self.device)
+        samples = MeasuredSamples(self, limit)
+        stages = self._dry(self.blocks if self.stages > 1 else 1)
+        samples.warm_up()
+        pieces = 0 if self.device.type == "cpu" else limit // PIECES
+        measures = measured or self.device.type != "cpu"
+        memory = MemoryLimit(
+            AdapterMemory(stages, self._unlimited(samples) if measures else None),
+            limit,
+            self._look(),
+            peak_memory(self.device),
+            pieces=pieces,
+            look=self._look,
+            earlier=earlier,
+            held=self._held(self.stages) if held is None else held,
+            words=words,
+        )
+        self.memory = memory
+        if enforce:
+            memory.adapters.know(STAND_IN, samples.stand_in(), OptimConfig(total_steps=1), FORESEEN)
+            self._batcher.admission = BatchAdmission(memory, lambda: self.adapters, self._look_again)
+        return memory
+
+    def _look(self) -> list[int]:
+        self.release_memory()
+        return self.used_memory()
+
+    def _look_again(self) -> None:
+        if self.memory is not None and self.idle:
+            self.memory.look_again(self.adapters)
+
+    def _unlimited(self, samples: MemorySamples) -> MemorySamples:
+        """Returns the same samples, for which the limit is not enforced: they keep to it by themselves."""
+
+        def take(
+            loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
+        ) -> Sequence[MemorySample]:
+            admission, self._batcher.admission = self._batcher.admission, None
+            try:
+                return samples(loras, states, longest)
+            finally:
+                self._batcher.admission = admission
+
+        return take
+
     @property
     def base_gemm(self) -> str | None:
         """The library that multiplies by the frozen weights on a CPU: measured, unless it was set.
@@ -220,6 +336,7 @@ class Engine:
             replica: the index of the pipeline that trains it.
 
         Raises:
+            MemoryLimitError: if its states do not fit into `memory_limit`.
             ValueError: if the name is taken, a config is not supported, targets match nothing, or the folder
                 does not fit.
         """
@@ -233,10 +350,17 @@ class Engine:
         rule = StepRule(optim)
         objective_of(objective)
         folder = None if init_from is None else os.fspath(init_from)
-        if self.registry is not self.model:
-            put_adapter(self.registry, name, lora, folder, seed)
-        else:
-            self._part.create(name, lora, optim, folder, seed)
+        with ExitStack() as unless_created:
+            if self._batcher.admission is not None and self.memory is not None:
+                known = lora or read_config(Path(os.fspath(init_from or "")))
+                self.memory.adapters.know(name, known, optim, FORESEEN)
+                unless_created.callback(self.memory.adapters.forget, name)
+                self._batcher.admission.check_states(name)
+            if self.registry is not self.model:
+                put_adapter(self.registry, name, lora, folder, seed)
+            else:
+                self._part.create(name, lora, optim, folder, seed)
+            unless_created.pop_all()
         self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), objective)
         self._batcher.used_memory = ()
         if not self.alone:
@@ -263,6 +387,8 @@ class Engine:
             mlora_ext.remove_adapter(self.registry, name)
         del self._states[name]
         self._batcher.used_memory = ()
+        if self._batcher.admission is not None and self.memory is not None:
+            self.memory.adapters.forget(name)
 
     def forward_backward(
         self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()

@@ -186,6 +186,10 @@ class MemoryEstimate:
         self._changed.add(key)
         return self._adopted[key]
 
+    def forget_keys(self) -> None:
+        """Asks anew which mixture adapters make: a name may stand for another adapter now."""
+        self._keys.clear()
+
     def worth_measuring(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> bool:
         """Counts a micro-batch and returns whether to measure it.
 

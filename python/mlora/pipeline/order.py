@@ -7,6 +7,7 @@ oldest waiting backward, and waiting.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -117,6 +118,19 @@ def in_flight_of(stage: int, stages: int, in_flight: int) -> int:
         return in_flight
     each = math.ceil((in_flight - 1) / (stages - 1))
     return min(in_flight, 1 + each * (stages - 1 - stage))
+
+
+def held_at_once(schedule: str, stages: int, in_flight: int | None = None) -> list[int]:
+    """Returns how many micro-batches' activations each stage holds at once at most; None = any number in
+    flight."""
+    most = sys.maxsize if in_flight is None else in_flight
+    if stages == 1:
+        return [1]
+    if schedule == "lorapp":
+        return [in_flight_of(stage, stages, most) for stage in range(stages)]
+    if schedule == "1f1b":
+        return [min(stages - stage, most) for stage in range(stages)]
+    return [most] * stages
 
 
 def order_of(schedule: str | Schedule, stage: int, stages: int, in_flight: int | None = None) -> Order:

@@ -13,10 +13,9 @@ from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import StageOptions
 from mlora.memory.process_memory import free_memory
-from mlora.pipeline.order import in_flight_of
 from mlora.planning.partition import Table, fastest, partition, table_of
 from mlora.planning.profile_stage import profile_base
-from mlora.tasks.groups import most_under_way
+from mlora.tasks.groups import held_by
 
 
 def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths: Sequence[int]) -> list[int]:
@@ -62,17 +61,6 @@ def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> lis
     shares = [None if f is None else f // sharing[place] for f, place in zip(free, places, strict=True)]
     stages = [shares[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     return [min((share for share in stage if share is not None), default=None) for stage in stages]
-
-
-def held_by(config: RunConfig) -> list[int]:
-    """Returns how many micro-batches' activations each stage holds at once under the run's schedule."""
-    pipeline, stages = config.pipeline, config.pipeline.stages
-    most = most_under_way(config)
-    if pipeline.schedule == "lorapp":
-        return [in_flight_of(stage, stages, most) for stage in range(stages)]
-    if pipeline.schedule == "1f1b":
-        return [min(stages - stage, most) for stage in range(stages)]
-    return [most] * stages
 
 
 def _seconds(table: Table) -> float:

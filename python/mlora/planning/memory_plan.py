@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.memory_limit import Candidate, MemoryLimit, in_units
+from mlora.errors import MemoryLimitError
 from mlora.planning.memory_needs import memory_need
-from mlora.planning.run_memory import RunMemory, in_units
-from mlora.planning.task_memory import TaskMemory
+from mlora.planning.task_memory import WORDS, TaskMemory
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
-from mlora.tasks.groups import slot_count
+from mlora.tasks.groups import held_batches, slot_count
 from mlora.tasks.task import Task
 
 
@@ -83,51 +85,51 @@ class MemoryPlan:
 
 
 def memory_plan(
-    config: RunConfig, tasks: Sequence[Task], memory: TaskMemory, base: Sequence[int]
+    config: RunConfig, tasks: Sequence[Task], adapters: AdapterMemory, base: Sequence[int]
 ) -> MemoryPlan:
     """Predicts what a run needs; without a limit all tasks run.
 
-    Micro-batches are predicted for each task alone. `memory` must know none of the tasks yet; `base` has the
-    bytes of each stage's process before any task.
+    Micro-batches are predicted for each task alone. `adapters` must know none of the tasks yet; `base` has
+    the bytes of each stage's process before any task.
     """
+    known = TaskMemory(adapters)
     for task in tasks:
-        memory.know(task)
-    never = {} if config.scheduler.limit_bytes is None else _never(config, tasks, memory, base)
+        known.know(task)
+    limit, room, never = config.scheduler.limit_bytes, Room(), {}
+    if limit is not None:
+        memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), words=WORDS)
+        never = _never(memory, [known.candidate(task) for task in tasks])
+        room = memory.room()
     fitting = [task for task in tasks if task.name not in never]
-    admitted = _admission(config, fitting, memory, base).slots
+    admitted = _admission(config, fitting, known, adapters, room).slots
     plans = []
     for task in tasks:
-        largest = memory.largest(task)
-        needed = memory.estimate.predict({task.name: largest}, [task.name])
+        largest = known.largest(task)
+        needed = adapters.estimate.predict({task.name: largest}, [task.name])
         verdict = never.get(task.name) or ("runs" if task.name in admitted else "waits")
-        states = memory.admitted(task.name)
+        states = adapters.admitted(task.name)
         plans.append(TaskPlan(task.name, task.config.priority, states, tuple(needed), verdict))
-    return MemoryPlan(tuple(base), tuple(plans), config.scheduler.limit_bytes)
+    return MemoryPlan(tuple(base), tuple(plans), limit)
 
 
-def _never(
-    config: RunConfig, tasks: Sequence[Task], memory: TaskMemory, base: Sequence[int]
-) -> dict[str, str]:
+def _never(memory: MemoryLimit, candidates: Sequence[Candidate]) -> dict[str, str]:
     """Returns why tasks never fit, by name: those that a run refuses before its first step."""
-    run = RunMemory(config, memory, base, 0)
     found = {}
-    for task in tasks:
+    for one in candidates:
         try:
-            run.check(task)
-        except ValueError as error:
-            found[task.name] = str(error)
+            memory.check(one)
+        except MemoryLimitError as error:
+            found[one.name] = str(error)
     return found
 
 
 def _admission(
-    config: RunConfig, tasks: Sequence[Task], memory: TaskMemory, base: Sequence[int]
+    config: RunConfig, tasks: Sequence[Task], known: TaskMemory, adapters: AdapterMemory, room: Room
 ) -> Admission:
-    limited = config.scheduler.limit_bytes is not None
-    room = RunMemory(config, memory, base, 0).room() if limited else Room()
     needs = [
-        memory_need(task, place, memory.admitted(task.name), memory.largest(task))
+        memory_need(task, place, adapters.admitted(task.name), known.largest(task))
         for place, task in enumerate(tasks)
     ]
     scheduler = config.scheduler
     order, placement = ORDERS[scheduler.policy], PLACEMENTS[scheduler.placement]
-    return admit(needs, room, slot_count(config), order, placement, memory.estimate)
+    return admit(needs, room, slot_count(config), order, placement, adapters.estimate)

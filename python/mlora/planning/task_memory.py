@@ -1,169 +1,49 @@
-"""What tasks need at each stage: predicted from samples before they run, from measurements after.
-
-Samples are micro-batches of each mixture of adapters, run dry if possible, else measured
-(`mlora.planning.measured_samples`).
-"""
+"""What tasks need of memory: their adapters and the micro-batches that their data makes."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
-from mlora.config.run_config import RunConfig
 from mlora.data.record import sequence_lengths
-from mlora.engine.stage_group import StageOptions, count_blocks, spans_of
-from mlora.memory.estimate import DryRun, Phases
-from mlora.planning.dry_run import DryStage, States
-from mlora.planning.memory_needs import largest_lengths
-from mlora.scheduler import MemoryEstimate
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.memory_limit import Candidate, Words
+from mlora.planning.memory_needs import largest_lengths, with_batches_of
 from mlora.tasks.task import Task
 from mlora_ext.nn.interop.peft_folder import read_config
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
-_SHORT = 32  # rows of each sequence in a sample of many short ones
-LEAST = 2  # rows of the shortest sequence: a trained row needs a token after it
-
-MemorySample = tuple[Sequence[int], Sequence[Phases]]
-"""Lengths of a micro-batch's sequences, and the bytes of its phases at each stage."""
-
-
-class MemorySamples(Protocol):
-    """Takes samples of a mixture."""
-
-    def __call__(
-        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-    ) -> Sequence[MemorySample]:
-        """Returns micro-batches of adapters and what they take; none if that cannot be found out now.
-
-        Args:
-            loras: PEFT's configs by adapter name.
-            states: bytes of the adapters' weights and gradients at each stage.
-            longest: rows of the longest sequence that they will have.
-        """
+WORDS = Words("scheduler.memory_limit", "per_device_train_batch_size")
+"""How a run's messages call what a user can change."""
 
 
 class TaskMemory:
-    """What tasks need at each stage; `samples` defaults to dry runs of the stages, which serve the CPU."""
+    """Tells an `AdapterMemory` of tasks, and remembers their largest micro-batches."""
 
-    def __init__(self, stages: Sequence[DryStage], samples: MemorySamples | None = None) -> None:
-        self.estimate = MemoryEstimate(self._mixture, self._dry_run, len(stages))
-        self._stages = stages
-        self._samples = samples or self._dry_samples
-        self._loras: dict[str, LoraConfig] = {}
-        self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
-        self._states: dict[str, list[States]] = {}
-        self._longest: dict[str, int] = {}
+    def __init__(self, adapters: AdapterMemory) -> None:
+        self._adapters = adapters
         self._largest: dict[str, list[int]] = {}
 
     def know(self, task: Task) -> None:
-        """Reads a task's adapter and data; most other methods need this first.
-
-        Raises ValueError if the adapter cannot be put on the base.
-        """
+        """Reads a task's adapter and data; raises ValueError if the adapter cannot be put on the base."""
         lora = task.lora or read_config(Path(str(task.config.init_from)))
-        self._states[task.name] = [stage.states(lora, task.optim) for stage in self._stages]
-        self._loras[task.name] = lora
         samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
-        self._longest[task.name] = max(sequence_lengths(samples))
-
-    def knows(self, name: str) -> bool:
-        """Whether `know` was told of a task."""
-        return name in self._states
-
-    def admitted(self, name: str) -> tuple[int, ...]:
-        """Returns the bytes of a task's states at each stage while it is admitted.
-
-        That includes the copy that a checkpoint writes, or what the optimizer takes for a moment if that is
-        more.
-        """
-        return tuple(state.total + max(state.total, state.update) for state in self._states[name])
-
-    def begun(self, name: str) -> tuple[int, ...]:
-        """Returns the bytes of a task's weights and gradients at each stage."""
-        return tuple(state.weights + state.gradients for state in self._states[name])
-
-    def at_rest(self, name: str) -> tuple[int, ...]:
-        """Returns the bytes of a task's states at each stage between micro-batches."""
-        return tuple(state.weights + state.moments for state in self._states[name])
+        self._adapters.know(task.name, lora, task.optim, max(sequence_lengths(samples)))
 
     def largest(self, task: Task) -> list[int]:
-        """Returns the sequence lengths of a task's largest micro-batch."""
+        """Returns the sequence lengths of a task's largest micro-batch; `know` has to come first."""
         if task.name in self._largest:
             return self._largest[task.name]
-        found = largest_lengths(task, partial(self.size, task.name))
-        if self.size(task.name, found):  # 0 while nothing is known yet
+        size = partial(self._adapters.size, task.name)
+        found = largest_lengths(task, size)
+        if size(found):  # 0 while nothing is known yet
             self._largest[task.name] = found
         return found
 
-    def size(self, name: str, lengths: Sequence[int]) -> float:
-        """Returns the bytes that a micro-batch of a task alone needs, at the stage that needs most."""
-        return max(self.estimate.predict({name: lengths}, [name]))
-
-    def _mixture(self, names: Sequence[str]) -> str:
-        """Returns a key, equal where rows take equal memory: the adapted layers and their highest ranks."""
-        ranks: dict[str, int] = {}
-        for key in {self._key(name) for name in names}:
-            for layer, rank in key:
-                ranks[layer] = max(rank, ranks.get(layer, 0))
-        return hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
-
-    def _key(self, name: str) -> tuple[tuple[str, int], ...]:
-        if name not in self._keys:
-            self._keys[name] = tuple(
-                (layer, most)
-                for stage in self._stages
-                for layer, most, _ in stage.signature([self._loras[name]])
-            )
-        return self._keys[name]
-
-    def _dry_run(self, names: Sequence[str]) -> DryRun:
-        """Samples one task for each kind of adapter; how many of a kind there are does not matter."""
-        kinds = {self._key(name): name for name in reversed(names)}
-        loras = {name: self._loras[name] for name in kinds.values()}
-        states = [sum(self.begun(name)[place] for name in loras) for place in range(len(self._stages))]
-        longest = max(self._longest[name] for name in names)
-        samples = self._samples(loras, states, longest)
-        return DryRun([stage.knees for stage in self._stages], samples)
-
-    def _dry_samples(
-        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-    ) -> list[MemorySample]:
-        shapes = [spread(list(loras), shape) for shape in seed_shapes(longest)]
-        found = [stage.activations(loras, shapes) for stage in self._stages]
-        return [
-            ([length for own in shape.values() for length in own], [phases[index] for phases in found])
-            for index, shape in enumerate(shapes)
-        ]
-
-
-def seed_shapes(longest: int) -> list[list[int]]:
-    """Returns the sequence lengths of sampled micro-batches: short and long, few and many, alike and mixed.
-
-    Together they tell the coefficients of a `MemoryModel` apart. `longest` is in rows.
-    """
-    longest = max(LEAST, longest)
-    short = max(LEAST, min(_SHORT, longest // 2))
-    return [
-        [short, longest],
-        [short] * 2,
-        [short] * 10,
-        [longest],
-        [longest] * 3,
-        [short, longest] * 3,
-    ]
-
-
-def dry_stages(config: RunConfig, options: StageOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
-    """Returns a run's stages for dry runs; `blocks` of each stage, or the number of stages."""
-    spans = spans_of(blocks, count_blocks(config.base_model))
-    return [DryStage(config.base_model, options, span if len(spans) > 1 else None) for span in spans]
-
-
-def spread(names: Sequence[str], lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Deals sequence lengths to adapters in turn; returns them by name."""
-    return {name: list(lengths[place :: len(names)]) for place, name in enumerate(names)}
+    def candidate(self, task: Task) -> Candidate:
+        """Returns a task as an engine's memory limit sees it."""
+        size = partial(self._adapters.size, task.name)
+        return Candidate(
+            task.name,
+            self.largest(task),
+            lambda count: largest_lengths(with_batches_of(task, count), size),
+        )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlora.engine.engine import Engine
+from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
-from mlora.planning.run_memory import RunMemory
 from mlora.queue.task_queue import TaskQueue
 from mlora.scheduler import Admission
 from mlora.tasks.task import Task
@@ -27,7 +27,7 @@ class StatusPublisher:
         self,
         queue: TaskQueue,
         engine: Engine,
-        memory: RunMemory | None,
+        memory: MemoryLimit | None,
         limit: int | None,
         warn: Callable[[str], None],
     ) -> None:
@@ -55,7 +55,7 @@ class StatusPublisher:
         waits = task.progress.state == "running" and task.name not in admission.slots
         view: dict[str, Any] = {"state": "waiting" if waits else task.progress.state}
         if self._memory:
-            view["states_bytes"] = max(self._memory.tasks.admitted(task.name))
+            view["states_bytes"] = max(self._memory.adapters.admitted(task.name))
             batch = {task.name: task.usual_lengths}
             view["batch_bytes"] = max(self._memory.estimate.as_adopted.predict(batch, [task.name]))
         return view
@@ -84,10 +84,10 @@ class StatusPublisher:
         for task in tasks:
             batches.setdefault(admission.slots[task.name], {})[task.name] = task.usual_lengths
         # includes tasks that have just ended: the estimate knows this mixture
-        among = [name for name in admission.slots if self._memory.tasks.knows(name)]
+        among = [name for name in admission.slots if self._memory.adapters.knows(name)]
         sizes = [self._predicted(batch, among, place) for batch in batches.values()]
         held = self._memory.room().held[place]
-        states = sum(self._memory.tasks.admitted(task.name)[place] for task in tasks)
+        states = sum(self._memory.adapters.admitted(task.name)[place] for task in tasks)
         return states + sum(sorted(sizes, reverse=True)[:held])
 
     def _predicted(self, batch: Mapping[str, Sequence[int]], among: Sequence[str], place: int) -> float:

@@ -82,7 +82,7 @@ class Decisions:
         self.taken = state["taken"]
         if self._memory:
             for task in self._table.alive():
-                self._memory.tasks.know(task)
+                self._table.know(task)
         self._remember(state)
         if self._sweep:
             self._sweep.load_state(state["sweep"], self._table.tasks)
@@ -233,12 +233,13 @@ class Decisions:
         for task in self._table.running() if len(admission.slots) == 1 else ():
             if task.name not in admission.slots or self._memory is None:
                 continue
-            if self._memory.fits(task) or self._memory.fits_barely(task):
+            one = self._table.candidate(task)
+            if self._memory.fits(one) or self._memory.fits_barely(one):
                 continue
             if task.name not in self._beyond:
                 self._beyond.add(task.name)
                 self._reporter.warn(
-                    f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(task)}"
+                    f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(one)}"
                 )
 
     def _sample(self, admission: Admission) -> None:
@@ -253,7 +254,7 @@ class Decisions:
         """Returns the bytes on each stage that a micro-batch of the admitted tasks may use."""
         if self._memory is None:
             return ()
-        states = [self._memory.tasks.admitted(name) for name in admission.slots]
+        states = [self._memory.adapters.admitted(name) for name in admission.slots]
         room = self._memory.room()
         return room.budget(sum_of(states, len(room.held)), admission.count)
 

@@ -55,7 +55,8 @@ class MicroBatches:
             together = [length for own in one.lengths.values() for length in own]
             self._memory.estimate.observe(together, list(admission.slots), one.phases)
         after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
-        self._memory.took(self._table.admitted(), self._foreseen(), self._engine.peak_memory, after)
+        names = [task.name for task in self._table.admitted()]
+        self._memory.took(names, self._foreseen(), self._engine.peak_memory, after)
 
     def _foreseen(self) -> list[float]:
         """Returns the bytes on each stage that micro-batches under way may take: their budgets.
@@ -66,7 +67,7 @@ class MicroBatches:
         admission, here = self._table.admission, self._table.admitted()
         sizes: Sequence[float] = admission.budget
         if len(admission.slots) == 1 and here:
-            largest = {here[0].name: self._memory.tasks.largest(here[0])}
+            largest = {here[0].name: self._table.candidate(here[0]).largest}
             needs = self._memory.estimate.as_adopted.activations(largest, list(largest))
             sizes = list(map(max, sizes, needs))
         held = [min(most, admission.count) for most in self._memory.room().held]

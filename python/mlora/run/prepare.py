@@ -15,15 +15,15 @@ from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, limi
 from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine.engine import Engine
-from mlora.engine.stage_group import StageGroup, StageOptions
+from mlora.engine.measured_samples import MeasuredSamples
+from mlora.engine.memory_limit import MemoryLimit
+from mlora.engine.stage_group import StageGroup
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
-from mlora.memory.process_memory import left_by_runs, peak_memory, used_memory
+from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.planning.measured_samples import PIECES, MeasuredSamples
 from mlora.planning.memory_needs import memory_need
-from mlora.planning.run_memory import RunMemory
-from mlora.planning.task_memory import TaskMemory, dry_stages
+from mlora.planning.task_memory import WORDS
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks
@@ -31,7 +31,7 @@ from mlora.run.report import Reporter
 from mlora.run.stages import Member, own_stage, stage_group_of, usual_lengths_of
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import TokenBalanced
-from mlora.tasks.groups import most_under_way, slot_count
+from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def prepare(
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
             loaded = _used_by_base(engine) if measure else 0
-            memory = run_memory(config, engine, earlier=earlier)
+            memory = limit_memory(config, engine, earlier=earlier)
             folder = RunFolder(config.output_dir)
             table = TaskTable(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
             decisions = Decisions(config, engine, table, reporter, sweep)
@@ -151,41 +151,25 @@ def sweep_of(config: RunConfig) -> Sweep | None:
     return Sweep(config)
 
 
-def run_memory(
+def limit_memory(
     config: RunConfig, engine: Engine, *, measured: bool = False, earlier: int = 0
-) -> RunMemory | None:
-    """Returns what is known of the run's memory, or None without a limit; runs a small micro-batch.
-
-    `measured`: measure micro-batches on a CPU too, where dry runs would do. `earlier`: bytes that earlier
-    runs of this process have left in use.
-    """
-    if config.scheduler.memory_limit is None:
-        return None
-    if engine.replicas > 1:
-        raise RunError("scheduler.memory_limit: does not go with pipeline.replicas; remove one of them")
-    if engine.stages > 1 and not engine.spread:
-        raise RunError(
-            "scheduler.memory_limit: stages need processes of their own: start the run with `mlora train`, "
-            "or under torchrun"
-        )
+) -> MemoryLimit | None:
+    """Sets the run's memory limit, if it has one; see `Engine.limit_memory`."""
     limit = config.scheduler.limit_bytes
-    assert limit is not None
-    measures = measured or engine.device.type != "cpu"
-    samples = MeasuredSamples(engine, limit)
-    pieces = 0 if engine.device.type == "cpu" else limit // PIECES
-    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.frozen_weight)
+    if limit is None:
+        return None
     try:
-        stages = dry_stages(config, options, engine.blocks if engine.stages > 1 else 1)
-        samples.warm_up()
+        return engine.limit_memory(
+            limit,
+            enforce=False,
+            measured=measured,
+            held=held_batches(config),
+            earlier=earlier,
+            words=WORDS,
+        )
     except ValueError as error:
-        raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error
-
-    def look() -> Sequence[int]:
-        engine.release_memory()
-        return engine.used_memory()
-
-    tasks = TaskMemory(stages, samples if measures else None)
-    return RunMemory(config, tasks, look(), peak_memory(engine.device), pieces, look, earlier)
+        line = first_line(error).removeprefix("memory_limit: ")
+        raise RunError(f"scheduler.memory_limit: {line}") from error
 
 
 def _used_by_base(engine: Engine) -> int:
@@ -258,7 +242,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         if device == "cpu":
             set_malloc(config)
         elif member is None:
-            limit_allocator(config, torch.device(device))
+            limit_allocator(config.scheduler.limit_bytes, torch.device(device))
         pipeline = config.pipeline
         engine = Engine(
             config.base_model,

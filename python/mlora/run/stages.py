@@ -211,7 +211,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         set_malloc(config)
     else:
         torch.cuda.set_device(options.device)
-        limit_allocator(config, options.device)
+        limit_allocator(config.scheduler.limit_bytes, options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
     part, process = stage_of_this_process(
         config.base_model,

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.lora_warnings import lora_warnings
 from mlora.engine.engine import Engine
+from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
 from mlora.planning.memory_needs import memory_need
-from mlora.planning.run_memory import RunMemory
+from mlora.planning.task_memory import TaskMemory
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.run.best import check_best_file
@@ -47,12 +48,13 @@ class TaskTable:
         refused: Mapping[str, str],
         folder: RunFolder,
         reporter: Reporter,
-        memory: RunMemory | None = None,
+        memory: MemoryLimit | None = None,
         sweep: Sweep | None = None,
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
         self.unfit: dict[str, str] = {}
         self.memory, self._sweep = memory, sweep
+        self._task_memory = TaskMemory(memory.adapters) if memory else None
         self.admission: Admission = NOBODY
         self._engine, self._builder, self._reporter, self._folder = engine, builder, reporter, folder
         self._waited: list[str] = []
@@ -98,12 +100,13 @@ class TaskTable:
         if self.memory is None or not running:
             return running
         begun = set(self._engine.adapters)
-        found = [t for t in running if t.kept is not None or t.name in begun or self.memory.fits(t)]
+        fits, fits_barely = self.memory.fits, self.memory.fits_barely
+        found = [t for t in running if t.kept is not None or t.name in begun or fits(self.candidate(t))]
         if found:
             return found
-        self.memory.look_again(self.admitted())
-        found = [t for t in running if self.memory.fits(t)]
-        found = found or [t for t in running if self.memory.fits_barely(t)]
+        self.memory.look_again([task.name for task in self.admitted()])
+        found = [t for t in running if fits(self.candidate(t))]
+        found = found or [t for t in running if fits_barely(self.candidate(t))]
         if not found:
             self._none_fits(running)
         return found
@@ -116,7 +119,7 @@ class TaskTable:
         left = [task for task in tasks if task.name not in self.unfit]
         names = [task.name for task in left]
         if left and names != self._left:
-            why = self.memory.no_room(left)
+            why = self.memory.no_room([self.candidate(task) for task in left])
             self._reporter.warn(f"{some(names)}: {why}: mlora resume {self._folder.path}")
         self._left = names
 
@@ -125,11 +128,21 @@ class TaskTable:
         arrivals = {task.name: number for number, task in enumerate(self.tasks)}
         if self.memory is None:
             return [memory_need(task, arrivals[task.name]) for task in tasks]
-        known = self.memory.tasks
+        states = self.memory.adapters.admitted
         return [
-            memory_need(task, arrivals[task.name], known.admitted(task.name), known.largest(task))
+            memory_need(task, arrivals[task.name], states(task.name), self.candidate(task).largest)
             for task in tasks
         ]
+
+    def know(self, task: Task) -> None:
+        """Tells the memory model of a task; raises ValueError if the base takes no such adapter."""
+        assert self._task_memory is not None
+        self._task_memory.know(task)
+
+    def candidate(self, task: Task) -> Candidate:
+        """Returns a task as the memory limit sees it."""
+        assert self._task_memory is not None
+        return self._task_memory.candidate(task)
 
     def look_at(self, tasks: Sequence[Task], unfit: Unfit) -> None:
         """Learns what new tasks need and refuses those that never fit, or those that `unfit` names."""
@@ -146,7 +159,7 @@ class TaskTable:
         """Refuses a task that never fits."""
         assert self.memory is not None
         try:
-            self.memory.check(task)
+            self.memory.check(self.candidate(task))
         except ValueError as error:
             self.unfits(task, str(error))
 
@@ -154,7 +167,7 @@ class TaskTable:
         """Adds a task to the memory model; if the base takes no such adapter, refuses it. False = refused."""
         assert self.memory is not None
         try:
-            self.memory.tasks.know(task)
+            self.know(task)
         except ValueError as error:
             self.unfits(task, str(error))
             return False

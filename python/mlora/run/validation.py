@@ -7,12 +7,13 @@ from dataclasses import replace
 import torch
 
 from mlora.config.run_config import RunConfig
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.dry_run import dry_stages
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
-from mlora.planning.task_memory import TaskMemory, dry_stages
 from mlora.run.prepare import Prepared, prepare, sweep_of
 from mlora.run.report import Reporter, Silent
 
@@ -52,13 +53,13 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
         return None
     options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.frozen_weight)
     try:
-        stages = dry_stages(config, options, config.pipeline.partition or config.pipeline.stages)
-        memory = TaskMemory(stages)
+        stages = dry_stages(config.base_model, options, config.pipeline.partition or config.pipeline.stages)
+        adapters = AdapterMemory(stages)
         packed = 4 if config.pack_base else 1  # two copies, and oneDNN pads
         held = [packed * stage.base_bytes for stage in stages]
         libraries = max(0, prepared.loaded - before - sum(held))  # taken by libraries during loading
         base = [new + libraries + size for size in held]
-        return memory_plan(config, prepared.table.tasks, memory, base)
+        return memory_plan(config, prepared.table.tasks, adapters, base)
     except ValueError as error:
         if config.scheduler.memory_limit is None:  # without a limit, a forecast is optional
             return None

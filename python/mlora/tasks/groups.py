@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
+from mlora.pipeline.order import held_at_once
 from mlora.tasks.task import Task
 
 
@@ -54,6 +55,17 @@ def most_under_way(config: RunConfig) -> int:
     """
     pipeline = config.pipeline
     return -(-slot_count(config) // pipeline.replicas) * pipeline.micro_batches
+
+
+def held_by(config: RunConfig) -> list[int]:
+    """Returns how many micro-batches' activations each stage of a run holds at once."""
+    pipeline = config.pipeline
+    return held_at_once(pipeline.schedule, pipeline.stages, most_under_way(config))
+
+
+def held_batches(config: RunConfig) -> list[int]:
+    """Returns the same in whole batches, which micro-batches are pieces of."""
+    return [-(-held // config.pipeline.micro_batches) for held in held_by(config)]
 
 
 def slot_count(config: RunConfig) -> int:

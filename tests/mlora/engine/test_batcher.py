@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine.batcher import _cut
+from mlora.data.record import sequence_lengths
+from mlora.engine.batch_admission import cut_batch
 from mlora.engine.engine import Engine
 from mlora.simulate.trace_file import TraceFiles
 from tiny_models import VOCABULARY, samples
@@ -121,7 +122,8 @@ def test_pieces_of_a_batch_are_one_stream() -> None:
 def test_micro_batches_have_about_as_many_tokens(
     counts: dict[str, int], pieces: int, expected: list[str]
 ) -> None:
-    cut = _cut({name: samples(count, 6, seed=1) for name, count in counts.items()}, pieces)
+    batches = {name: samples(count, 6, seed=1) for name, count in counts.items()}
+    cut = cut_batch(batches, pieces, sequence_lengths)
     lengths = [" ".join(f"{name}:{len(found)}" for name, found in piece.items()) for piece in cut]
     tokens = [sum(len(s.input_ids) for found in piece.values() for s in found) for piece in cut]
     assert sum(tokens) == sum(len(s.input_ids) for n, c in counts.items() for s in samples(c, 6, seed=1))

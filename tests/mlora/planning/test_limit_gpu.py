@@ -10,7 +10,7 @@ import torch
 from limited_runs import Watching
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
-from mlora.run.prepare import run_memory
+from mlora.run.prepare import limit_memory
 from mlora.run.run import train
 from mlora.scheduler import MemoryEstimate
 from tiny_run import run_data, save_base, write_jsonl
@@ -45,7 +45,7 @@ def test_several_adapters_stay_under_a_limit(
         scheduler={"memory_limit": (1024 if large else 120) * MIB},
     )
     if not large:
-        monkeypatch.setattr(mlora.run.prepare, "run_memory", partial(run_memory, measured=True))
+        monkeypatch.setattr(mlora.run.prepare, "limit_memory", partial(limit_memory, measured=True))
         monkeypatch.setattr(Engine, "used_memory", lambda self: [0])
         monkeypatch.setattr("mlora.engine.stage_worker.used_memory", lambda _: 0)
     errors: dict[str, list[float]] = {}

@@ -1,5 +1,6 @@
 """What a run will need of memory, told before it runs."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.dry_run import dry_stages
+from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.engine.stage_group import StageOptions
 from mlora.model.base_info import BaseInfo
 from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
-from mlora.planning.run_memory import RESERVED, RunMemory
-from mlora.planning.task_memory import TaskMemory, dry_stages
+from mlora.planning.task_memory import TaskMemory
 from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import run_data, write_run
 
@@ -22,13 +25,15 @@ BASE = 300 * MIB
 OPTIONS = StageOptions(torch.device("cpu"), torch.float32)
 
 
-def prepared(folder: Path, base: Path, limit: int, **first: Any) -> tuple[RunConfig, list[Task], TaskMemory]:
+def prepared(
+    folder: Path, base: Path, limit: int, **first: Any
+) -> tuple[RunConfig, list[Task], AdapterMemory]:
     data = run_data(base, folder) | {"scheduler": {"memory_limit": limit}}
     data["adapters"][0] |= first
     config = resolve_config(data, folder=folder)
     builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
     tasks = [builder.build(adapter) for adapter in config.adapters]
-    return config, tasks, TaskMemory(dry_stages(config, OPTIONS, config.pipeline.stages))
+    return config, tasks, AdapterMemory(dry_stages(config.base_model, OPTIONS, config.pipeline.stages))
 
 
 def needed(folder: Path, base: Path) -> list[int]:
@@ -70,7 +75,7 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(
 ) -> None:
     batch: dict[str, Any] = {"per_device_train_batch_size": 400, "shuffle": False}  # wraps around the end
     config, tasks, memory = prepared(tmp_path, tiny_base, 1 << 40, **batch)
-    memory.know(tasks[0])
+    TaskMemory(memory).know(tasks[0])
     states = memory.admitted("first")[0]
     few, many = (memory.size("first", tasks[0].next_lengths()[:count]) for count in (100, 400))
     limit = BASE + RESERVED + states + int((few + many) / 2)
@@ -80,15 +85,16 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(
         "waits",
         "runs",
     ]  # it may fit once less is kept in reserve
-    monkeypatch.setattr("mlora.planning.run_memory._LEAST_RESERVED", RESERVED)
+    monkeypatch.setattr("mlora.engine.memory_limit._LEAST_RESERVED", RESERVED)
     plan = memory_plan(config, tasks, memory, [BASE])
     (never,) = plan.never
     assert never.name == "first"
-    assert "per_device_train_batch_size " in never.verdict
-    fits = int(never.verdict.split("per_device_train_batch_size ")[1].split()[0])
+    (lower,) = re.findall(r"; lower per_device_train_batch_size to (\d+), or raise the limit", never.verdict)
+    fits = int(lower)
     _, tasks, memory = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": fits})
-    memory.know(tasks[0])
-    RunMemory(config, memory, [BASE], 0).check(tasks[0])
+    known = TaskMemory(memory)
+    known.know(tasks[0])
+    MemoryLimit(memory, limit, [BASE], 0).check(known.candidate(tasks[0]))
     assert fits > 100  # of the longest samples; of others more would
 
 
@@ -102,7 +108,7 @@ def test_validate_prints_it(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     assert "stage 1" in result.stdout
     assert result.stdout.count("never fits") == 2
     assert "first: refused: needs " in result.stderr
-    assert "not even one sequence fits" in result.stderr
+    assert "even one sequence is too much; raise the limit to" in result.stderr
 
 
 def test_a_limit_without_processes_for_the_stages_is_refused(
@@ -115,5 +121,5 @@ def test_a_limit_without_processes_for_the_stages_is_refused(
         "scheduler": {"memory_limit": "8GiB"},
         "pipeline": {"stages": 2},
     }
-    with pytest.raises(RunError, match=r"^scheduler\.memory_limit: stages need processes of their own"):
+    with pytest.raises(RunError, match=r"^scheduler\.memory_limit: needs a process for each stage"):
         train(resolve_config(data, folder=tmp_path))

@@ -9,18 +9,18 @@ import yaml
 from drifting_runs import drift
 from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
 from mlora.config.config_file import resolve_config
+from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
+from mlora.engine.measured_samples import MeasuredSamples
+from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
-from mlora.planning.measured_samples import MeasuredSamples
-from mlora.planning.run_memory import RunMemory
-from mlora.planning.task_memory import TaskMemory
 from mlora.run.run import resume, train
 from mlora.run.validation import validate
 from mlora.tasks.result import RunResult
 from tiny_run import lines, run_data, weights
 
 MIB = 2**20
-TOOK = RunMemory.took
+TOOK = MemoryLimit.took
 
 
 class Meter:
@@ -31,13 +31,13 @@ class Meter:
         self.used, self.grows, self.gives_back, self.jitter = 0, 0, 0, count(0, 0)
         patch.setattr(Engine, "used_memory", lambda _: [self.used + next(self.jitter)])
         patch.setattr(Engine, "release_memory", lambda _: self.release())
-        patch.setattr(TaskMemory, "at_rest", lambda *_: (0,))
-        patch.setattr(RunMemory, "took", lambda memory, *_: self.took(memory))
+        patch.setattr(AdapterMemory, "at_rest", lambda *_: (0,))
+        patch.setattr(MemoryLimit, "took", lambda memory, *_: self.took(memory))
 
     def release(self) -> None:
         self.used -= min(self.used, self.gives_back)
 
-    def took(self, memory: RunMemory) -> None:
+    def took(self, memory: MemoryLimit) -> None:
         self.used = self.grows
         TOOK(memory, [], [0.0], 0, [self.used])
 
@@ -117,8 +117,8 @@ def test_what_a_process_has_no_room_for_any_more_goes_on_in_a_new_one(
     }
     run = tmp_path / "run"
     assert (result.status, result.signal, result.exit_code) == ("interrupted", None, 1)
-    (told,) = [line for line in watching.lines if "no room" in line]
-    assert told.startswith("second: there is no room in this process, which takes more than when it began")
+    (told,) = [line for line in watching.lines if "not enough memory in this process" in line]
+    assert told.startswith("second: not enough memory in this process, which has grown; go on in a new one: ")
     assert told.endswith(f"mlora resume {run}")
     meter.used = 0
     again = resume(run)
@@ -146,10 +146,10 @@ def test_a_new_process_that_is_larger_leaves_a_task_to_the_next(
         meter.used = used * MIB
         result = resume(run, reporter=(watching := Watching()))
         assert (result.status, states(result)["second"]) == ("interrupted", "running")
-        (told,) = [line for line in watching.lines if "no room" in line]
+        (told,) = [line for line in watching.lines if "not enough memory in this process" in line]
         assert told.startswith(
-            f"second: there is no room in this process, which takes {used} MiB before it trains; train what "
-            f"is left in a new one that takes {used - 20} MiB less, or with a scheduler.memory_limit of "
+            f"second: not enough memory in this process, which uses {used} MiB before it trains; go on in "
+            f"one that uses {used - 20} MiB less, or raise scheduler.memory_limit to "
             f"{TASK // MIB + 32 + used + 1} MiB"
         )
         assert told.endswith(f": mlora resume {run}")
@@ -157,12 +157,12 @@ def test_a_new_process_that_is_larger_leaves_a_task_to_the_next(
     assert resume(run).exit_code == 0
 
 
-def test_a_limit_that_was_named_would_do(data: dict[str, Any], tmp_path: Path, meter: Meter) -> None:
+def test_a_limit_that_was_named_is_enough(data: dict[str, Any], tmp_path: Path, meter: Meter) -> None:
     run = left_over(data, tmp_path, meter)
     meter.used = 21 * MIB
     resume(run, reporter=(watching := Watching()))
-    (told,) = [line for line in watching.lines if "no room" in line]
-    change_limit(run, int(told.partition("memory_limit of ")[2].split()[0]))
+    (told,) = [line for line in watching.lines if "not enough memory in this process" in line]
+    change_limit(run, int(told.partition("memory_limit to ")[2].split()[0]))
     assert states(resume(run))["second"] == "finished"
 
 
@@ -174,8 +174,8 @@ def test_a_run_in_a_process_that_has_grown_before_refuses_nobody(
     meter.used = 60 * MIB
     result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
     assert (result.status, set(states(result).values())) == ("interrupted", {"running"})
-    (told,) = [line for line in watching.lines if "no room" in line]
-    assert told.startswith("first, second: there is no room in this process, which takes 60 MiB before")
+    (told,) = [line for line in watching.lines if "not enough memory in this process" in line]
+    assert told.startswith("first, second: not enough memory in this process, which uses 60 MiB before it")
     meter.used = 0
     assert resume(tmp_path / "run").exit_code == 0
 
@@ -199,8 +199,8 @@ def test_a_refusal_for_good_names_the_figures_that_it_goes_by(
     meter.used = 21 * MIB
     refused = resume(run).adapters["second"]
     assert refused.state == "refused"
-    assert "0 bytes are taken by the base model and libraries, and 32 MiB kept in reserve" in refused.message
-    assert refused.message.endswith(f"a limit of {TASK // MIB + 33} MiB would do")
+    assert "the base model and libraries take 0 bytes, and 32 MiB are kept in reserve" in refused.message
+    assert refused.message.endswith(f"raise the limit to {TASK // MIB + 33} MiB")
 
 
 def change_limit(run: Path, limit: int) -> None:

@@ -16,7 +16,9 @@ def test_what_processes_keep_is_read_when_nothing_is_under_way(idle: bool) -> No
         room=lambda: Room((100, 100), (2, 1)), took=lambda *arguments: told.append(arguments)
     )
     task_table: Any = SimpleNamespace(
-        memory=memory, admission=Admission({"a": 0, "b": 1}, 2, (20.0, 30.0)), admitted=lambda: ["a"]
+        memory=memory,
+        admission=Admission({"a": 0, "b": 1}, 2, (20.0, 30.0)),
+        admitted=lambda: [SimpleNamespace(name="a")],
     )
     engine: Any = SimpleNamespace(idle=idle, memory_after=[70, 60], peak_memory=90)
     MicroBatches(task_table, engine).passed([])
@@ -33,11 +35,13 @@ def test_a_task_that_goes_on_beyond_the_limit_is_foreseen_to(budget: float, fore
     memory = SimpleNamespace(
         room=lambda: Room((100,), (3,)),
         took=lambda tasks, foreseen, *_: told.append(foreseen),
-        tasks=SimpleNamespace(largest=lambda task: [7, 7]),
         estimate=SimpleNamespace(as_adopted=adopted),
     )
     task_table: Any = SimpleNamespace(
-        memory=memory, admission=Admission({"a": 0}, 1, (budget,)), admitted=lambda: [task]
+        memory=memory,
+        admission=Admission({"a": 0}, 1, (budget,)),
+        admitted=lambda: [task],
+        candidate=lambda _: SimpleNamespace(largest=[7, 7]),
     )
     MicroBatches(task_table, SimpleNamespace(idle=False, peak_memory=900)).passed([])  # type: ignore[arg-type]
     assert asked == [({"a": [7, 7]}, ["a"])]

@@ -23,8 +23,8 @@ from limited_runs import (
 )
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
+from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
-from mlora.planning.run_memory import RunMemory
 from mlora.run.evaluation import EvalLoss, Fits, evaluate_losses
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate
@@ -267,8 +267,8 @@ def test_a_task_that_never_fits_is_refused_and_the_others_go_on(
         "high: refused: needs 180 MiB for its largest micro-batch of 40 sequences with 800"
     )
     assert told[0].endswith(
-        "tokens; of scheduler.memory_limit 206 MiB, 0 bytes are taken by the base model and libraries, and "
-        "32 MiB kept in reserve; per_device_train_batch_size 37 or a limit of 212 MiB would do"
+        "tokens; of scheduler.memory_limit 206 MiB, the base model and libraries take 0 bytes, and 32 MiB "
+        "are kept in reserve; lower per_device_train_batch_size to 37, or raise the limit to 212 MiB"
     )
     assert result.exit_code == 1
     states = {name: adapter.state for name, adapter in result.adapters.items()}
@@ -289,12 +289,12 @@ def test_a_task_in_doubt_waits_until_less_is_kept_in_reserve(
     )
     passed: list[int] = []
 
-    def took(self: RunMemory, *_: Any) -> None:
+    def took(self: MemoryLimit, *_: Any) -> None:
         passed.append(1)
         if len(passed) == 5:
             self.reserved, self.estimate.stale = 32 * MIB, True
 
-    monkeypatch.setattr(RunMemory, "took", took)
+    monkeypatch.setattr(MemoryLimit, "took", took)
     result = train(resolve_config(data, folder=tmp_path), reporter=(watching := Watching()))
     assert {adapter.state for adapter in result.adapters.values()} == {"finished"}
     assert watching.steps[0][0] == "first"  # though it has the highest priority

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.config.scheduler_config import SchedulerConfig
+from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
+from mlora.engine.memory_limit import Candidate
 from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
@@ -68,37 +70,33 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.estimate, self.base, self.reserved = Estimate(), [0], 0
-        self.tasks, self.fresh = self, True
-        self._known: dict[str, Any] = {}
+        self.adapters, self.fresh = self, True
+        self._takes: dict[str, int] = {}
 
-    def know(self, task: Any) -> None:
-        self._known[task.name] = task
+    def know(self, name: str, lora: Any, optim: Any, longest: int) -> None:
+        self._takes[name] = optim
 
     def knows(self, name: str) -> bool:
-        return name in self._known
+        return name in self._takes
 
-    def check(self, task: Any) -> None:
-        if not self.fits(task):
+    def check(self, one: Candidate) -> None:
+        if not self.fits(one):
             raise ValueError("is too large")
 
     def look_again(self, tasks: Any) -> None:
         """Nothing grows."""
 
-    def fits_barely(self, task: Any) -> bool:
-        return self.fits(task)
+    def fits_barely(self, one: Candidate) -> bool:
+        return self.fits(one)
 
-    def fits(self, task: Any) -> bool:
-        return bool(task.takes + sum(task.next_lengths()) <= FREE)
+    def fits(self, one: Candidate) -> bool:
+        return self._takes[one.name] + sum(one.largest) <= FREE
 
     def admitted(self, name: str) -> tuple[int, ...]:
-        return (self._known[name].takes,)
+        return (self._takes[name],)
 
     def size(self, name: str, lengths: Any) -> float:
         return float(sum(lengths))
-
-    def largest(self, task: Any) -> list[int]:
-        found: list[int] = task.next_lengths()
-        return found
 
     def room(self) -> Room:
         return Room((FREE,))
@@ -112,13 +110,12 @@ def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
     return SimpleNamespace(
         name=name,
         config=SimpleNamespace(priority=priority, init_from=None),
-        takes=takes,
         lora=None,
-        optim=None,
+        optim=takes,
         seed=0,
         kept=None,
         eval_data=None,
-        data=SimpleNamespace(samples=[SimpleNamespace(input_ids=range(rows))]),
+        data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
         usual_lengths=[rows],
         plan=BatchPlan(1, 1, 1, False, 0),
         total_steps=steps,
@@ -191,6 +188,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     )
     decisions = Decisions(config, engine, task_table, Silent())  # type: ignore[arg-type]
     with patch.context() as patched:
+        patched.setattr("mlora.planning.task_memory.read_config", lambda _: None)
         patched.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
         patched.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
         patched.setattr(
@@ -249,5 +247,5 @@ def _check(task_table: Any, engine: FakeEngine, policy: str) -> None:
     for one in task_table.waiting():
         before = [other for other in here if key(other) < key(one)]
         beside = [*before, one]
-        states = sum(other.takes for other in beside)
+        states = sum(other.optim for other in beside)
         assert states + sum(other.next_lengths()[0] for other in beside) > FREE, one.name

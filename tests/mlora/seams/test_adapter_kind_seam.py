@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from mlora.engine.dry_run import DryStage
 from mlora.engine.stage_group import StageOptions
 from mlora.optim.optim_config import OptimConfig
-from mlora.planning.dry_run import DryStage
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn

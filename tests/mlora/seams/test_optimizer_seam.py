@@ -9,13 +9,13 @@ import mlora
 import pytest
 import torch
 from mlora.config.config_file import resolve_config
+from mlora.engine.dry_run import DryStage
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError
 from mlora.optim import registry
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, Shapes, elements
 from mlora.optim.registry import optimizer_kind, register_optimizer
-from mlora.planning.dry_run import DryStage
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor

@@ -1,12 +1,12 @@
-"""What a run's memory limit leaves for tasks, and what tasks need of it.
+"""What a memory limit leaves for adapters, and what they need of it.
 
 The limit is on a process's resident memory on a CPU, and on the allocator's memory on a GPU. The base model
-and the libraries are measured once the model is loaded. Tasks' needs are predicted from samples before the
-first step (dry runs on a CPU), and then from measured micro-batches.
+and the libraries are measured once the model is loaded. Adapters' needs are predicted from samples before
+the first step (dry runs on a CPU), and then from measured micro-batches.
 
-A task is refused for good only by facts that no other process would change: samples, and the smallest base
-that any process of the run had when it was loaded. What a process has taken beyond that only makes a task
-wait.
+An adapter is refused for good only by facts that no other process would change: samples, and the smallest
+base that any process of the run had when it was loaded. What a process has taken beyond that only makes an
+adapter wait.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from mlora.config.run_config import RunConfig
-from mlora.planning.measured_cut import held_by
-from mlora.planning.memory_needs import largest_lengths, with_batches_of
-from mlora.planning.task_memory import TaskMemory
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.errors import MemoryLimitError
 from mlora.scheduler import Room
 from mlora.scheduler.memory_need import sum_of
-from mlora.tasks.task import Task
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
@@ -35,58 +32,87 @@ Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
 """Bounds a micro-batch's bytes at each stage, as `MemoryEstimate.activations`."""
 
 
-class RunMemory:
-    """What tasks may use of a run's memory, and what they need.
+@dataclass(frozen=True)
+class Candidate:
+    """An adapter that wants to train.
+
+    Attributes:
+        largest: sequence lengths of its largest micro-batch, in rows.
+        fewer: returns those of its largest micro-batch if a batch had at most so many sequences.
+    """
+
+    name: str
+    largest: Sequence[int]
+    fewer: Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What messages call the limit, and the number of sequences of a batch."""
+
+    limit: str = "memory_limit"
+    batch: str = "the number of sequences"
+
+
+WORDS = Words()
+
+
+class MemoryLimit:
+    """What adapters may use of the memory under a limit, and whether they fit.
 
     Args:
-        config: with a limit on memory.
-        base: bytes of each stage's process before any task, but after a small micro-batch, for which
+        adapters: knows what they need.
+        limit: bytes that each stage's process may use.
+        base: bytes of each stage's process before any adapter, but after a small micro-batch, for which
             libraries take what they keep for good.
         peak: the most bytes that a process has had until then.
         pieces: bytes that an allocator may hold in pieces too small to be of use; always kept free.
         look: makes each stage give back unused memory and returns its bytes in use; None = nothing runs.
         earlier: the bytes of `base` on the first stage that this process's earlier runs left there.
+        held: batches whose activations each stage holds at once at most.
 
     Attributes:
-        base: bytes at each stage without any task.
-        fresh: whether no micro-batch of a task has passed in this process.
+        base: bytes at each stage without any adapter.
+        fresh: whether no micro-batch has passed in this process.
         reserved: bytes kept free at each stage for needs that nobody foresees.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        tasks: TaskMemory,
+        adapters: AdapterMemory,
+        limit: int,
         base: Sequence[int],
         peak: int,
+        *,
         pieces: int = 0,
         look: Callable[[], Sequence[int]] | None = None,
         earlier: int = 0,
+        held: Sequence[int] = (1,),
+        words: Words = WORDS,
     ) -> None:
-        assert config.scheduler.limit_bytes is not None
-        self.tasks, self.base, self.reserved = tasks, list(base), RESERVED + pieces
-        self.estimate = tasks.estimate
-        self.limit = config.scheduler.limit_bytes
-        self._held = tuple(-(-held // config.pipeline.micro_batches) for held in held_by(config))
+        self.adapters, self.base, self.reserved = adapters, list(base), RESERVED + pieces
+        self.estimate = adapters.estimate
+        self.limit, self._words = limit, words
+        self._held = tuple(held)
         self._loaded, self._peak, self._pieces, self._look = list(base), peak, pieces, look
         self._smallest = [max(0, base[0] - earlier), *base[1:]]  # of the run's processes, as loaded
         self._more = self._passed = self._grown = 0
         self.fresh = True
 
     def room(self) -> Room:
-        """Returns what tasks may use."""
+        """Returns what adapters may use."""
         return Room(tuple(self.limit - base - self.reserved for base in self.base), self._held)
 
-    def took(self, tasks: Sequence[Task], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
+    def took(self, names: Sequence[str], foreseen: Sequence[float], peak: int, after: Sequence[int]) -> None:
         """Compares processes' memory with the prediction: what they keep joins the base, peaks are reserved.
 
         Args:
-            tasks: those on the engine.
+            names: of the adapters on the engine.
             foreseen: predicted bytes of what was under way, at each stage.
             peak: the most bytes that a stage has had so far.
             after: bytes of each stage once nothing was under way; empty while something is.
         """
-        states = sum_of([self.tasks.at_rest(task.name) for task in tasks], len(self.base))
+        states = sum_of([self.adapters.at_rest(name) for name in names], len(self.base))
         if after:
             kept = [now - held for now, held in zip(after, states, strict=True)]
             grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
@@ -112,14 +138,15 @@ class RunMemory:
         changed, self.reserved = reserved != self.reserved, reserved
         return changed
 
-    def look_again(self, tasks: Sequence[Task]) -> None:
+    def look_again(self, names: Sequence[str]) -> None:
         """Makes processes give back unused memory and measures the base anew; it may be less than before.
 
-        Nothing may be under way. If nothing has passed in this process yet, forgets what another one learned.
+        `names` are the adapters on the engine. Nothing may be under way. If nothing has passed in this
+        process yet, forgets what another one learned.
         """
         if self._look is None:
             return
-        states = sum_of([self.tasks.at_rest(task.name) for task in tasks], len(self.base))
+        states = sum_of([self.adapters.at_rest(name) for name in names], len(self.base))
         used = self._look()
         self.base = [max(0, now - held) for now, held in zip(used, states, strict=True)]
         self._grown = max(0, min(now - then for now, then in zip(self.base, self._loaded, strict=True)))
@@ -164,96 +191,88 @@ class RunMemory:
         self._more, self._passed, self._grown = state["more"], state["passed"], state["grown"]
         self._smallest = list(map(min, self._smallest, state["smallest"]))
 
-    def check(self, task: Task) -> None:
-        """Raises ValueError (see `refusal`) for a task that fits alone in no process.
+    def check(self, one: Candidate) -> None:
+        """Raises MemoryLimitError (see `refusal`) for an adapter that fits alone in no process.
 
         Goes by samples, the least reserve, and the smallest base that any process of the run had when it was
-        loaded. A task without samples is refused if its weights and gradients leave no memory to take any.
+        loaded. Without samples an adapter is refused if its weights and gradients leave no memory for any.
         """
-        bounds = self._by_samples(task)
+        bounds = self._by_samples(one)
         if math.inf in bounds:
-            parts = zip(self._smallest, self.tasks.begun(task.name), strict=True)
+            parts = zip(self._smallest, self.adapters.begun(one.name), strict=True)
             fits = all(base + RESERVED + begun < self.limit for base, begun in parts)
         else:
             taken = [base + self._least for base in self._smallest]
-            fits = max(self._together(task, bounds, taken)) <= self.limit
+            fits = max(self._together(one, bounds, taken)) <= self.limit
         if not fits:
-            raise ValueError(self.refusal(task, for_good=True))
+            raise MemoryLimitError(self.refusal(one, for_good=True))
 
-    def fits(self, task: Task) -> bool:
-        """Whether a task fits alone, with today's base and reserve."""
+    def fits(self, one: Candidate) -> bool:
+        """Whether an adapter fits alone, with today's base and reserve."""
         taken = [base + self.reserved for base in self.base]
-        return max(self._together(task, self._bounds(task), taken)) <= self.limit
+        return max(self._together(one, self._bounds(one), taken)) <= self.limit
 
-    def fits_barely(self, task: Task) -> bool:
-        """Whether a task fits if it is alone and stays alone.
+    def fits_barely(self, one: Candidate) -> bool:
+        """Whether an adapter fits if it is alone and stays alone.
 
         The base may then grow into the least reserve, and samples count where measurements only widened the
         margin.
         """
-        return self._barely(task) <= self.limit
+        return self._barely(one) <= self.limit
 
-    def no_room(self, tasks: Sequence[Task]) -> str:
-        """Returns why no task can begin in this process though `check` passes them, and what would help.
+    def no_room(self, waiting: Sequence[Candidate]) -> str:
+        """Returns why none can begin in this process though `check` passes them, and what would help.
 
-        None of `tasks` may fit barely.
+        None of them may fit barely.
         """
         if not self.fresh:
-            return (
-                "there is no room in this process, which takes more than when it began; train what is left "
-                "in a new one"
-            )
-        missing = min(self._barely(task) for task in tasks) - self.limit
-        would = "less" if missing == math.inf else f"{in_units(missing)} less"
-        limit = (
-            "that is higher" if missing == math.inf else f"of {math.ceil((self.limit + missing) / MIB)} MiB"
-        )
+            return "not enough memory in this process, which has grown; go on in a new one"
+        missing = min(self._barely(one) for one in waiting) - self.limit
+        less, to = "less", ""
+        if missing != math.inf:
+            less, to = f"{in_units(missing)} less", f" to {math.ceil((self.limit + missing) / MIB)} MiB"
         return (
-            f"there is no room in this process, which takes {in_units(max(self.base))} before it trains; "
-            f"train what is left in a new one that takes {would}, or with a scheduler.memory_limit {limit}"
+            f"not enough memory in this process, which uses {in_units(max(self.base))} before it trains; "
+            f"go on in one that uses {less}, or raise {self._words.limit}{to}"
         )
 
-    def _barely(self, task: Task) -> float:
-        """Returns the bytes in use at the fullest stage while a task is alone and stays alone."""
-        lengths = {task.name: self.tasks.largest(task)}
-        likely = self.estimate.predict(lengths, [task.name])
-        known = zip(self._bounds(task), self._by_samples(task), likely, strict=True)
+    def _barely(self, one: Candidate) -> float:
+        """Returns the bytes in use at the fullest stage while an adapter is alone and stays alone."""
+        likely = self.estimate.predict({one.name: one.largest}, [one.name])
+        known = zip(self._bounds(one), self._by_samples(one), likely, strict=True)
         bounds = [max(min(bound, sampled), size) for bound, sampled, size in known]
         now = [base + self._more + self._pieces for base in self.base]
         loaded = [base + self._least for base in self._loaded]
-        return max(self._together(task, bounds, list(map(max, now, loaded))))
+        return max(self._together(one, bounds, list(map(max, now, loaded))))
 
     @property
     def _least(self) -> int:
         return _LEAST_RESERVED + self._pieces
 
-    def _together(self, task: Task, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
-        """Returns the bytes in use at each stage with a task."""
-        parts = zip(bounds, self.tasks.admitted(task.name), taken, strict=True)
+    def _together(self, one: Candidate, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
+        """Returns the bytes in use at each stage with an adapter."""
+        parts = zip(bounds, self.adapters.admitted(one.name), taken, strict=True)
         return [bound + states + used for bound, states, used in parts]
 
-    def _bounds(self, task: Task) -> Sequence[float]:
-        return self.estimate.activations({task.name: self.tasks.largest(task)}, [task.name])
+    def _bounds(self, one: Candidate) -> Sequence[float]:
+        return self.estimate.activations({one.name: one.largest}, [one.name])
 
-    def _by_samples(self, task: Task) -> Sequence[float]:
-        return self.estimate.by_samples({task.name: self.tasks.largest(task)}, [task.name])
+    def _by_samples(self, one: Candidate) -> Sequence[float]:
+        return self.estimate.by_samples({one.name: one.largest}, [one.name])
 
-    def refusal(self, task: Task, *, for_good: bool = False) -> str:
-        """Returns why a task does not fit and what would: the largest batch, or a limit.
+    def refusal(self, one: Candidate, *, for_good: bool = False) -> str:
+        """Returns why an adapter does not fit and what would: the largest batch, or a limit.
 
         `for_good` goes by what `check` goes by, otherwise by what is known today.
         """
         bounds_of = self.estimate.by_samples if for_good else self.estimate.activations
         at_base = self._smallest if for_good else self.base
-        bounds = self._by_samples(task) if for_good else self._bounds(task)
+        bounds = self._by_samples(one) if for_good else self._bounds(one)
         reserved = self._least if for_good else self.reserved
         if for_good and math.inf in bounds:
             reserved = RESERVED
-        states, lengths = self.tasks.admitted(task.name), self.tasks.largest(task)
-        taken = (
-            f"of scheduler.memory_limit {in_units(self.limit)}, {in_units(max(at_base))} are taken by the "
-            f"base model and libraries, and {in_units(reserved)} kept in reserve"
-        )
+        states, lengths = self.adapters.admitted(one.name), one.largest
+        taken = self.taken(at_base, reserved)
         if math.inf in bounds:
             return (
                 f"has {in_units(max(states))} of states; {taken}: too little is left to measure what a "
@@ -261,23 +280,29 @@ class RunMemory:
             )
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
         used = [base + reserved for base in at_base]
-        would = max(self._together(task, bounds, used))
-        fits = self._most_that_fit(task, len(lengths), used, bounds_of)
-        what = f"per_device_train_batch_size {fits} or" if fits else "not even one sequence fits;"
+        would = math.ceil(max(self._together(one, bounds, used)) / MIB)
+        fits = self._most_that_fit(one, used, bounds_of)
+        lower = f"lower {self._words.batch} to {fits}, or" if fits else "even one sequence is too much;"
         return (
             f"needs {in_units(max(needs))} for its largest micro-batch of {len(lengths)} sequences with "
-            f"{sum(lengths)} tokens; {taken}; {what} a limit of {math.ceil(would / MIB)} MiB would do"
+            f"{sum(lengths)} tokens; {taken}; {lower} raise the limit to {would} MiB"
         )
 
-    def _most_that_fit(self, task: Task, count: int, taken: Sequence[int], bounds_of: Bounds) -> int:
-        """Returns the largest batch below `count` with which all micro-batches of a task fit, or 0."""
+    def taken(self, base: Sequence[int], reserved: int) -> str:
+        """Says what the limit is and what of it is taken, for a message."""
+        return (
+            f"of {self._words.limit} {in_units(self.limit)}, the base model and libraries take "
+            f"{in_units(max(base))}, and {in_units(reserved)} are kept in reserve"
+        )
+
+    def _most_that_fit(self, one: Candidate, taken: Sequence[int], bounds_of: Bounds) -> int:
+        """Returns the largest batch with which all micro-batches of an adapter fit, or 0."""
 
         def fits(batch: int) -> bool:
-            lengths = largest_lengths(with_batches_of(task, batch), partial(self.tasks.size, task.name))
-            bounds = bounds_of({task.name: lengths}, [task.name])
-            return max(self._together(task, bounds, taken)) <= self.limit
+            bounds = bounds_of({one.name: one.fewer(batch)}, [one.name])
+            return max(self._together(one, bounds, taken)) <= self.limit
 
-        return bisect_left(range(1, count), True, key=lambda batch: not fits(batch))
+        return bisect_left(range(1, len(one.largest)), True, key=lambda batch: not fits(batch))
 
 
 def in_units(size: float) -> str:

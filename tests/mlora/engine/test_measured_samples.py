@@ -14,17 +14,17 @@ from limited_runs import Watching, decisions, die, five_tasks, undisturbed
 from mlora.cluster.device import limit_allocator
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import Sample
+from mlora.engine.adapter_memory import seed_shapes, spread
+from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
+from mlora.engine.measured_samples import MeasuredSamples, _growth, _halved
+from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError
 from mlora.memory.estimate import DryRun
 from mlora.memory.live_memory import work_memory
 from mlora.memory.process_memory import PeakMemory, used_memory
-from mlora.planning.dry_run import DryStage
-from mlora.planning.measured_samples import MeasuredSamples, _growth, _halved
-from mlora.planning.run_memory import RESERVED, RunMemory
-from mlora.planning.task_memory import seed_shapes, spread
-from mlora.run.prepare import run_memory
+from mlora.run.prepare import limit_memory
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
 from tiny_run import lines, weights
@@ -201,7 +201,7 @@ def test_running_out_of_memory_leaves_the_engine_usable(engine: Engine) -> None:
     assert len(passed) == 4
     del passed[3:]
     hook = engine.model.get_submodule("model.layers.3").register_forward_pre_hook(run_out)
-    with pytest.raises(ValueError, match="leaves no room for six rows beside the base model"):
+    with pytest.raises(ValueError, match="the base model alone takes it all; raise the limit"):
         samples.warm_up()
     hook.remove()
     assert engine.idle
@@ -286,13 +286,13 @@ def test_a_limit_bounds_the_allocator_of_a_gpu(
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     for device in (torch.device("cuda:1"), torch.device("cuda")):
-        limit_allocator(resolve_config(data, folder=tmp_path), device)
-        limit_allocator(resolve_config(data | {"scheduler": {}}, folder=tmp_path), device)
+        limit_allocator(RESERVED + LEFT, device)
+        limit_allocator(None, device)
     assert told == [(0.25, 1), (0.25, 2)]
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(RunError, match="needs PyTorch's own allocator, this process uses cudaMallocAsync"):
-        limit_allocator(resolve_config(data, folder=tmp_path), device)
+        limit_allocator(RESERVED + LEFT, device)
 
 
 # whole runs
@@ -304,8 +304,8 @@ LEFT = 3 * MIB // 2
 def run_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure as on a GPU, in a process that has nothing in use beside what tasks need."""
     free(monkeypatch)
-    monkeypatch.setattr(RunMemory, "took", lambda *_: None)
-    monkeypatch.setattr(mlora.run.prepare, "run_memory", partial(run_memory, measured=True))
+    monkeypatch.setattr(MemoryLimit, "took", lambda *_: None)
+    monkeypatch.setattr(mlora.run.prepare, "limit_memory", partial(limit_memory, measured=True))
 
 
 @pytest.fixture
@@ -350,4 +350,4 @@ def test_a_limit_that_leaves_nothing_to_measure_in_refuses_all(data: dict[str, A
         train(resolve_config(data, folder=tmp_path), reporter=watching)
     refused = [line for line in watching.lines if "refused" in line]
     assert len(refused) == 4
-    assert all("96 MiB kept in reserve: too little is left to measure" in line for line in refused)
+    assert all("96 MiB are kept in reserve: too little is left to measure" in line for line in refused)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.data.dataset import Sample
-from mlora.engine.engine import Engine
+from mlora.engine.adapter_memory import LEAST, MemorySample, seed_shapes, spread
+from mlora.engine.batcher import BatchFuture
+from mlora.engine.memory_limit import RESERVED
+from mlora.errors import MemoryLimitError
 from mlora.optim.optim_config import OptimConfig
-from mlora.planning.run_memory import RESERVED
-from mlora.planning.task_memory import LEAST, MemorySample, seed_shapes, spread
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -32,15 +33,39 @@ _SMALLEST = 4  # longest sequence of the first micro-batches, in rows
 _CAREFUL = 0.5  # share of the free memory that a micro-batch's bound may reach
 
 
+class SampledEngine(Protocol):
+    """What samples use of an `mlora.engine.engine.Engine`; that module imports this one."""
+
+    registry: Any
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    def used_memory(self) -> list[int]: ...
+
+    def create_adapter(self, name: str, lora: LoraConfig, optim: OptimConfig, *, seed: int) -> None: ...
+
+    def remove_adapter(self, name: str) -> None: ...
+
+    def start(
+        self, batches: Mapping[str, Sequence[Sample]], *, measure: bool, whole: bool
+    ) -> BatchFuture: ...
+
+    def finish(self, future: BatchFuture) -> object: ...
+
+
 class MeasuredSamples:
-    """Measures mixtures of adapters on an engine; see `mlora.planning.task_memory.MemorySamples`.
+    """Measures mixtures of adapters on an engine; see `mlora.engine.adapter_memory.MemorySamples`.
 
     Leaves the engine as it was: adapters' weights, gradients, moments and counts, random states, and all
     pages except those that its adapters had. Peaks of memory are kept, since the limit holds for them too.
     The engine must have one replica; `limit` is in bytes per stage's process.
     """
 
-    def __init__(self, engine: Engine, limit: int) -> None:
+    def __init__(self, engine: SampledEngine, limit: int) -> None:
         self._engine, self._limit = engine, limit
         self._vocabulary = int(engine.registry.config.get_text_config().vocab_size)
 
@@ -66,20 +91,23 @@ class MeasuredSamples:
 
     def warm_up(self) -> None:
         """Runs a micro-batch of six rows, so that libraries take what they keep for good."""
+        try:
+            with ExitStack() as stack:
+                name = self._put_on(stack, 0, self.stand_in())
+                self._measure([name], seed_shapes(_SMALLEST)[0])
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryLimitError("the base model alone takes it all; raise the limit") from error
+
+    def stand_in(self) -> LoraConfig:
+        """Returns the config of the smallest adapter: rank 1 on layers of one name."""
         from peft import LoraConfig
 
         layers = [name for name, m in self._engine.registry.named_modules() if isinstance(m, MultiLoRALinear)]
         if not layers:
             raise ValueError("base_model: has no layer that an adapter could be put on")
-        target = layers[0].rpartition(".")[2]
-        try:
-            with ExitStack() as stack:
-                name = self._put_on(stack, 0, LoraConfig(r=1, target_modules=[target]))
-                self._measure([name], seed_shapes(_SMALLEST)[0])
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ValueError("leaves no room for six rows beside the base model; raise it") from error
+        return LoraConfig(r=1, target_modules=[layers[0].rpartition(".")[2]])
 
     def _put_on(self, stack: ExitStack, number: int, lora: LoraConfig) -> str:
         name = f"measured {number}"  # no task has a name with a space

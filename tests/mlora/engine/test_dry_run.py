@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from dry_models import CPU, LORAS, OPTIM, llama, loras, of
+from mlora.engine.dry_run import DryStage, _period
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.planning.dry_run import DryStage, _period
 from mlora.scheduler import PeakModel
 from peft import LoraConfig
 from tiny_models import FAMILIES, make

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.engine.stage_group import Source, StageOptions
+from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
 from mlora.engine.stage_worker import StageWorker, put_adapter
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
@@ -250,6 +250,12 @@ class DryStage:
             return Message(MessageType.FORWARD, {**content, "activations": [self._hidden(shape)]})
         ids = torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
         return Message(MessageType.FORWARD, {**content, "inputs": {"input_ids": ids}})
+
+
+def dry_stages(source: Source, options: StageOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
+    """Returns a model's stages for dry runs; `blocks` of each stage, or the number of stages."""
+    spans = spans_of(blocks, count_blocks(source)) if blocks != 1 else [None]
+    return [DryStage(source, options, span) for span in spans]
 
 
 def _held(cut: Cut, module: str) -> bool:
