@@ -73,6 +73,7 @@ def lines(data: dict[str, Any], section: str, word: str = "") -> dict[str, float
     return {line["what"]: line["value"] for line in found if word in line["what"]}
 
 
+@pytest.mark.nightly
 def test_stages_that_compute(data: dict[str, Any]) -> None:
     place = place_of(data, "real")
     check_rows(place)
@@ -87,6 +88,7 @@ def test_stages_that_compute(data: dict[str, Any]) -> None:
     assert all(1 < value < 1.2 for value in volumes.values())
 
 
+@pytest.mark.nightly
 def test_tasks_at_once_and_one_after_the_other(data: dict[str, Any]) -> None:
     place = place_of(data, "tasks")
     check_rows(place)
@@ -94,6 +96,7 @@ def test_tasks_at_once_and_one_after_the_other(data: dict[str, Any]) -> None:
     assert len(lines(data, "tasks")) == 8
 
 
+@pytest.mark.nightly
 def test_stages_that_sleep(out: Path, data: dict[str, Any]) -> None:
     place = place_of(data, "sleep D=3")
     check_rows(place)
@@ -106,6 +109,7 @@ def test_stages_that_sleep(out: Path, data: dict[str, Any]) -> None:
     assert len(lines(data, "overlap", "sleep D=3")) == 2
 
 
+@pytest.mark.nightly
 def test_delays_beside_none(data: dict[str, Any]) -> None:
     check_rows(place_of(data, "overlap"))
     found = {line["what"]: line for line in data["lines"] if line["section"] == "overlap"}
@@ -115,6 +119,7 @@ def test_delays_beside_none(data: dict[str, Any]) -> None:
         assert found[f"{plain['what']}, over the slowest stage's"]["must"] == 0.97
 
 
+@pytest.mark.nightly
 def test_between_namespaces(data: dict[str, Any]) -> None:
     if data["not_run"]:
         pytest.skip(data["not_run"]["network"])
@@ -155,6 +160,7 @@ def report(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.nightly
 def test_a_kept_result_is_reported_again(out: Path, tmp_path: Path) -> None:
     done = report(out / "pipeline.json", tmp_path / "again")
     assert done.returncode == 0, done.stderr
@@ -165,6 +171,7 @@ def test_a_kept_result_is_reported_again(out: Path, tmp_path: Path) -> None:
     assert "none.json" in done.stderr
 
 
+@pytest.mark.nightly
 def test_what_misses_is_marked_and_fails(out: Path, data: dict[str, Any], tmp_path: Path) -> None:
     place = place_of(data, "sleep D=3")
     for row in place["rows"].values():

@@ -30,6 +30,7 @@ def report(bench_folder: Path) -> ModuleType:
     return import_module("scheduler.report")
 
 
+@pytest.mark.nightly
 def test_both_parts_run(bench_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, bench_folder / "bench_scheduler.py", "--quick", "--threads", "1"]
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=280)

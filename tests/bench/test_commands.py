@@ -67,6 +67,7 @@ def test_script_refuses(arguments: list[str], expected: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_script_on_a_cpu(tmp_path: Path) -> None:
     command = [SCRIPT, "--device", "cpu", "--python", sys.executable, "--commit", "c0ffee", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -1,10 +1,13 @@
 """Fixtures of the training system's tests."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Run, invoke
+from mlora.engine.dry_run import DryStage
 from tiny_run import run_data, save_base, write_run
 
 
@@ -23,6 +26,30 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
                 monkeypatch.setattr(f"{module}.plot_losses", lambda *_: None)
         if "mlora.sweep.outcome" in sys.modules:
             monkeypatch.setattr("mlora.sweep.outcome.plot_trials", lambda *_: None)
+
+
+DRY_RUNS: dict[tuple[str, ...], Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def dry_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run is a function of model, adapters and shapes, and takes seconds: each is made once."""
+    plain = DryStage.activations
+
+    def activations(self: DryStage, loras: Any, shapes: Any, *, whole: bool = False) -> Any:
+        adapters = {name: lora.to_dict() for name, lora in loras.items()}
+        key = (
+            self._model.config.to_json_string(use_diff=False),
+            repr((self._options, self._span, shapes, whole)),
+            json.dumps(
+                adapters, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+            ),
+        )
+        if key not in DRY_RUNS:
+            DRY_RUNS[key] = plain(self, loras, shapes, whole=whole)
+        return DRY_RUNS[key]
+
+    monkeypatch.setattr(DryStage, "activations", activations)
 
 
 @pytest.fixture

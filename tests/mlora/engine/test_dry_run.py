@@ -16,6 +16,12 @@ from peft import LoraConfig
 from tiny_models import FAMILIES, make
 from transformers import PreTrainedModel
 
+
+@pytest.fixture(autouse=True)
+def dry_runs_once() -> None:
+    """Here each is made anew."""
+
+
 SHAPES = [{"a": [70, 31], "b": [40]}, {"a": [5], "b": [90, 90]}]
 
 
