@@ -66,7 +66,7 @@ def convert_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a module, got {type(model).__name__}")
     if is_converted(model):
-        raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
+        raise ValueError("model: is already converted; use mlora_ext.add_adapter to add an adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
     refuse_state(model, plans, every_linear)
@@ -123,13 +123,13 @@ def _refuse_peft(model: nn.Module) -> None:
 
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            "model: has PEFT's layers already; use mlora_ext.from_peft to take its adapters over"
+            "model: has PEFT layers; use mlora_ext.from_peft, which converts it and keeps its adapters"
         )
 
 
 def _refuse_generate(model: nn.Module) -> None:
     if "generate" in vars(model):
         raise ValueError(
-            "model: its generate was replaced on the instance, which conversion would drop: delete that "
-            "attribute before it"
+            "model: its `generate` was replaced on the instance, and conversion would discard the "
+            "replacement; delete the attribute before you convert the model"
         )

@@ -106,9 +106,7 @@ def test_a_route_of_packed_rows_refuses_what_is_not_packed(shape: tuple[int, int
     model = model_of(TimeFirst)
     with (
         mx.route(model, layout, names=["a", "b"]),
-        pytest.raises(
-            ValueError, match=r"layer lin: .* another order than those of the route; use adapter_names="
-        ),
+        pytest.raises(ValueError, match=r"layer lin: .* not in the order of the route; use adapter_names="),
     ):
         model(ids)
 

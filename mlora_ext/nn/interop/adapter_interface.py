@@ -16,7 +16,7 @@ from ..control import disable, disable_adapter, one_adapter, print_trainable_par
 from ..join import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from ..weights import adapter_parameters
-from . import trainer_checkpoint, transformers_facts
+from . import trainer_checkpoint
 from .peft_folder import load_into
 
 if TYPE_CHECKING:
@@ -53,14 +53,6 @@ def install(model: nn.Module) -> None:
         model.__dict__[name] = getattr(interface, name)
     model.__dict__["active_adapters"] = ActiveAdapters(model)
     trainer_checkpoint.install(model)
-    transformers_facts.refresh(model)
-
-
-def uninstall(model: nn.Module) -> None:
-    """Undoes `install` on a copy that becomes a plain model."""
-    for name in (*_METHODS, *transformers_facts.FACTS, "active_adapters"):
-        model.__dict__.pop(name, None)
-    trainer_checkpoint.uninstall(model)
 
 
 class ActiveAdapters:
@@ -83,8 +75,8 @@ class ActiveAdapters:
         if len(names) > 1:
             raise ValueError(
                 f"active_adapters: this model has {len(names)} adapters ({', '.join(names)}), and PEFT's "
-                "optimizer helpers are made for one; give mlora_ext.adapter_parameters(model, name) to an "
-                "optimizer of your own for each"
+                "optimizer helpers support one; make an optimizer for each adapter from "
+                "mlora_ext.adapter_parameters(model, name)"
             )
         return iter(names)
 
@@ -108,8 +100,8 @@ class AdapterInterface:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name or [])
         if len(names) != 1:
             raise ValueError(
-                f"adapter_name: expected one adapter, got {adapter_name!r}: each row has one adapter here; "
-                "pass adapter_names=[...] (one per sample) to the forward call to use several"
+                f"adapter_name: expected one adapter, got {adapter_name!r}; to use several in one batch, "
+                "pass adapter_names=[...] (one per sample) to the forward call"
             )
         self._router.check_names("adapter_name", names)
         self._router.default = names[0]
@@ -167,8 +159,8 @@ class AdapterInterface:
             self._router.check_names("adapter_name", [name])
         elif name in self._router.adapters:
             raise ValueError(
-                f"adapter_name: the model has an adapter {name!r}; pass hotswap=True to give it the folder's "
-                "weights, or another name"
+                f"adapter_name: the model already has an adapter {name!r}; pass hotswap=True to overwrite "
+                "its weights with the folder's, or choose another name"
             )
         load_into(self.model, name, peft_model_id)
         if swaps:
@@ -219,8 +211,8 @@ class AdapterInterface:
         for option, value in {"push_to_hub": push_to_hub, **others}.items():
             if value is not None and value != _USUAL.get(option):
                 raise ValueError(
-                    f"{option}={value!r}: not supported with adapters, which are written as PEFT folders of "
-                    "one safetensors file each"
+                    f"{option}={value!r}: not supported: adapters are saved as PEFT folders with one "
+                    "safetensors file each; leave this option out"
                 )
         names = list(self._router.adapters if selected_adapters is None else selected_adapters)
         self._router.check_names("selected_adapters", names)

@@ -125,8 +125,8 @@ def cut_model(model: PreTrainedModel, span: Span) -> Cut:
     fits = 0 <= span.stage < span.stages and 0 <= span.first < span.last <= count
     if not fits or span.is_first is not (span.first == 0) or span.is_last is not (span.last == count):
         raise ValueError(
-            f"span: {type(model).__name__} has {count} blocks, so that stage {span.stage} of {span.stages} "
-            f"cannot have blocks {span.first} to {span.last - 1}"
+            f"span: stage {span.stage} of {span.stages} cannot have blocks {span.first} to {span.last - 1}: "
+            f"{type(model).__name__} has {count} blocks"
         )
     cut = Cut(model, span, blocks, outer_modules(model, blocks))
     _drop_others(model, cut)
@@ -190,7 +190,7 @@ def outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[st
     except (TypeError, AttributeError, LookupError, ValueError, RuntimeError, StopIteration) as error:
         raise ValueError(
             f"base_model: {type(model).__name__} cannot be cut into stages: its body does not run without "
-            f"blocks: {' '.join(str(error).split())}"
+            f"its blocks: {' '.join(str(error).split())}"
         ) from error
     finally:
         model.train(training)

@@ -279,7 +279,7 @@ class Driver:
     def _refuse(self, numbers: Sequence[int]) -> NoReturn:
         self._check_open()
         text = " or ".join(map(str, numbers))
-        raise ValueError(f"number: no micro-batch {text} is under way; after an error none is")
+        raise ValueError(f"number: micro-batch {text} is not under way; an error ends all of them")
 
     def _drop(self) -> None:
         """Forgets everything that is under way: after an error none of it comes back."""

@@ -163,7 +163,7 @@ class Link:
         if error is not None:
             text = " ".join(str(error).split())
             self._deliver(
-                Message(MessageType.FAULT, {"message": f"the link with {self._name} broke: {text}"})
+                Message(MessageType.FAULT, {"message": f"lost the connection to {self._name}: {text}"})
             )
             for port in ports:
                 port.close()
