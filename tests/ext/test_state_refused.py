@@ -237,7 +237,9 @@ def test_what_peft_itself_puts_on_instances_is_no_patch() -> None:
 def test_a_generate_of_the_instance() -> None:
     model = llama()
     model.generate = lambda *_: None
-    assert_refused(model, lambda: mx.convert_model(model, {"a": Q_PROJ}), "model: its `generate` was replaced")
+    assert_refused(
+        model, lambda: mx.convert_model(model, {"a": Q_PROJ}), "model: its `generate` was replaced"
+    )
     peft = peft_model(llama(), {"a": Q_PROJ}).eval()
     peft.base_model.model.generate = lambda *_: None
     assert_refused(peft, lambda: mx.from_peft(peft), "model: its `generate` was replaced")
