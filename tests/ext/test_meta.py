@@ -122,7 +122,7 @@ def test_weights_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
             None,
             r"^adapter 'a': .*layers\.1.* is missing in this process; pass the tensors of all",
         ),
-        (adapter_state(models[1], "a"), r"^adapter 'a': .*layers\.0.* is not in this process"),
+        (adapter_state(models[1], "a"), r"^adapter 'a': .*layers\.0.* is missing in this process"),
         (weights | {"other": torch.ones(1)}, "^weights: adapter 'a' has no tensor other"),
         (weights | {key: torch.ones(3)}, r"^weights: .*: expected shape \[.*\], got \[3\]"),
     ]:

@@ -46,7 +46,7 @@ def test_route_refusals() -> None:
         (["a", "a"], None, "names: expected each adapter once"),
         (["a", "z"], None, "names: no adapter 'z'"),
         (["a", "b"], [1], r"steps: expected one per name \(2\), got 1"),
-        (["a", "b"], 3, "steps: expected a list of one per name, got 3"),
+        (["a", "b"], 3, "steps: expected a list with one step per name, got 3"),
         ("ab", None, r"names: expected a list of adapters, got 'ab'"),
     ]:
         with pytest.raises(ValueError, match=message), mx.route(model, layout, names, steps=steps):

@@ -94,11 +94,7 @@ class StageProcess:
 
 
 class FirstStage(Driver):
-    """Feeds a pipeline over several processes, from the process of its first stage.
-
-    Args:
-        own: this process's stage.
-    """
+    """Feeds a pipeline over several processes, from the process of its first stage, `own`."""
 
     def __init__(self, own: StageProcess) -> None:
         super().__init__(own.runner, own.replicas)

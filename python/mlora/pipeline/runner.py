@@ -80,9 +80,7 @@ class Runner:
     def run(self) -> None:
         """Works until the pipeline is closed.
 
-        Raises:
-            PipelineError: another stage failed.
-            Exception: whatever the stage's module raised; the other stages are told.
+        Raises PipelineError if another stage failed, or what the stage's module raises; the others are told.
         """
         while self.work():
             pass
