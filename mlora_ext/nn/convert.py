@@ -12,7 +12,7 @@ from torch import nn
 from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
-from .interop import adapter_interface, merging
+from .interop import adapter_interface
 from .interop.peft_folder import load_into, read_adapter
 from .join import convert_layers, join, plan_adapter, refuse_state, regroup
 from .linear import MultiLoRALinear
@@ -79,7 +79,6 @@ def convert_model(
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
-    merging.install(model)
     convert_layers(model, plans, autocast_adapter_dtype, every_linear)
     for name, config in adapters.items():
         join(model, name, config, plans[name], seed)

@@ -17,6 +17,7 @@ from ..join import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from ..weights import adapter_parameters
 from . import trainer_checkpoint
+from .merging import merge_and_unload
 from .peft_folder import load_into
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _METHODS = (
     "enable_adapters",
     "get_adapter_state_dict",
     "load_adapter",
+    "merge_and_unload",
     "print_trainable_parameters",
     "save_pretrained",
     "set_adapter",
@@ -218,6 +220,23 @@ class AdapterInterface:
         self._router.check_names("selected_adapters", names)
         if is_main_process:
             trainer_checkpoint.save(self.model, names, save_directory, state_dict)
+
+    def merge_and_unload(
+        self,
+        adapter_name: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: Sequence[str] | None = None,
+    ) -> nn.Module:
+        """Returns a plain copy with one adapter merged, as PEFT's: see `mlora_ext.merge_and_unload`.
+
+        `progressbar` is ignored: merging is too short for one. `adapter_names` may hold one name.
+        """
+        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
+            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
+        name = adapter_names[0] if adapter_names else adapter_name
+        return merge_and_unload(self.model, name, safe_merge=safe_merge)
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters train: see `mlora_ext.print_trainable_parameters`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,39 +14,6 @@ from ..control import one_adapter
 from ..linear import MultiLoRALinear
 from ..weights import adapter_layers
 from .peft_folder import adapter_config
-
-
-class MergeAndUnload:
-    """A converted model's `merge_and_unload`, with PEFT's arguments.
-
-    An object, not a method, so that it is copied and pickled with its model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(
-        self,
-        adapter_name: str | None = None,
-        *,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: Sequence[str] | None = None,
-    ) -> nn.Module:
-        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
-
-        `progressbar` is ignored: merging is too short for one. `adapter_names` may hold one name.
-        """
-        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
-            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
-        name = adapter_names[0] if adapter_names else adapter_name
-        return merge_and_unload(self.model, name, safe_merge=safe_merge)
-
-
-def install(model: nn.Module) -> None:
-    """Gives a freshly converted model the method, if it is a Transformers model."""
-    if callable(getattr(model, "get_adapter_state_dict", None)):
-        model.__dict__["merge_and_unload"] = MergeAndUnload(model)
 
 
 def merge_and_unload(
