@@ -179,16 +179,14 @@ class Route:
     def _layout(self, rows: int) -> SegmentLayout:
         if self.layout is not None:
             return self.layout
-        if not self.samples or self._selects(rows):
+        # Rows may be a selection of one adapter's rows, as inside a mixture of experts.
+        selects = len(set(self.samples)) == 1 and rows % len(self.samples) != 0
+        if not self.samples or selects:
             return SegmentLayout.from_lengths([rows], [0 if self.names else -1])
         each = rows // len(self.samples)
         # One segment per sample: if neighbours were merged, other samples would decide where sums are cut.
         row0 = _first_rows(self.samples, max(each, ROWS_OF_A_SAMPLE))
         return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
-
-    def _selects(self, rows: int) -> bool:
-        """Whether the rows are a selection of one adapter's rows, as inside a mixture of experts."""
-        return len(set(self.samples)) == 1 and rows % len(self.samples) != 0
 
     @cached_property
     def mixed(self) -> bool:
@@ -211,8 +209,8 @@ class Route:
             )
         if not self.mixed or (self.layout is not None and self.places is None):
             return None
-        if self.places is None and _holds_no_numbers(x):
-            return None
+        if self.places is None and (x.is_meta or isinstance(x, FakeTensor)):
+            return None  # it holds no numbers
         places = self.places or {}
         place = places.get((layer, x.dim())) or places.get(EVERY, _NOT_CALLED)
         if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.sizes):
@@ -228,10 +226,6 @@ class Route:
 
 
 _NOT_CALLED = "it was not called in the trial passes, or is called outside of the model's own forward"
-
-
-def _holds_no_numbers(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _first_rows(samples: Sequence[int], stride: int) -> list[int]:

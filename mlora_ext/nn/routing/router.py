@@ -237,9 +237,6 @@ class Router:
             )
         return self._route(names, None, samples=(0 if names else -1,) * samples)
 
-    def _knows_all_rows(self) -> bool:
-        return self.disabled or self.default is not None or len(self.adapters) <= 1
-
     def _unrouted(self, layer: RoutedLayer, samples: int) -> Route:
         """Returns the only adapter's route, for a layer called outside the model's forward and any route."""
         route = self._only_adapter(samples)
@@ -293,7 +290,8 @@ class Router:
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
         self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
-        if route is None and self.active is None and self._knows_all_rows():
+        knows_all_rows = self.disabled or self.default is not None or len(self.adapters) <= 1
+        if route is None and self.active is None and knows_all_rows:
             route = self._only_adapter(samples)
         if route is None and self.active is not None and self.active.layout is None:
             route = self.active

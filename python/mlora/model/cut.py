@@ -5,7 +5,7 @@ A stage keeps the whole skeleton, every module under its name. Tensors of other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,7 +100,11 @@ class Cut:
             weight: Any = self.model.get_input_embeddings().weight
             shape = (1, received.shape[0], weight.shape[-1])
             inputs["inputs_embeds"] = rows(shape, received.dtype, received.device, noise)
-            absent = [StandIn(self.model.get_submodule(name), noise) for name in self._absent()]
+            absent = [
+                StandIn(self.model.get_submodule(name), noise)
+                for name, places in self.outer.items()
+                if BEFORE in places and not (self.span.is_last and BEHIND in places)
+            ]
         blocks = self.model.get_submodule(self.blocks)
         assert isinstance(blocks, BlockList)
         try:
@@ -108,12 +112,6 @@ class Cut:
                 return module(**inputs)
         except LeftStage as left:
             return left.hidden
-
-    def _absent(self) -> Iterator[str]:
-        """Yields modules that are called before the blocks and are not here."""
-        for name, places in self.outer.items():
-            if BEFORE in places and not (self.span.is_last and BEHIND in places):
-                yield name
 
 
 def cut_model(model: PreTrainedModel, span: Span) -> Cut:

@@ -99,11 +99,8 @@ class Runner:
             found = self._next()
             self._pieces += 1
             self.piece = self._pieces
-            stack.callback(self._waits)
+            stack.callback(setattr, self, "piece", 0)
             return found is None or self._run(*found)
-
-    def _waits(self) -> None:
-        self.piece = 0
 
     def _next(self) -> tuple[ActionType, Message] | None:
         with self._change:
