@@ -23,19 +23,6 @@ from .peft_folder import load_into
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_METHODS = (
-    "add_adapter",
-    "delete_adapter",
-    "disable_adapter",
-    "disable_adapters",
-    "enable_adapters",
-    "get_adapter_state_dict",
-    "load_adapter",
-    "merge_and_unload",
-    "print_trainable_parameters",
-    "save_pretrained",
-    "set_adapter",
-)
 _USUAL = {
     "push_to_hub": False,
     "distributed_checkpoint": False,
@@ -51,8 +38,9 @@ def install(model: nn.Module) -> None:
     if not callable(getattr(model, "get_adapter_state_dict", None)):
         return
     interface = AdapterInterface(model)
-    for name in _METHODS:
-        model.__dict__[name] = getattr(interface, name)
+    for name in vars(AdapterInterface):
+        if not name.startswith("_"):
+            model.__dict__[name] = getattr(interface, name)
     model.__dict__["active_adapters"] = ActiveAdapters(model)
     trainer_checkpoint.install(model)
 
