@@ -60,25 +60,16 @@ def check_name(name: str) -> None:
         )
 
 
-def check_kind(name: str, config: object) -> None:
-    """Refuses anything but PEFT's own `LoraConfig`: the fields of a subclass are unknown (ValueError)."""
-    from peft import LoraConfig
-
-    if type(config) is not LoraConfig:
-        raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
-
-
 def check_config(name: str, config: LoraConfig) -> None:
     """Refuses every unsupported setting (ValueError with field and value); no field is ignored."""
     from peft import LoraConfig
 
-    check_kind(name, config)
     _check_start(name, config)
     custom = getattr(config, "_custom_modules", None)
     if custom:
         raise ValueError(
             f"adapter {name!r}: _register_custom_module ({', '.join(k.__name__ for k in custom.values())}) "
-            "is not supported, since nobody knows here what such layers compute; give a config without it"
+            "is not supported; use a config without custom modules"
         )
     default = LoraConfig()
     for item in dataclasses.fields(config):
@@ -91,8 +82,8 @@ def check_config(name: str, config: LoraConfig) -> None:
             raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
     if config.task_type in _TRAINED_HEADS:
         raise ValueError(
-            f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: PEFT would train the "
-            "model's head beside the adapter, as modules_to_save; leave it out, and the head stays frozen"
+            f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: with it PEFT trains "
+            "the model's head, too (modules_to_save); leave it out to train the adapter alone"
         )
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, field) or {}, dict):
@@ -114,13 +105,13 @@ def _check_start(name: str, config: LoraConfig) -> None:
         return
     reason = "expected True, False or 'gaussian'"
     if how in START_VALUES:
-        reason += "; a folder of an adapter that began with it can be loaded"
+        reason += "; an adapter that was trained with it can be loaded from its folder"
     elif how == "mica":
         reason = "with it PEFT never trains lora_B"
     elif isinstance(how, str) and how.startswith(_CHANGE_THE_BASE):
         reason = (
-            "with it PEFT changes weights of the base, which adapters share here; PEFT's save_pretrained "
-            "has path_initial_model_for_weight_conversion= to make a plain LoRA folder of most of these"
+            "with it PEFT changes base weights, which all adapters share; make a plain LoRA folder with "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     raise ValueError(
         f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"
@@ -137,7 +128,7 @@ def _check_selection(name: str, config: LoraConfig) -> None:
         try:
             re.compile(value if isinstance(value, str) else "")
         except re.error as error:
-            raise ValueError(f"adapter {name!r}: {field}: {value!r} is no pattern: {error}") from error
+            raise ValueError(f"adapter {name!r}: {field}: {value!r} is not a pattern: {error}") from error
     value = config.layers_to_transform
     layers = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(type(item) is int for item in layers):

@@ -20,7 +20,7 @@ def register_adapter_kind(kind: AdapterKind) -> None:
         ValueError: another kind has this name.
     """
     if type(_KINDS.get(kind.name, kind)) is not type(kind):
-        raise ValueError(f"adapter kind {kind.name!r}: there is a kind of this name; choose another one")
+        raise ValueError(f"adapter kind {kind.name!r}: this name is taken; choose another one")
     _KINDS[kind.name] = kind
 
 
@@ -28,8 +28,10 @@ def adapter_kind(name: str) -> AdapterKind:
     """Returns the kind with this name.
 
     Raises:
-        KeyError: no kind has this name.
+        ValueError: no kind has this name.
     """
+    if name not in _KINDS:
+        raise ValueError(f"adapter kind: expected one of {', '.join(_KINDS)}, got {name!r}")
     return _KINDS[name]
 
 

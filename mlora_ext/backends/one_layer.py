@@ -9,10 +9,16 @@ from torch import Tensor
 
 from ..frozen.plain import PlainWeight
 from ..frozen.weight import FrozenWeight, FusedOperands
-from . import cpu
-from .calls import Gradients, PlanTensors, Wanted
 from .gpu.operator import Batch, Into, Layer
 from .selection import Backend, gpu_operator
+
+PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
+"""Names of a plan's tensors, in the order of the operators' arguments; see docs/design.md."""
+PlanTensors = tuple[Tensor | None, ...]
+Wanted = tuple[bool, bool, bool]
+"""Whether dx, dA and dB are wanted."""
+Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Gradients of lora_a and of lora_b."""
 
 
 def forward(
@@ -27,8 +33,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns `(y, s)` for x `[T, D]`; `operands` is `frozen.fused(x)`."""
     with torch._C._AutoDispatchBelowAutograd():
+        if backend == "cpu" and operands is not None:
+            return torch.ops.mlora_ext.lora_linear.default(  # type: ignore[no-any-return]
+                x, operands.weight, bias, lora_a, lora_b, *plan, operands.packed
+            )
         if backend == "cpu":
-            return cpu.forward(x, frozen, operands, bias, lora_a, lora_b, plan)
+            y = frozen.matmul(x, bias)
+            return y, torch.ops.mlora_ext.lora_add.default(x, y, lora_a, lora_b, *plan)
         operator = gpu_operator(backend)  # type: ignore[arg-type]
         (y,), s = operator.forward(x, [Layer(frozen, bias, lora_b)], lora_a, Batch(*plan))  # type: ignore[arg-type]
         return y, s[0]
@@ -53,7 +64,20 @@ def backward(
     """
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":
-            return cpu.backward(dy, x, frozen, operands, lora_a, lora_b, s, plan, wanted, into)
+            dx: Tensor | None
+            if operands is not None:
+                dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(
+                    dy, x, operands.weight, lora_a, lora_b, s, *plan, *wanted, operands.packed_dx
+                )
+            else:
+                dx = frozen.matmul_dx(dy) if wanted[0] else None
+                da, db = torch.ops.mlora_ext.lora_add_backward.default(
+                    dy, x, dx, lora_a, lora_b, s, *plan, *wanted[1:]
+                )
+            if into is None:
+                return dx, da, db
+            torch._foreach_add_([*into[0], *into[1]], [*da, *db])
+            return dx, [], []
         held = frozen if operands is None else PlainWeight.of(operands.weight)
         layer, batch = Layer(held, None, lora_b), Batch(*plan)  # type: ignore[arg-type]
         sums = Into() if into is None else Into(into[0], [into[1]])

@@ -80,7 +80,8 @@ def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
         name = "cpu"
     if name == "reference":
         return name
-    reason = f"no backend serves device {device.type!r}" if name is None else _refusal(name, device)
+    nowhere = f"no backend serves device {device.type!r}; move the tensors"
+    reason = nowhere if name is None else _refusal(name, device)
     if reason is None and dtype not in _DTYPES:
         reason = (
             f"backend {name!r} serves float32, bfloat16 and float16, x is "
@@ -117,14 +118,14 @@ def _refusal(name: Backend, device: torch.device) -> str | None:
     if name == "cpu" or device.type != "cpu":
         return f"backend {name!r} does not serve device {device.type!r}; move the tensors"
     if torch.compiler.is_compiling():
-        return f"torch.compile of CPU tensors uses backend 'cpu', not {name!r}"
+        return f"torch.compile of CPU tensors needs backend 'cpu', not {name!r}; choose it with use_backend"
     if name == "triton":
         from .triton import INTERPRETED
 
         if not INTERPRETED:
             return (
-                "backend 'triton' serves CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1 "
-                "before Python starts, move the tensors to a GPU"
+                "backend 'triton' serves CPU tensors only in Triton's interpreter; move the tensors to a "
+                "GPU, set TRITON_INTERPRET=1 before Python starts"
             )
         return None
     if not _has_kernel("CPU"):

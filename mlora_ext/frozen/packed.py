@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,10 @@ class PackedWeight(PlainWeight):
         self.cache = cache or PackedCache()
 
     @classmethod
-    def of(cls, weight: Tensor, cache: PackedCache | None = None) -> PackedWeight:
+    def of(cls, weight: Tensor) -> Self:
         """Makes a frozen weight that belongs to no layer."""
-        packed = cls.__new__(cls)
-        packed._tensors, packed._transposed = {"weight": weight}, False
-        packed.cache = cache or PackedCache()
+        packed = super().of(weight)
+        packed.cache = PackedCache()
         return packed
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class PlainWeight(FrozenWeight):
         self._transposed = bool(getattr(layer, "fan_in_fan_out", False))
 
     @classmethod
-    def of(cls, weight: Tensor) -> PlainWeight:
+    def of(cls, weight: Tensor) -> Self:
         """Makes a frozen weight that belongs to no layer, from `[O, D]`; it may be a transposed view."""
         plain = cls.__new__(cls)
         plain._tensors, plain._transposed = {"weight": weight}, False

@@ -20,7 +20,7 @@ def register_frozen_weight(name: str, kind: FrozenKind) -> None:
         ValueError: another kind has this name.
     """
     if _KINDS.get(name, kind) is not kind:
-        raise ValueError(f"frozen weight {name!r}: there is a kind of this name; choose another one")
+        raise ValueError(f"frozen weight {name!r}: this name is taken; choose another one")
     _KINDS[name] = kind
 
 

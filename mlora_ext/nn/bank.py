@@ -65,7 +65,7 @@ class AdapterBank(nn.Module):
         self.dtype = dtype
         self._pages: list[Tensor] = []
         self._places: dict[str, _Rows] = {}
-        self.register_load_state_dict_post_hook(_adopt_after_load)
+        self.register_load_state_dict_post_hook(_adopt)
 
     def __contains__(self, name: str) -> bool:
         return name in self._modules
@@ -195,14 +195,12 @@ def _set_data(slot: nn.Module | None, view: Tensor) -> None:
         slot._parameters["weight"] = nn.Parameter(view.data, requires_grad=parameter.requires_grad)
 
 
-def _adopt_after_load(bank: AdapterBank, _: object) -> None:
-    """Runs after a load: `load_state_dict(assign=True)` brings Parameters with their own memory."""
-    _adopt(bank)
-
-
 @torch.no_grad()
-def _adopt(bank: AdapterBank) -> None:
-    """Moves Parameters that got their own memory, as by `p.data = ...`, back onto the bank's pages."""
+def _adopt(bank: AdapterBank, _: object = None) -> None:
+    """Moves Parameters that got their own memory back onto the bank's pages.
+
+    They get it by `p.data = ...`, or by `load_state_dict(assign=True)`, whose hook this is.
+    """
     for name in list(bank._places):
         if bank.owns(name):
             continue

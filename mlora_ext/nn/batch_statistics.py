@@ -22,22 +22,14 @@ class StaysInEvaluation:
         return self.module
 
 
-def uninstall(model: nn.Module) -> None:
-    """Gives the layers their own `train` back, in a copy that becomes a plain model."""
-    for module in model.modules():
-        if isinstance(vars(module).get("train"), StaysInEvaluation):
-            del module.__dict__["train"]
-            module.train(model.training)
-
-
 def refuse_batch_statistics(model: nn.Module) -> None:
     """Raises ValueError, naming the layer, for a BatchNorm without running statistics."""
     for key, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise ValueError(
-                f"layer {key}: {type(module).__name__} with track_running_stats=False normalises by the "
-                "statistics of the whole batch, which ties its adapters together; replace it by a layer that "
-                "keeps running statistics, or by GroupNorm"
+                f"layer {key}: {type(module).__name__} with track_running_stats=False uses statistics of the "
+                "whole batch, so one adapter's samples would change another's results; replace it by "
+                "GroupNorm, or by a BatchNorm with running statistics"
             )
 
 
@@ -49,6 +41,6 @@ def stop_batch_statistics(model: nn.Module) -> None:
     if layers:
         warnings.warn(
             f"{len(layers)} batch normalisations of the base model stay in evaluation mode and use their "
-            "running statistics: those of a batch would tie its adapters together",
+            "running statistics: with those of a batch, one adapter's samples would change another's results",
             stacklevel=3,
         )

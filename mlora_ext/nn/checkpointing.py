@@ -20,12 +20,6 @@ def install(model: nn.Module) -> None:
             model.__dict__[f"{name}_enable"] = EnableCheckpointing(model, name)
 
 
-def uninstall(model: nn.Module) -> None:
-    """Undoes `install` on a copy that becomes a plain model."""
-    for name in _NAMES:
-        model.__dict__.pop(f"{name}_enable", None)
-
-
 def _calls_the_model_itself(kind: type, name: str) -> bool:
     """Whether the class has the method, and not only as Transformers' alias of the other one."""
     definers = [_definer(kind, f"{other}_enable") for other in _NAMES]

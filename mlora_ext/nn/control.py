@@ -18,8 +18,8 @@ def refuse_bypassed_head(model: nn.Module, arguments: Mapping[str, Any]) -> None
     head = model.get_output_embeddings() if arguments.get("fused_lm_head") else None  # type: ignore[operator]
     if isinstance(head, MultiLoRALinear) and head.specs:
         raise ValueError(
-            f"layer {head.name}: TRL multiplies by its weight itself (fused_lm_head), so the adapters on it "
-            f"({', '.join(head.specs)}) would do nothing; take this layer out of their target_modules"
+            f"layer {head.name}: TRL's fused_lm_head reads the layer's weight and skips its adapters "
+            f"({', '.join(head.specs)}); remove this layer from their target_modules"
         )
 
 
@@ -68,7 +68,7 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
 def disable(router: Router) -> None:
     """Disables all adapters; raises ValueError if a route is active."""
     if router.active is not None:
-        raise ValueError("a route is active: disable the adapters before mlora_ext.route(...) begins")
+        raise ValueError("a route is active: disable the adapters before you enter mlora_ext.route(...)")
     router.disabled = True
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from . import checkpointing, forward
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
-from .interop import adapter_interface, merging
+from .interop import adapter_interface
 from .interop.peft_folder import load_into, read_adapter
 from .join import convert_layers, join, plan_adapter, refuse_state, regroup
 from .linear import MultiLoRALinear
@@ -66,7 +66,7 @@ def convert_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a module, got {type(model).__name__}")
     if is_converted(model):
-        raise ValueError("model: is converted already; use mlora_ext.add_adapter to give it another adapter")
+        raise ValueError("model: is already converted; use mlora_ext.add_adapter to add an adapter")
     _refuse_peft(model)
     plans = {name: plan_adapter(model, name, config) for name, config in adapters.items()}
     refuse_state(model, plans, every_linear)
@@ -79,7 +79,6 @@ def convert_model(
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
-    merging.install(model)
     convert_layers(model, plans, autocast_adapter_dtype, every_linear)
     for name, config in adapters.items():
         join(model, name, config, plans[name], seed)
@@ -123,13 +122,13 @@ def _refuse_peft(model: nn.Module) -> None:
 
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            "model: has PEFT's layers already; use mlora_ext.from_peft to take its adapters over"
+            "model: has PEFT layers; use mlora_ext.from_peft, which converts it and keeps its adapters"
         )
 
 
 def _refuse_generate(model: nn.Module) -> None:
     if "generate" in vars(model):
         raise ValueError(
-            "model: its generate was replaced on the instance, which conversion would drop: delete that "
-            "attribute before it"
+            "model: its `generate` was replaced on the instance, and conversion would discard the "
+            "replacement; delete the attribute before you convert the model"
         )

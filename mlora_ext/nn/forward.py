@@ -31,20 +31,6 @@ def install(model: nn.Module) -> None:
         model.__dict__["generate"] = Generate(model)
 
 
-def uninstall(model: nn.Module) -> None:
-    """Undoes `install` on a copy that becomes a plain model."""
-    hooks: list[tuple[dict[int, Any], Any]] = [
-        (model._forward_pre_hooks, _before_forward),
-        (model._forward_hooks, _after_forward),
-        *((part._forward_pre_hooks, _refuse_names) for part in model.children()),
-    ]
-    for handlers, ours in hooks:
-        for key in [key for key, hook in handlers.items() if hook is ours]:
-            del handlers[key]
-    locate.uninstall(model)
-    model.__dict__.pop("generate", None)
-
-
 class Generate:
     """Replaces a model's `generate`: calls the original with one adapter per prompt.
 
@@ -105,10 +91,10 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if names is not None:
         if router.active is not None:
             raise ValueError(
-                "adapter_names: a route is active already; give the adapters in one of the two ways"
+                "adapter_names: a route is already active; use adapter_names or mlora_ext.route, not both"
             )
         if batch is None:
-            raise ValueError("adapter_names: expected a batch beside them, such as input_ids=, got none")
+            raise ValueError("adapter_names: the call has no batch; pass one, such as input_ids=")
         _check_count(names, batch.shape[0])
         route = router.sampled(names)
     target = route or router.active
@@ -123,8 +109,8 @@ def _refuse_names(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Raises ValueError for names that bypassed the model's own hooks, where nothing would read them."""
     if "adapter_names" in kwargs:
         raise ValueError(
-            "adapter_names: call the converted model itself, model(...), not model.forward(...) nor a "
-            "part of it"
+            "adapter_names: only the converted model itself takes them; call model(...), not "
+            "model.forward(...) or a part of the model"
         )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from ..frozen.packed import PackedCache, PackedWeight, packs
 from ..frozen.registry import frozen_kind
 from ..frozen.weight import FrozenKind
 from .linear import MultiLoRALinear
+from .routing.router import router_of
 
 
 def set_frozen_weights(model: nn.Module, kind: str | FrozenKind) -> int:
     """Gives all converted layers of a model another kind of frozen weight.
 
     Layers that are converted later get it, too. Layers on the meta device, which other processes hold, are
-    skipped.
+    skipped. `packed` is `pack_base`.
 
     Args:
         model: a converted model, or a part of one.
@@ -22,20 +25,25 @@ def set_frozen_weights(model: nn.Module, kind: str | FrozenKind) -> int:
             `mlora_ext.frozen.weight.FrozenWeight`.
 
     Returns:
-        Bytes that these layers' weights take, including everything that is kept beside them.
+        Bytes that these layers' weights take, including everything that is kept beside them; a weight that
+        several layers share counts once.
 
     Raises:
-        ValueError: if no layer is converted, or the kind is unknown.
+        ValueError: if no layer is converted, the kind is unknown, or `packed` does not serve a weight; names
+            the layer. The model is unchanged then.
 
     Example:
         >>> mlora_ext.set_frozen_weights(model, "packed")
     """
     make = frozen_kind(kind) if isinstance(kind, str) else kind
     layers = _layers(model)
-    for layer in layers:
-        layer.frozen = make(layer)
-        layer.router.frozen_kind = make
-    return sum(layer.frozen.nbytes for layer in layers)
+    if make is PackedWeight:
+        _pack(layers)
+    else:
+        for layer in layers:
+            layer.frozen = make(layer)
+    router_of(model).frozen_kind = make
+    return sum(layer.frozen.nbytes for layer in _without_ties(layers))
 
 
 def pack_base(model: nn.Module) -> int:
@@ -56,16 +64,25 @@ def pack_base(model: nn.Module) -> int:
     Raises:
         ValueError: if no layer is converted, or oneDNN does not serve a weight; names the layer.
     """
-    layers = _layers(model)
+    whole = set_frozen_weights(model, "packed")
+    return whole - sum(layer.weight.nbytes for layer in _without_ties(_layers(model)))
+
+
+def _pack(layers: list[MultiLoRALinear]) -> None:
+    """Checks all layers, then packs each weight once, however many layers share it."""
     for layer in layers:
         _check(layer)
-    shared: dict[int, PackedCache] = {}
+    caches: dict[int, PackedCache] = {}
     for layer in layers:
-        cache = shared.setdefault(id(layer.weight), PackedCache())
+        cache = caches.setdefault(id(layer.weight), PackedCache())
         layer.frozen = PackedWeight(layer, cache)
         cache.of(layer.frozen.dense())
-        layer.router.frozen_kind = PackedWeight
-    return sum(cache.nbytes for cache in shared.values())
+
+
+def _without_ties(layers: list[MultiLoRALinear]) -> Iterable[MultiLoRALinear]:
+    """Returns one layer for each weight; a layer without a weight of its own shares none."""
+    weights = [(layer, layer._parameters.get("weight")) for layer in layers]
+    return {id(layer if weight is None else weight): layer for layer, weight in weights}.values()
 
 
 def _layers(model: nn.Module) -> list[MultiLoRALinear]:
@@ -77,16 +94,19 @@ def _layers(model: nn.Module) -> list[MultiLoRALinear]:
 
 
 def _check(layer: MultiLoRALinear) -> None:
-    weight = layer.weight
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        kind = type(layer.frozen).__name__
+        raise ValueError(f"{layer.name}: packing needs a plain weight, got frozen weights of kind {kind}")
     if weight.is_inference():
         raise ValueError(
-            f"{layer.name}: its weight was made in inference mode, where PyTorch counts no changes; load or "
-            "clone it outside of torch.inference_mode()"
+            f"{layer.name}: its weight was made in inference mode, where PyTorch does not notice changes; "
+            "load or clone it outside of torch.inference_mode()"
         )
     if not packs(weight):
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ValueError(
             f"{layer.name}: oneDNN does not serve {dtype} weights of shape {list(weight.shape)} on "
-            f"{weight.device.type} with this torch and processor, at best float32 and bfloat16 on a CPU; "
-            "leave pack_base out"
+            f"{weight.device.type} with this torch and processor; pack float32 (or bfloat16, where the "
+            "processor has it) weights on a CPU, or leave pack_base out"
         )

@@ -14,6 +14,7 @@ from ..backends.selection import backend_for
 from ..ops.autograd import LayerOperands
 from ..ops.functional import lora_linear_fused
 from .routing.route import RouteTensors
+from .routing.thread_guard import inside_backward
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear
@@ -54,7 +55,7 @@ class FusedProjections:
 
     def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
         """Returns `y` of one layer, or None if it has to compute alone."""
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = inside_backward()
         waiting = self._waiting[recomputes]
         if not (active.shares.setdefault(self, self.disappointed < _PATIENCE) and self._alike(layer, x)):
             waiting.outputs, waiting.of = {}, ()

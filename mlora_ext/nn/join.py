@@ -14,7 +14,6 @@ from ..adapters.lora_config import check_name
 from ..adapters.registry import adapter_kind, kind_for
 from ..ops.functional import scaling_dtype
 from .fused_projections import FusedProjections
-from .interop import transformers_facts
 from .linear import MultiLoRALinear
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, Router, router_of
@@ -56,10 +55,13 @@ def add_adapter(
             layer has hooks, a replaced `forward`, or weights that are quantized or require a gradient.
     """
     if not isinstance(name, str):
-        raise ValueError(f"name: expected the new adapter's name before its config, got {name!r}")
+        raise ValueError(f"name: expected a name before the config, got {name!r}")
     router = router_of(model)
     if name in router.adapters:
-        raise ValueError(f"adapter {name!r}: the model has an adapter of this name; remove_adapter it first")
+        raise ValueError(
+            f"adapter {name!r}: the model already has an adapter of this name; choose another name, or call "
+            "remove_adapter first"
+        )
     plan = plan_adapter(model, name, config)
     refuse_state(model, {name: plan})
     _refuse_trained(model, plan)
@@ -95,8 +97,8 @@ def _refuse_trained(model: nn.Module, plan: Mapping[str, LayerSpec]) -> None:
         for name, parameter in model.get_submodule(key).named_parameters(recurse=False):
             if parameter.requires_grad:
                 raise ValueError(
-                    f"layer {key}: its {name} requires a gradient, and layers with adapters are frozen: call "
-                    "requires_grad_(False) on it first, or target other layers"
+                    f"layer {key}: its {name} requires a gradient, but layers with adapters are frozen; call "
+                    "requires_grad_(False) on it, or target other layers"
                 )
 
 
@@ -205,7 +207,9 @@ def regroup(model: nn.Module) -> None:
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
     router.fused_projections = _find_fused_projections(layers)
-    transformers_facts.refresh(model)
+    if "set_adapter" in model.__dict__:  # it has Transformers' adapter interface, whose helpers look these up
+        model.__dict__["peft_config"] = {name: info.config for name, info in router.adapters.items()}
+        model.__dict__["_hf_peft_config_loaded"] = bool(router.adapters)
 
 
 def _find_fused_projections(layers: Mapping[str, MultiLoRALinear]) -> list[FusedProjections]:

@@ -127,16 +127,16 @@ class MultiLoRALinear(nn.Module):
         """Returns the active route's tensors inside a compiled graph, where nothing can be looked up."""
         active = self.group.active
         if active is None:
-            raise RuntimeError("a compiled layer needs an active route: call it inside mlora_ext.route(...)")
+            raise RuntimeError("no route is active: call a compiled layer inside mlora_ext.route(...)")
         if x.numel() != active.rows_tensor.shape[0] * self.in_features:
             raise RuntimeError(
-                f"layer {self.name}: x has other rows than the compiled model's input, as where an encoder's "
-                "and a decoder's lengths differ; compile without fullgraph=True, or do not compile"
+                f"layer {self.name}: x and the compiled model's input have different numbers of rows, as in "
+                "an encoder-decoder; compile without fullgraph=True, or do not compile the model"
             )
         if x.dim() in self.eager_dims and active.mixed:
             raise RuntimeError(
-                f"layer {self.name}: samples are not the first dimension of x, which a compiled layer "
-                "cannot serve; do not compile it, or give the whole batch one adapter"
+                f"layer {self.name}: a compiled layer needs samples in the first dimension of x; do not "
+                "compile it, or use one adapter for the whole batch"
             )
         return active
 

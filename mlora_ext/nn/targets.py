@@ -6,6 +6,7 @@ import contextlib
 import copy
 import difflib
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..adapters.kind import LayerSpec
-from ..adapters.registry import kind_for, parameter_names
+from ..adapters.registry import kind_for
 from .linear import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
     """
     resolved, kind = _resolve(model, name, config), kind_for(name, config).name
     layers = {}
-    for key, module in model.named_modules():
-        if not key or _inside_layer(model, key) or not matches(resolved, key):
+    for key, module in _base_modules(model):
+        if not matches(resolved, key):
             continue
         _check_target(model, name, resolved, key, module)
         layers[key] = _layer_spec(resolved, key, kind)
@@ -78,11 +79,11 @@ def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, mod
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
     short = key.rpartition(".")[2]
-    leave_out = f"take it out of target_modules, or pass exclude_modules=[{short!r}]"
+    leave_out = f"remove it from target_modules, or pass exclude_modules=[{short!r}]"
     if type(module) is NonDynamicallyQuantizableLinear:
         raise ValueError(
-            f"adapter {name!r}: target {key} is not supported: nn.MultiheadAttention reads its weight and "
-            f"never calls it; {leave_out}"
+            f"adapter {name!r}: target {key} is not supported: nn.MultiheadAttention reads its weight "
+            f"without calling the layer; {leave_out}"
         )
     if not is_linear(module):
         raise ValueError(
@@ -93,8 +94,8 @@ def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, mod
         _check_lora_target_modules_mamba(config, model, short)
     except ValueError as error:
         raise ValueError(
-            f"adapter {name!r}: target {key} is not supported: Mamba's kernels read its weight and never "
-            f"call it; {leave_out}"
+            f"adapter {name!r}: target {key} is not supported: Mamba's kernels read its weight without "
+            f"calling the layer; {leave_out}"
         ) from error
 
 
@@ -134,9 +135,8 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         if kind not in DEFAULT_TARGETS:
             raise ValueError(
-                f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear'; "
-                f"PEFT knows no "
-                f"default for model type {kind!r}"
+                f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear': "
+                f"PEFT has no default for model type {kind!r}"
             )
         config.target_modules = sorted(DEFAULT_TARGETS[kind])
     return config
@@ -162,8 +162,8 @@ def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     if translated.target_parameters:
         raise ValueError(
             f"adapter {name!r}: target_modules={config.target_modules!r}: PEFT puts it on parameters of the "
-            f"model's experts ({', '.join(sorted(translated.target_parameters))}), which are no layers and "
-            f"not supported. {_outside_experts(model, translated)}"
+            f"model's experts ({', '.join(sorted(translated.target_parameters))}), which is not supported. "
+            f"{_outside_experts(model, translated)}"
         )
     return translated
 
@@ -218,9 +218,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {key: module for key, module in model.named_modules() if is_linear(module)}
 
 
-def _inside_layer(model: nn.Module, key: str) -> bool:
-    """Whether the module lies inside a converted layer: a bank, or an adapter's slot in it."""
-    return any(f".{name}" in key for name in parameter_names())
+def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields all modules by name, except the model itself and the banks of adapters in converted layers."""
+    layer = "."
+    for key, module in model.named_modules():
+        if key and not key.startswith(layer):
+            yield key, module
+            layer = f"{key}." if isinstance(module, MultiLoRALinear) else "."
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -234,7 +238,7 @@ def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) ->
     Uses the last parts of the layers' names if they suffice, as people write them, else full names.
     """
     wanted = set(layers)
-    keys = [key for key, _ in model.named_modules() if key and not _inside_layer(model, key)]
+    keys = [key for key, _ in _base_modules(model)]
     short = sorted({key.rpartition(".")[2] for key in layers})
     trial = copy.deepcopy(config)
     trial.target_modules = short

@@ -29,9 +29,9 @@ def check_layer(key: str, module: nn.Module) -> None:
     others = [name for name in parts if name not in ("weight", "bias")]
     if others:
         raise ValueError(
-            f"layer {key}: has {', '.join(others)} beside weight and bias, as pruning, weight_norm and "
-            "parametrizations make; make the weight a plain parameter first (remove_parametrizations, "
-            "prune.remove, remove_weight_norm)"
+            f"layer {key}: has {', '.join(others)} beside weight and bias, as after pruning, weight_norm or "
+            "parametrizations; make the weight a plain parameter (remove_parametrizations, prune.remove, "
+            "remove_weight_norm)"
         )
     for name, tensor in module.named_parameters(recurse=False):
         halves = tensor.is_floating_point() and tensor.dtype.itemsize > 1
@@ -39,7 +39,7 @@ def check_layer(key: str, module: nn.Module) -> None:
             kind = type(tensor.data).__name__
             raise ValueError(
                 f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
-                "quantized and sharded bases are not supported yet, load the model as it was before"
+                "quantized and sharded bases are not supported yet; load the original weights"
             )
 
 
@@ -51,18 +51,18 @@ def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
     for field, hooks in vars(module).items():
         if field.endswith("_hooks") and hooks and not (moves and field in _RUN):
             raise ValueError(
-                f"{what}: has {field.strip('_').replace('_', ' ')}, which conversion would drop: remove them "
-                "before it, and register them on the converted model after it"
+                f"{what}: has {field.strip('_').replace('_', ' ')}, which conversion would discard; remove "
+                "them, convert the model, and register them on the converted model"
             )
     own = vars(module).get("forward")
     # PEFT's update_forward_signature puts the class's own forward on the instance.
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         raise ValueError(
-            f"{what}: its forward was replaced on the instance, which conversion would drop: delete that "
-            "attribute before it"
+            f"{what}: its forward was replaced on the instance, and conversion would discard the "
+            "replacement; delete the attribute before you convert the model"
         )
     if module._compiled_call_impl is not None:
-        raise ValueError(f"{what}: is compiled, which conversion would drop: compile the converted model")
+        raise ValueError(f"{what}: is compiled, and conversion would undo it; compile the converted model")
 
 
 def move_hooks(source: nn.Module, target: nn.Module) -> None:

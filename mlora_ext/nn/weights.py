@@ -74,7 +74,7 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
         if key not in layers or key not in specs:
             side = "the weights to load" if key not in layers else "the model's adapter"
             raise ValueError(
-                f"adapter {name!r}: layer {key} is missing in {side}; is it an adapter of another base?"
+                f"adapter {name!r}: layer {key} is missing in {side}; use an adapter of this base model"
             )
         kind = adapter_kind(specs[key].kind)
         expected = kind.parameters(specs[key].rank, *features(model.get_submodule(key)))
@@ -87,5 +87,5 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
             if shape != list(spec.shape):
                 raise ValueError(
                     f"adapter {name!r}: layer {key}.{part}: expected shape {list(spec.shape)}, "
-                    f"got {shape}; is it an adapter of another base or rank?"
+                    f"got {shape}; use an adapter of this base model and rank"
                 )

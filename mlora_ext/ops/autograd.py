@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backends import one_layer
-from ..backends.calls import PLAN, Gradients, PlanTensors
 from ..backends.gpu.operator import Batch, Into, Layer
+from ..backends.one_layer import PLAN, Gradients, PlanTensors
 from ..backends.selection import Backend, gpu_operator
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
@@ -25,8 +25,8 @@ from ..library import check_library
 from . import registration  # noqa: F401 - tells torch.library of the operators
 
 _CHANGED = (
-    "{}: modified by an in-place operation between forward and backward, as by an optimizer step; run the "
-    "backward pass first"
+    "{}: was changed in place between forward and backward, for example by an optimizer step; run backward "
+    "before you change it"
 )
 
 

@@ -143,8 +143,8 @@ def _check_base(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
-                f"{name}: expected a frozen tensor, got requires_grad=True; no gradient is computed for it, "
-                f"call {name}.requires_grad_(False)"
+                f"{name}: expected a frozen tensor, got requires_grad=True; it gets no gradient: call "
+                f"{name}.requires_grad_(False)"
             )
 
 

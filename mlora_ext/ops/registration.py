@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.calls import PLAN
 from ..backends.gpu.operator import Batch, GpuOperator, Into, Layer, one_dtype
+from ..backends.one_layer import PLAN
 from ..backends.selection import backend_for, gpu_operator
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows

@@ -101,7 +101,7 @@ class AcrossSamples(Inside):
 
 SERVED = [TimeFirst, TimeFirstFlat, Flat, Pooled, Windows, FramesFirst, Queries]
 REFUSED = [
-    (Positions, "do not follow from the samples"),
+    (Positions, "do not depend on the samples"),
     (AcrossSamples, "not ordered by sample, or several samples share them"),
 ]
 

@@ -67,7 +67,7 @@ with mx.use_backend("triton"):
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert "ValueError: backend 'triton' serves CPU tensors in Triton's interpreter only" in run.stderr
+    assert "ValueError: backend 'triton' serves CPU tensors only in Triton's interpreter" in run.stderr
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

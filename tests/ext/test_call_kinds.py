@@ -243,7 +243,7 @@ def test_a_model_that_calls_itself_on_parts_of_the_batch() -> None:
 
     model, ids = model_of(Halves), ids_of(4, 5)
     for _ in range(2):
-        with pytest.raises(ValueError, match="4 samples were given names, and the model calls itself with 2"):
+        with pytest.raises(ValueError, match="got 4 names, but the model calls itself with 2 samples"):
             model(ids, adapter_names=NAMES)
         assert_as_alone(model, model(ids[:2], adapter_names=NAMES[:2]), ids[:2])
     assert model(ids, adapter_names=["a"] * 4).shape == (4, 5, 5)
@@ -260,7 +260,7 @@ def test_generate_with_other_samples_than_names(change: object) -> None:
             return self(input_ids=change(input_ids)).logits
 
     model.__class__ = Changing
-    with pytest.raises(ValueError, match=r"2 samples were given names, and the model calls itself with [14]"):
+    with pytest.raises(ValueError, match=r"got 2 names, but the model calls itself with [14] samples"):
         model.generate(token_ids(2, 5), adapter_names=["a", "b"])
 
 
@@ -285,7 +285,7 @@ def test_names_that_pass_by_the_model_are_refused() -> None:
     model, ids = converted().eval(), token_ids(2, 5)
     model.set_adapter("a")
     for call in (model.forward, model.model):
-        with pytest.raises(ValueError, match=r"^adapter_names: call the converted model itself"):
+        with pytest.raises(ValueError, match=r"^adapter_names: only the converted model itself takes them"):
             call(input_ids=ids, adapter_names=["a", "b"])
     for names in (["a", None], [["a"], "b"], 5):
         with pytest.raises(ValueError, match=r"^adapter_names: expected one name per sample \(2\)"):
@@ -322,7 +322,9 @@ def test_batch_normalisation_that_came_later_is_refused() -> None:
 
     model, ids = model_of(Normed), ids_of(4, 5)
     model.norm = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(ValueError, match="layer norm: normalises by the statistics of the batch"):
+    with pytest.raises(
+        ValueError, match="layer norm: a BatchNorm in training mode uses statistics of the whole batch"
+    ):
         model.train()(ids, adapter_names=NAMES)
     model.eval()(ids, adapter_names=NAMES)
 
@@ -351,5 +353,7 @@ def test_arguments_that_cannot_be_copied_are_told_of() -> None:
             return super().forward(ids)
 
     model, ids = model_of(Taking), ids_of(4, 5)
-    with pytest.raises(ValueError, match=r"layer lin: .*in a trial pass the model fails \(TypeError: cannot"):
+    with pytest.raises(
+        ValueError, match=r"layer lin: .*the model failed in a trial pass \(TypeError: cannot"
+    ):
         model(ids, adapter_names=NAMES, source=(number for number in ids))

@@ -242,7 +242,7 @@ REFUSED = [
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     ({"init_lora_weights": "olora"}, "init_lora_weights='olora' is not supported"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
-    ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS' is not supported: PEFT would train the model's head"),
+    ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS' is not supported: with it PEFT trains the model's head"),
     ({"r": 0}, "r: expected an integer >= 1, got 0"),
     ({"rank_pattern": {"q_proj": 0}}, "r: expected an integer >= 1, got 0"),
     ({"rank_pattern": [3]}, r"rank_pattern: expected a dict, got \[3\]"),
@@ -250,7 +250,7 @@ REFUSED = [
     ({"lora_alpha": None}, "lora_alpha: expected a finite number, got None"),
     ({"exclude_modules": 3}, "exclude_modules: expected a pattern or names, got 3"),
     ({"target_modules": [None]}, r"target_modules: expected a pattern or names, got \{None\}"),
-    ({"target_modules": "("}, r"target_modules: '\(' is no pattern: missing \)"),
+    ({"target_modules": "("}, r"target_modules: '\(' is not a pattern: missing \)"),
     ({"layers_to_transform": 1.5}, "layers_to_transform: expected indices, got 1.5"),
     ({"layers_to_transform": ["x"]}, r"layers_to_transform: expected indices, got \['x'\]"),
     ({"lora_dropout": "x"}, r"lora_dropout: expected .* 0 <= p < 1, got 'x'"),
@@ -286,11 +286,11 @@ def test_a_config_without_a_name_is_refused() -> None:
 
 def test_refuses_second_conversion_and_unconverted_models() -> None:
     model = mx.convert_model(llama(), {"a": config()})
-    with pytest.raises(ValueError, match=r"is converted already; use mlora_ext.add_adapter"):
+    with pytest.raises(ValueError, match=r"is already converted; use mlora_ext.add_adapter"):
         mx.convert_model(model, {"b": config()})
-    with pytest.raises(ValueError, match="adapter 'a': the model has an adapter of this name"):
+    with pytest.raises(ValueError, match="adapter 'a': the model already has an adapter of this name"):
         mx.add_adapter(model, "a", config())
-    with pytest.raises(ValueError, match=r"has PEFT's layers already; use mlora_ext\.from_peft"):
+    with pytest.raises(ValueError, match=r"has PEFT layers; use mlora_ext\.from_peft"):
         mx.convert_model(peft_model(llama(), {"a": config()}), {"b": config()})
     with pytest.raises(ValueError, match=r"expected one converted by mlora_ext.convert_model, got Llama"):
         mx.adapter_parameters(llama(), "a")
@@ -327,8 +327,22 @@ def test_every_field_of_loraconfig_is_judged() -> None:
 
     from mlora_ext.adapters.lora_config import check_config
 
-    with pytest.raises(ValueError, match=r"expected a peft.LoraConfig, got Newer"):
+    with pytest.raises(ValueError, match=r"shiny=True is not supported"):
         check_config("a", Newer(shiny=True))
+    with pytest.raises(ValueError, match=r"adapter 'a': expected a peft.LoraConfig, got Newer"):
+        mx.convert_model(llama(), {"a": Newer()})
+
+
+def test_a_users_module_may_have_a_name_like_a_bank() -> None:
+    model = nn.Sequential(nn.ModuleDict({"lora_A_proj": nn.Linear(4, 4), "lora_B": nn.Linear(4, 4)}))
+    targets = config(target_modules=["lora_A_proj", "lora_B"])
+    mx.convert_model(model, {"a": targets})
+    mx.add_adapter(model, "b", targets)
+    for name in ("a", "b"):
+        found = {key.rpartition(f".{name}.")[0] for key in mx.adapter_parameters(model, name)}
+        assert found == {
+            f"0.{layer}.{bank}" for layer in ("lora_A_proj", "lora_B") for bank in ("lora_A", "lora_B")
+        }
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])

@@ -222,9 +222,24 @@ def test_rows_without_adapters() -> None:
     assert torch.allclose(dx[:, :32], torch.ones_like(y) @ layer.frozen.dense(), atol=1e-5)
 
 
+def test_merging_is_refused_and_changes_nothing() -> None:
+    """The original weights are gone: the merged model would keep the rounding of all of them."""
+    model, x = model_of("int8"), torch.randn(9, 40)
+    before, state = run(model, x), copy.deepcopy(model.state_dict())
+    message = (
+        "adapter 'a': layer 0: cannot be merged into a frozen weight of kind Int8Weight; save the adapter"
+    )
+    with pytest.raises(ValueError, match=message):
+        mx.merge_and_unload(model, "a")
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(map(torch.equal, run(model, x), before))
+    with pytest.raises(ValueError, match=r"0: packing needs a plain weight, got .* Int8Weight"):
+        mx.pack_base(model)
+
+
 def test_names() -> None:
     model = model_of("int8")
-    with pytest.raises(ValueError, match="frozen weight 'plain': there is a kind of this name"):
+    with pytest.raises(ValueError, match="frozen weight 'plain': this name is taken; choose another one"):
         register_frozen_weight("plain", Int8Weight)
     with pytest.raises(ValueError, match=r"frozen weight: expected one of plain, packed, .*got 'int3'"):
         mx.set_frozen_weights(model, "int3")

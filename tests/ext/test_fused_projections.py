@@ -206,7 +206,7 @@ def test_an_optimizer_step_between_forward_and_backward_is_noticed() -> None:
     loss = model(input_ids=ids, adapter_names=["a", "a"], labels=ids).loss
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.lora_A.parameter_of("a").add_(1)
-    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+    with pytest.raises(RuntimeError, match="was changed in place between forward and backward"):
         loss.backward()
 
 

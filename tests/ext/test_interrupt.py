@@ -105,7 +105,7 @@ def test_refused_call_inside_a_call_leaves_the_outer_one() -> None:
     expected = forward(model)
 
     def refused(*_: object) -> None:
-        with pytest.raises(ValueError, match="a route is active already"):
+        with pytest.raises(ValueError, match="a route is already active; use adapter_names or"):
             forward(model)
 
     model.model.layers[1].register_forward_pre_hook(refused)

@@ -130,12 +130,16 @@ def test_layers_that_are_converted_later_pack_at_their_first_use() -> None:
     assert model[1].frozen.cache.nbytes >= 2 * model[1].weight.nbytes
 
 
-def test_tied_weights_are_packed_once() -> None:
+@pytest.mark.parametrize("way", [mx.pack_base, lambda model: mx.set_frozen_weights(model, "packed")])
+def test_tied_weights_are_packed_once(way: Callable[[nn.Module], int]) -> None:
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     model[1].weight = model[0].weight
     model = mx.convert_model(model, {"a": LoraConfig(r=4, target_modules=["0", "1"])})
-    assert mx.pack_base(model) == model[0].frozen.cache.nbytes == 2 * model[0].weight.nbytes
+    plain = model[0].weight.nbytes
+    assert way(model) == (2 if way is mx.pack_base else 3) * plain
+    assert model[0].frozen.cache.nbytes == 2 * plain
     assert model[0].frozen.cache is model[1].frozen.cache
+    assert mx.set_frozen_weights(model, "plain") == plain
 
 
 @pytest.mark.parametrize("library", ["aten", "onednn", "packed"])
@@ -251,7 +255,8 @@ def test_autocast_and_compiled_graphs_go_without() -> None:
         return results + run(compiled, x)
 
     plain = autocast_and_compiled()
-    mx.set_frozen_weights(model, "packed")
+    for layer in model:
+        layer.frozen = PackedWeight(layer)
     for ours, theirs in zip(autocast_and_compiled(), plain, strict=True):
         assert torch.equal(ours, theirs)
     with mx.use_backend("reference"):
@@ -304,9 +309,12 @@ def test_rows_without_any_adapter() -> None:
     ],
     ids=["not converted", "fp16", "meta"],
 )
-def test_refusals(model: Callable[[], nn.Module], message: str) -> None:
+@pytest.mark.parametrize("way", [mx.pack_base, lambda model: mx.set_frozen_weights(model, "packed")])
+def test_refusals(way: Callable[[nn.Module], int], model: Callable[[], nn.Module], message: str) -> None:
+    refused = model()
     with pytest.raises(ValueError, match=message):
-        mx.pack_base(model())
+        way(refused)
+    assert not any(isinstance(getattr(m, "frozen", None), PackedWeight) for m in refused.modules())
 
 
 def test_a_packed_weight_of_another_shape_is_refused() -> None:

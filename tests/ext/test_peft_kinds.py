@@ -93,8 +93,8 @@ def unloaded() -> nn.Module:
 
 NOTHING = (
     r"peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
-    r"inject_adapter_in_model or add_adapter, got {}, which is none; "
-    r"mlora_ext\.convert_model takes a plain model"
+    r"inject_adapter_in_model or add_adapter, got a plain {}; convert it with "
+    r"mlora_ext\.convert_model"
 )
 
 
@@ -106,7 +106,7 @@ NOTHING = (
         (lambda: nn.Sequential(with_add_adapter()), NOTHING.format("Sequential")),
         (
             lambda: mx.convert_model(llama(), {"a": config()}),
-            "peft_model: is converted already; use",
+            "peft_model: is already converted; use",
         ),
         (unloaded, "peft_model: has no LoRA layers; were they unloaded or merged already"),
         (

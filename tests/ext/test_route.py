@@ -32,16 +32,21 @@ def test_route_advances_automatic_steps_between_forwards() -> None:
 def test_route_refusals() -> None:
     model, ids = converted(), token_ids(1, 5)
     layout = mx.SegmentLayout.from_lengths([2, 2])
-    with mx.route(model, layout), pytest.raises(ValueError, match=r"expected rows of the active route \(4\)"):
+    with mx.route(model, layout), pytest.raises(ValueError, match="the active route has 4 rows, got x"):
         model(input_ids=ids)
-    with mx.route(model, layout), pytest.raises(ValueError, match="a route is active already"):
+    with (
+        mx.route(model, layout),
+        pytest.raises(
+            ValueError, match=r"a route is already active; use adapter_names or mlora_ext\.route, not both"
+        ),
+    ):
         model(input_ids=ids, adapter_names=["a"])
     for names, steps, message in [
         (["a"], None, r"layout: expected adapters below 1 .* got 1"),
         (["a", "a"], None, "names: expected each adapter once"),
         (["a", "z"], None, "names: no adapter 'z'"),
         (["a", "b"], [1], r"steps: expected one per name \(2\), got 1"),
-        (["a", "b"], 3, "steps: expected a list of one per name, got 3"),
+        (["a", "b"], 3, "steps: expected a list with one step per name, got 3"),
         ("ab", None, r"names: expected a list of adapters, got 'ab'"),
     ]:
         with pytest.raises(ValueError, match=message), mx.route(model, layout, names, steps=steps):

@@ -92,7 +92,7 @@ def test_a_state_dict_is_what_is_written(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, state_dict=given)
     for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
         assert torch.equal(value, adapter_state(model, "a")[key] + 1), key
-    with pytest.raises(ValueError, match="is not in this process"):
+    with pytest.raises(ValueError, match="is missing in this process; pass the tensors of all"):
         model.save_pretrained(tmp_path, state_dict={})
 
 
@@ -119,7 +119,7 @@ def test_the_file_beside_them_restores_all_adapters_and_the_step(tmp_path: Path)
 def test_the_weights_of_another_model_are_not_overwritten(base: LlamaForCausalLM, tmp_path: Path) -> None:
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
     model = mx.convert_model(base, {"a": CONFIGS["a"]})
-    with pytest.raises(ValueError, match="holds the weights of a model, which would be lost"):
+    with pytest.raises(ValueError, match="refusing to overwrite the model weights in"):
         model.save_pretrained(tmp_path / "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
     assert not (tmp_path / "base" / "adapter_config.json").exists()
@@ -140,7 +140,9 @@ def test_the_weights_of_another_model_are_not_overwritten(base: LlamaForCausalLM
     ids=str,
 )
 def test_options_that_cannot_be_served_are_refused(options: dict, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*not supported with adapters"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(options))}=.*not supported: adapters are saved as PEFT folders"
+    ):
         converted().save_pretrained(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
@@ -176,10 +178,10 @@ def test_an_adapter_that_an_earlier_save_left_in_the_root_goes(tmp_path: Path) -
     mx.add_adapter(model, "y", CONFIGS["b"])
     model.save_pretrained(tmp_path / "own")
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["model.safetensors", "x", "y"]
-    with pytest.raises(ValueError, match=r"save_directory: .*other is a PEFT folder of one adapter"):
+    with pytest.raises(ValueError, match=r"save_directory: .*other already holds a PEFT adapter"):
         model.save_pretrained(tmp_path / "other")
     assert (tmp_path / "other" / "adapter_model.safetensors").exists()
-    with pytest.raises(ValueError, match=r"folder: .* its adapters lie in x, y"):
+    with pytest.raises(ValueError, match=r"folder: .* give one of its subfolders: x, y"):
         mx.load_adapter(model, "z", tmp_path / "own")
 
 
@@ -188,7 +190,7 @@ def test_arguments_in_the_wrong_order_or_form_are_one_line() -> None:
     for call, told in (
         (
             lambda: mx.add_adapter(model, config, "n"),
-            "name: expected the new adapter's name before its config",
+            "name: expected a name before the config",
         ),
         (lambda: model.add_adapter("n", config), "adapter_config: expected a LoraConfig before the name"),
         (lambda: mx.merge_and_unload(model, ["x"]), r"adapter_name: expected the name of one adapter"),
@@ -228,7 +230,7 @@ def test_embeddings_that_were_resized_are_saved_with_the_adapter(
     peft = PeftModel.from_pretrained(resized(), tmp_path / "out")
     assert_same_up_to_rounding(logits(peft, ids), expected, "PEFT")
     own = resized()
-    with pytest.raises(ValueError, match="load the base that the adapter was trained on"):
+    with pytest.raises(ValueError, match="load the base model that the adapter was trained on"):
         mx.load_adapter(own, "a", tmp_path / "out")
     mx.load_adapter(model, "b", tmp_path / "out")
     assert_same_up_to_rounding(logits(model, ids, adapter_names=["b", "b"]), expected, "beside it")
@@ -251,7 +253,7 @@ def test_resized_embeddings_of_a_state_dict_are_those_that_are_saved(tmp_path: P
     base.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     model = mx.convert_model(base, {name: LoraConfig(r=4, target_modules=["q_proj"]) for name in "ab"})
     gathered = {key: tensor + 1 for key, tensor in model.state_dict().items()}
-    with pytest.warns(UserWarning, match="the vocabulary has") as told:
+    with pytest.warns(UserWarning, match="the model's vocabulary has") as told:
         model.save_pretrained(tmp_path / "out", state_dict=gathered)
     assert len(told) == 1
     key = "model.embed_tokens.weight"

@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "forward hook": (lambda m: m.register_forward_hook(double), "has forward hooks, which"),
     "pre hook": (
         lambda m: m.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
-        "has forward pre hooks, .* register them on the converted model after it",
+        "has forward pre hooks, .* and register them on the converted model",
     ),
     "backward hook": (lambda m: m.register_full_backward_hook(lambda *_: None), "has backward hooks"),
     "backward pre hook": (
@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[Callable[[Any], object], str]] = {
         "has backward pre hooks",
     ),
     "state dict hook": (lambda m: m.register_state_dict_pre_hook(print), "has state dict pre hooks"),
-    "forward": (replace_forward, "its forward was replaced on the instance, .* delete that attribute"),
+    "forward": (replace_forward, "its forward was replaced on the instance, .* delete the attribute"),
     "compiled": (lambda m: m.compile(backend="eager"), "is compiled, .* compile the converted model"),
     "pruned": (lambda m: prune.random_unstructured(m, "weight", 0.3), "has forward pre hooks"),
     "another class": (hold_in_two, "expected a plain floating-point weight, got TwoTensor of torch"),
@@ -180,9 +180,9 @@ def hook_gradient(peft: Any) -> None:
 PEFT: dict[str, tuple[Callable[[Any], object], str]] = {
     "disabled": (
         lambda peft: peft.base_model.disable_adapter_layers(),
-        r"adapters of model\.layers\.0\.self_attn\.q_proj are disabled; enable them first \(enable_ad",
+        r"adapters of model\.layers\.0\.self_attn\.q_proj are disabled; call enable_adapter_layers\(\)",
     ),
-    "inactive": (inactive, r"adapter 'a' is not active in model\.layers\.0.*; set_adapter\('a'\) first"),
+    "inactive": (inactive, r"adapter 'a' is not active in model\.layers\.0.*; call set_adapter\('a'\)"),
     "half in training": (
         half_in_training,
         r"some dropouts of model\.layers\.0.* are in training mode and so",
@@ -204,7 +204,7 @@ PEFT: dict[str, tuple[Callable[[Any], object], str]] = {
     "forward of the model": (replace_forward, "peft_model: its forward"),
     "trained norm": (
         trained("model.norm.weight"),
-        r"model\.norm\.weight of the base requires a gradient, .* call requires_grad_\(False\) on it first",
+        r"model\.norm\.weight of the base requires a gradient, .* call requires_grad_\(False\) on it",
     ),
     "trained target": (
         trained("model.layers.1.self_attn.q_proj.base_layer.weight"),
@@ -237,10 +237,12 @@ def test_what_peft_itself_puts_on_instances_is_no_patch() -> None:
 def test_a_generate_of_the_instance() -> None:
     model = llama()
     model.generate = lambda *_: None
-    assert_refused(model, lambda: mx.convert_model(model, {"a": Q_PROJ}), "model: its generate was replaced")
+    assert_refused(
+        model, lambda: mx.convert_model(model, {"a": Q_PROJ}), "model: its `generate` was replaced"
+    )
     peft = peft_model(llama(), {"a": Q_PROJ}).eval()
     peft.base_model.model.generate = lambda *_: None
-    assert_refused(peft, lambda: mx.from_peft(peft), "model: its generate was replaced")
+    assert_refused(peft, lambda: mx.from_peft(peft), "model: its `generate` was replaced")
 
 
 @pytest.mark.parametrize("where", ["q_proj", "k_proj"])

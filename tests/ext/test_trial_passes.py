@@ -157,7 +157,7 @@ def test_a_model_that_fails_on_other_contents_is_refused() -> None:
 
     model, ids = model_of(Particular), ids_of(2, 3)
     model.expected = model.embed(ids).detach()
-    with pytest.raises(ValueError, match=r"in a trial pass the model fails \(RuntimeError: not these"):
+    with pytest.raises(ValueError, match=r"the model failed in a trial pass \(RuntimeError: not these"):
         model(ids, adapter_names=["a", "b"])
     assert model(ids, adapter_names=["a", "a"]).shape == (2, 3, 5)
 
@@ -221,7 +221,9 @@ def test_another_number_of_rows_of_each_sample_is_refused_once() -> None:
     model = model_of(Folded)
     model(ids_of(4, 6), adapter_names=NAMES)
     ids = ids_of(4, 12)
-    with pytest.raises(ValueError, match=r"layer lin: .* another form; the next call makes them anew"):
+    with pytest.raises(
+        ValueError, match=r"layer lin: .* another shape in the trial passes; call the model again"
+    ):
         model(ids, adapter_names=NAMES)
     assert_as_alone(model, model(ids, adapter_names=NAMES), ids)
 

@@ -169,5 +169,7 @@ def test_an_adapter_on_the_head_is_refused(base: PreTrainedModel, tokenizer: Any
     trainer = SFTTrainer(
         model=model, args=arguments(tmp_path), train_dataset=lines("a"), processing_class=tokenizer
     )
-    with pytest.raises(ValueError, match=r"lm_head: TRL multiplies by its weight itself"):
+    with pytest.raises(
+        ValueError, match=r"lm_head: TRL's fused_lm_head reads the layer's weight and skips its adapters"
+    ):
         trainer.train()

@@ -16,24 +16,13 @@ from ..control import disable, disable_adapter, one_adapter, print_trainable_par
 from ..join import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from ..weights import adapter_parameters
-from . import trainer_checkpoint, transformers_facts
+from . import trainer_checkpoint
+from .merging import merge_and_unload
 from .peft_folder import load_into
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_METHODS = (
-    "add_adapter",
-    "delete_adapter",
-    "disable_adapter",
-    "disable_adapters",
-    "enable_adapters",
-    "get_adapter_state_dict",
-    "load_adapter",
-    "print_trainable_parameters",
-    "save_pretrained",
-    "set_adapter",
-)
 _USUAL = {
     "push_to_hub": False,
     "distributed_checkpoint": False,
@@ -49,18 +38,11 @@ def install(model: nn.Module) -> None:
     if not callable(getattr(model, "get_adapter_state_dict", None)):
         return
     interface = AdapterInterface(model)
-    for name in _METHODS:
-        model.__dict__[name] = getattr(interface, name)
+    for name in vars(AdapterInterface):
+        if not name.startswith("_"):
+            model.__dict__[name] = getattr(interface, name)
     model.__dict__["active_adapters"] = ActiveAdapters(model)
     trainer_checkpoint.install(model)
-    transformers_facts.refresh(model)
-
-
-def uninstall(model: nn.Module) -> None:
-    """Undoes `install` on a copy that becomes a plain model."""
-    for name in (*_METHODS, *transformers_facts.FACTS, "active_adapters"):
-        model.__dict__.pop(name, None)
-    trainer_checkpoint.uninstall(model)
 
 
 class ActiveAdapters:
@@ -83,8 +65,8 @@ class ActiveAdapters:
         if len(names) > 1:
             raise ValueError(
                 f"active_adapters: this model has {len(names)} adapters ({', '.join(names)}), and PEFT's "
-                "optimizer helpers are made for one; give mlora_ext.adapter_parameters(model, name) to an "
-                "optimizer of your own for each"
+                "optimizer helpers support one; make an optimizer for each adapter from "
+                "mlora_ext.adapter_parameters(model, name)"
             )
         return iter(names)
 
@@ -108,8 +90,8 @@ class AdapterInterface:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name or [])
         if len(names) != 1:
             raise ValueError(
-                f"adapter_name: expected one adapter, got {adapter_name!r}: each row has one adapter here; "
-                "pass adapter_names=[...] (one per sample) to the forward call to use several"
+                f"adapter_name: expected one adapter, got {adapter_name!r}; to use several in one batch, "
+                "pass adapter_names=[...] (one per sample) to the forward call"
             )
         self._router.check_names("adapter_name", names)
         self._router.default = names[0]
@@ -167,8 +149,8 @@ class AdapterInterface:
             self._router.check_names("adapter_name", [name])
         elif name in self._router.adapters:
             raise ValueError(
-                f"adapter_name: the model has an adapter {name!r}; pass hotswap=True to give it the folder's "
-                "weights, or another name"
+                f"adapter_name: the model already has an adapter {name!r}; pass hotswap=True to overwrite "
+                "its weights with the folder's, or choose another name"
             )
         load_into(self.model, name, peft_model_id)
         if swaps:
@@ -219,13 +201,30 @@ class AdapterInterface:
         for option, value in {"push_to_hub": push_to_hub, **others}.items():
             if value is not None and value != _USUAL.get(option):
                 raise ValueError(
-                    f"{option}={value!r}: not supported with adapters, which are written as PEFT folders of "
-                    "one safetensors file each"
+                    f"{option}={value!r}: not supported: adapters are saved as PEFT folders with one "
+                    "safetensors file each; leave this option out"
                 )
         names = list(self._router.adapters if selected_adapters is None else selected_adapters)
         self._router.check_names("selected_adapters", names)
         if is_main_process:
             trainer_checkpoint.save(self.model, names, save_directory, state_dict)
+
+    def merge_and_unload(
+        self,
+        adapter_name: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: Sequence[str] | None = None,
+    ) -> nn.Module:
+        """Returns a plain copy with one adapter merged, as PEFT's: see `mlora_ext.merge_and_unload`.
+
+        `progressbar` is ignored: merging is too short for one. `adapter_names` may hold one name.
+        """
+        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
+            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
+        name = adapter_names[0] if adapter_names else adapter_name
+        return merge_and_unload(self.model, name, safe_merge=safe_merge)
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters train: see `mlora_ext.print_trainable_parameters`."""

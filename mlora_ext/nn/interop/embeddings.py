@@ -33,8 +33,8 @@ def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None
     found = {key: tensor for key, tensor in found.items() if not tensor.is_meta}
     if found:
         warnings.warn(
-            f"the vocabulary has {own} tokens, that of the base in {config._name_or_path} has {stored}: "
-            f"{', '.join(found)} are saved with the adapter",
+            f"the model's vocabulary has {own} tokens, that of the base in {config._name_or_path} has "
+            f"{stored}: {', '.join(found)} are saved with the adapter",
             stacklevel=2,
         )
     return found

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...adapters.registry import adapter_kind
-from .. import batch_statistics, checkpointing, forward
+from ..batch_statistics import StaysInEvaluation
 from ..control import one_adapter
 from ..linear import MultiLoRALinear
 from ..weights import adapter_layers
-from . import adapter_interface
 from .peft_folder import adapter_config
-
-
-class MergeAndUnload:
-    """A converted model's `merge_and_unload`, with PEFT's arguments.
-
-    An object, not a method, so that it is copied and pickled with its model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(
-        self,
-        adapter_name: str | None = None,
-        *,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: Sequence[str] | None = None,
-    ) -> nn.Module:
-        """Returns a plain copy with one adapter merged: see `mlora_ext.merge_and_unload`.
-
-        `progressbar` is ignored: merging is too short for one. `adapter_names` may hold one name.
-        """
-        if adapter_names is not None and (adapter_name is not None or len(adapter_names) != 1):
-            raise ValueError(f"adapter_names: expected one adapter to merge, got {adapter_names!r}")
-        name = adapter_names[0] if adapter_names else adapter_name
-        return merge_and_unload(self.model, name, safe_merge=safe_merge)
-
-
-def install(model: nn.Module) -> None:
-    """Gives a freshly converted model the method, if it is a Transformers model."""
-    if callable(getattr(model, "get_adapter_state_dict", None)):
-        model.__dict__["merge_and_unload"] = MergeAndUnload(model)
 
 
 def merge_and_unload(
@@ -67,8 +32,9 @@ def merge_and_unload(
 
     Raises:
         ValueError: if there is no such adapter, if there are several and none is named, or if its kind cannot
-            be merged. Also if one of its layers' weights is tied to another layer's, which would change, too.
-            With `safe_merge` also if a merged weight is not finite.
+            be merged. Also if a layer's frozen weight is of a kind without the original weight, such as 8-bit
+            integers, or one of the adapter's layers has a weight that is tied to another layer's, which would
+            change, too. With `safe_merge` also if a merged weight is not finite.
 
     Example:
         >>> merge_and_unload(model, "a").save_pretrained("merged")
@@ -78,6 +44,7 @@ def merge_and_unload(
     name = one_adapter(model, adapter_name)
     layers = adapter_layers(model, name)
     _refuse_other_kinds(name, layers)
+    _refuse_other_weights(model, name)
     _refuse_tied(model, layers)
     config = adapter_config(model, name)
     config.init_lora_weights = True
@@ -97,7 +64,17 @@ def _refuse_other_kinds(name: str, layers: dict[str, MultiLoRALinear]) -> None:
     for key, layer in layers.items():
         if not adapter_kind(layer.specs[name].kind).is_plain:
             raise ValueError(
-                f"adapter {name!r}: layer {key}: cannot be merged here; save it and merge it with PEFT"
+                f"adapter {name!r}: layer {key}: only plain LoRA can be merged, and this adapter is of kind "
+                f"{layer.specs[name].kind!r}; save it and merge it with PEFT"
+            )
+
+
+def _refuse_other_weights(model: nn.Module, name: str) -> None:
+    for key, layer in model.named_modules():
+        if isinstance(layer, MultiLoRALinear) and layer._parameters.get("weight") is None:
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: cannot be merged into a frozen weight of kind "
+                f"{type(layer.frozen).__name__}; save the adapter and merge it into the original base model"
             )
 
 
@@ -106,36 +83,37 @@ def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
     for key, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
-        if layer._parameters.get("weight") is None:
-            continue  # a frozen weight of another kind is never tied
         others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
         if others:
             raise ValueError(
-                f"layer {key}: its weight is tied to {', '.join(others)}, which merging would change, too; "
-                "untie them in the base model before it is converted"
+                f"layer {key}: its weight is tied to {', '.join(others)}, and merging would change both; "
+                "untie the weights before you convert the model"
             )
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
     """Returns a copy of the base model as it was before conversion, with its own weights."""
     copied = copy.deepcopy(model)
-    for attribute in ("forward", "_original_forward"):
+    for attribute in ("forward", "_original_forward", "peft_config", "_hf_peft_config_loaded"):
         copied.__dict__.pop(attribute, None)
     for key, module in list(copied.named_modules()):
         if isinstance(module, MultiLoRALinear):
             parent, _, child = key.rpartition(".")
             setattr(copied.get_submodule(parent), child, _plain_layer(module))
-    for part in (adapter_interface, batch_statistics, checkpointing, forward):
-        part.uninstall(copied)
-    for attribute in ("mlora_router", "merge_and_unload"):
-        copied.__dict__.pop(attribute, None)
+    for module in copied.modules():
+        stayed = isinstance(vars(module).get("train"), StaysInEvaluation)
+        for attributes in (vars(module), *(v for key, v in vars(module).items() if key.endswith("_hooks"))):
+            for key in [key for key, value in (attributes or {}).items() if _is_ours(value)]:
+                del attributes[key]
+        if stayed:
+            module.train(copied.training)
     return copied
 
 
-def _stored(layer: MultiLoRALinear) -> torch.Tensor:
-    """Returns a frozen weight of a kind other than plain, in a plain layer's layout."""
-    dense = layer.frozen.dense()
-    return dense.t().contiguous() if layer.fan_in_fan_out else dense
+def _is_ours(value: object) -> bool:
+    """Whether conversion made this attribute or hook: its class or function is one of `mlora_ext.nn`."""
+    wrapped = getattr(value, "hook", value)  # as torch stores hooks of `load_state_dict`
+    return str(getattr(wrapped, "__module__", "")).startswith("mlora_ext.nn.")
 
 
 def _plain_layer(layer: MultiLoRALinear) -> nn.Module:
@@ -144,9 +122,7 @@ def _plain_layer(layer: MultiLoRALinear) -> nn.Module:
     d_in, d_out = layer.in_features, layer.out_features
     with torch.device("meta"):
         plain: Any = Conv1D(d_out, d_in) if layer.fan_in_fan_out else nn.Linear(d_in, d_out)
-    own = layer._parameters.get("weight")
-    plain.weight = nn.Parameter(_stored(layer), requires_grad=False) if own is None else own
-    plain.bias = layer.bias
+    plain.weight, plain.bias = layer.weight, layer.bias
     for attribute in [key for key in plain.__dict__ if key.endswith("_hooks")]:
         plain.__dict__[attribute] = layer.__dict__[attribute]
     plain.train(layer.training)

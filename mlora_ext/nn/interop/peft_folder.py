@@ -74,7 +74,7 @@ def write_folder(
     router_of(model).check_names("name", [name])
     target = Path(folder)
     if target.exists() and not target.is_dir():
-        raise ValueError(f"folder: expected a folder to write, got the file {target}")
+        raise ValueError(f"folder: {target} is a file; give a folder")
     state = _whole_state(model, name, weights) | _changed_base(model, name, embeddings)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -114,9 +114,12 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     }
     for key in [*shapes, *given]:
         if key not in given:
-            raise ValueError(f"adapter {name!r}: {key} is not in this process; give it in weights")
+            raise ValueError(
+                f"adapter {name!r}: tensor {key} is missing in this process; pass the tensors of all "
+                "processes as weights="
+            )
         if key not in shapes:
-            raise ValueError(f"weights: {key} is no tensor of adapter {name!r}")
+            raise ValueError(f"weights: adapter {name!r} has no tensor {key}")
         if given[key].shape != shapes[key]:
             raise ValueError(
                 f"weights: {key}: expected shape {list(shapes[key])}, got {list(given[key].shape)}"
@@ -193,8 +196,9 @@ def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -
     for key, layer in adapter_layers(model, name).items():
         if key in plan and plan[key].scaling != layer.specs[name].scaling:
             raise ValueError(
-                f"adapter {name!r}: layer {key}: expected scaling {layer.specs[name].scaling:g} "
-                f"(lora_alpha, r, use_rslora), the folder has {plan[key].scaling:g}"
+                f"adapter {name!r}: layer {key}: the model's adapter has scaling "
+                f"{layer.specs[name].scaling:g}, the folder's has {plan[key].scaling:g}; load the folder "
+                "under another name, or add the adapter with the folder's lora_alpha, r and use_rslora"
             )
 
 
@@ -244,8 +248,8 @@ def read_config(path: Path) -> LoraConfig:
 
     if not (path / _CONFIG).is_file():
         inside = sorted(config.parent.name for config in path.glob(f"*/{_CONFIG}"))
-        hint = f"its adapters lie in {', '.join(inside)}" if inside else "is it a PEFT folder?"
-        raise ValueError(f"folder: expected {path} to have {_CONFIG}; {hint}")
+        hint = f"give one of its subfolders: {', '.join(inside)}" if inside else "give a PEFT folder"
+        raise ValueError(f"folder: {path} has no {_CONFIG}; {hint}")
     try:
         stored = json.loads((path / _CONFIG).read_text())
     except json.JSONDecodeError as error:
@@ -258,12 +262,12 @@ def read_config(path: Path) -> LoraConfig:
         # PEFT drops a newer version's fields with a warning; they may change what the adapter computes.
         if field not in known and value:
             raise ValueError(
-                f"folder: {path / _CONFIG}: {field}={value!r} is unknown to the PEFT installed here"
+                f"folder: {path / _CONFIG}: the installed PEFT does not know {field}={value!r}; upgrade PEFT"
             )
     try:
         config = LoraConfig.from_pretrained(str(path))
     except TypeError as error:
-        raise ValueError(f"folder: {path / _CONFIG}: PEFT refuses it: {error}") from error
+        raise ValueError(f"folder: {path / _CONFIG}: PEFT cannot read it: {error}") from error
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
     return without_start(config)
@@ -295,14 +299,14 @@ def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, T
     elif (path / _OLD_WEIGHTS).is_file():
         state = _unpickled(path / _OLD_WEIGHTS)
     else:
-        raise ValueError(f"folder: expected {path} to have {_WEIGHTS} or {_OLD_WEIGHTS}")
+        raise ValueError(f"folder: {path} has neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
     layers: dict[str, dict[str, Tensor]] = {}
     others, known = {}, parameter_names()
     for key, tensor in state.items():
         layer, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if part in known:
             if not tensor.float().isfinite().all():
-                raise ValueError(f"folder: {path}: the tensor {key} holds NaN or infinity")
+                raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
             layers.setdefault(layer, {})[part] = tensor
         else:
             others[key] = tensor
@@ -321,12 +325,13 @@ def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -
     for key, tensor in tensors.items():
         own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
         if own is None:
-            raise ValueError(f"folder: {path} has the tensor {key}, which plain LoRA adapters do not have")
+            raise ValueError(
+                f"folder: {path} contains the tensor {key}, which is not part of a plain LoRA adapter"
+            )
         # A tensor on the meta device is compared in the process that holds it.
         differs = not own.is_meta and not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
         if own.shape != tensor.shape or differs:
             raise ValueError(
-                f"folder: {path} has the tensor {key}, which PEFT stores with targeted or resized "
-                f"embeddings: expected that of this model ({list(own.shape)}), got other values "
-                f"({list(tensor.shape)}); load the base that the adapter was trained on"
+                f"folder: {path}: its base weight {key} {list(tensor.shape)} differs from this model's "
+                f"{list(own.shape)}; load the base model that the adapter was trained on"
             )

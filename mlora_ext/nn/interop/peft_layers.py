@@ -76,7 +76,7 @@ class PeftLayers:
         if len(found) > 1:
             raise ValueError(
                 f"adapter {name!r}: its layers have lora_dropout of {', '.join(map(str, sorted(found)))}; "
-                "expected one for all"
+                "use one value for all layers"
             )
         return found.pop() if found else default
 
@@ -132,24 +132,24 @@ def _check_kind(key: str, layer: Any) -> None:
 def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
     """Raises ValueError if PEFT leaves adapters of a layer out, or only some of its dropouts train."""
     if layer.merged:
-        raise ValueError(f"peft_model: adapters of {key} are merged into the base; unmerge_adapter first")
+        raise ValueError(f"peft_model: adapters of {key} are merged into the base; call unmerge_adapter()")
     if layer.disable_adapters:
         raise ValueError(
-            f"peft_model: adapters of {key} are disabled; enable them first (enable_adapter_layers of a PEFT "
-            "model, enable_adapters of a Transformers model)"
+            f"peft_model: adapters of {key} are disabled; call enable_adapter_layers() of a PEFT model, or "
+            "enable_adapters() of a Transformers model"
         )
     for name in layer.lora_A:
         if name not in configs:
             raise ValueError(f"peft_model: layer {key} has an adapter {name!r} without a config")
         if len(configs) == 1 and name not in layer.active_adapters:
             raise ValueError(
-                f"peft_model: adapter {name!r} is not active in {key}, and a converted model's only adapter "
-                f"always is; set_adapter({name!r}) first"
+                f"peft_model: adapter {name!r} is not active in {key}, but a converted model always uses its "
+                f"only adapter; call set_adapter({name!r})"
             )
     if len(_dropping(layer)) > 1:
         raise ValueError(
-            f"peft_model: some dropouts of {key} are in training mode and some are not; call train() or "
-            "eval() of the model first"
+            f"peft_model: some dropouts of {key} are in training mode and some are not; call the model's "
+            "train() or eval()"
         )
 
 
@@ -173,8 +173,10 @@ def _check_parts(key: str, layer: Any) -> None:
 def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(
-            f"{what}: its weight has hooks on its gradient, which conversion would drop: remove them before "
-            "it, and register them on mlora_ext.adapter_parameters after it"
+            f"{what}: its weight has hooks on its gradient, which conversion would discard; remove them, "
+            "convert the model, and register them on mlora_ext.adapter_parameters(...)"
         )
     if weight.dtype == torch.float64 != base.dtype:
-        raise ValueError(f"{what}: is fp64 on a base of {base.dtype}, and would be rounded: cast it first")
+        raise ValueError(
+            f"{what}: is fp64 on a base of {base.dtype}, and would be rounded; cast it to {base.dtype}"
+        )

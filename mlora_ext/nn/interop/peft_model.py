@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...adapters.lora_config import check_config, check_kind, check_name
+from ...adapters.lora_config import check_name
+from ...adapters.registry import kind_for
 from ..convert import convert_model
 from ..join import plan_adapter
 from ..linear import MultiLoRALinear
@@ -69,19 +70,18 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"peft_model: expected a model with PEFT's adapters, got {type(model).__name__}")
     if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
-        raise ValueError("peft_model: is converted already; use mlora_ext.add_adapter to add an adapter")
+        raise ValueError("peft_model: is already converted; use mlora_ext.add_adapter to add an adapter")
     configs = getattr(model, "peft_config", None) if isinstance(model, PeftModel) else None
     configs = configs or vars(model).get("peft_config")
     if not configs or not isinstance(configs, Mapping):
         raise ValueError(
             "peft_model: expected a PeftModel, a LoraModel, or a model with adapters from "
-            f"inject_adapter_in_model or add_adapter, got {type(model).__name__}, which is none; "
-            "mlora_ext.convert_model takes a plain model"
+            f"inject_adapter_in_model or add_adapter, got a plain {type(model).__name__}; convert it with "
+            "mlora_ext.convert_model"
         )
     for name, config in configs.items():
         check_name(name)
-        check_kind(name, config)
-        check_config(name, without_start(config))
+        kind_for(name, config).check(name, without_start(config))
     base: Any = model
     if isinstance(base, PeftModel):
         check_untouched("peft_model", base)
@@ -98,8 +98,8 @@ def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
     for key, parameter in base.named_parameters():
         if parameter.requires_grad and id(parameter) not in adapters:
             raise ValueError(
-                f"peft_model: {key.replace('.base_layer.', '.')} of the base requires a gradient, and "
-                "conversion freezes the base, which adapters share: call requires_grad_(False) on it first"
+                f"peft_model: {key.replace('.base_layer.', '.')} of the base requires a gradient, but "
+                "adapters share a frozen base; call requires_grad_(False) on it"
             )
 
 

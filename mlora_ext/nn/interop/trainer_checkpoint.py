@@ -31,16 +31,6 @@ def install(model: nn.Module) -> None:
     model.register_load_state_dict_post_hook(_excuse_base)
 
 
-def uninstall(model: nn.Module) -> None:
-    """Undoes `install` on a copy that becomes a plain model."""
-    before: Any = model._load_state_dict_pre_hooks
-    after: Any = model._load_state_dict_post_hooks
-    for key in [key for key, hook in before.items() if hook.hook is _read_step]:
-        del before[key]
-    for key in [key for key, hook in after.items() if hook is _excuse_base]:
-        del after[key]
-
-
 def adapter_tensors(
     model: nn.Module, name: str, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -94,8 +84,8 @@ def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> 
     if found:
         some = [*list(found)[:3], *(["..."] if len(found) > 3 else [])]
         warnings.warn(
-            f"{', '.join(some)}: trained parts of the base model are saved in {_FILE}, from which Trainer "
-            "resumes; PEFT reads the adapters only",
+            f"{', '.join(some)}: trained parts of the base model are saved in {_FILE}: Trainer resumes from "
+            "it, PEFT loads the adapters only",
             stacklevel=4,
         )
     return found
@@ -114,8 +104,8 @@ def _clear_root(folder: Path) -> None:
         return
     if not (folder / _FILE).exists():
         raise ValueError(
-            f"save_directory: {folder} is a PEFT folder of one adapter, which PEFT would load in place of "
-            "these; give another folder"
+            f"save_directory: {folder} already holds a PEFT adapter, and PEFT would load it in place of "
+            "these; choose another folder"
         )
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (folder / name).unlink(missing_ok=True)
@@ -128,8 +118,8 @@ def _refuse_other_model(folder: Path) -> None:
         with safe_open(folder / _FILE, framework="pt") as file:
             if _STEP not in file.keys():  # noqa: SIM118  (a file, not a dict)
                 raise ValueError(
-                    f"save_directory: {folder / _FILE} holds the weights of a model, which would be lost; "
-                    "give another folder, or write one adapter with mlora_ext.save_adapter"
+                    f"save_directory: refusing to overwrite the model weights in {folder / _FILE}; choose "
+                    "another folder, or save one adapter with mlora_ext.save_adapter"
                 )
 
 

@@ -44,13 +44,6 @@ def install(model: nn.Module) -> None:
         encoder.register_forward_pre_hook(_before_encoder, with_kwargs=True)
 
 
-def uninstall(model: nn.Module) -> None:
-    """Undoes `install` on a copy that becomes a plain model."""
-    hooks: dict[int, Any] = getattr(_encoder(model), "_forward_pre_hooks", {})
-    for key in [key for key, hook in hooks.items() if hook is _before_encoder]:
-        del hooks[key]
-
-
 def _encoder(model: nn.Module) -> nn.Module | None:
     """Returns the encoder of an encoder-decoder, or None."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -112,8 +105,8 @@ def _check_batch(router: Router, route: Route, batch: int) -> None:
     if route.mixed and names and batch not in (names, names * route.copies):
         router.forget_places()
         raise ValueError(
-            f"adapter_names: {names} samples were given names, and the model calls itself with {batch}, so "
-            "which of them these are is unknown; give the whole batch one adapter"
+            f"adapter_names: got {names} names, but the model calls itself with {batch} samples, and which "
+            "adapter each has is unknown; use one adapter for the whole batch"
         )
 
 
@@ -122,8 +115,8 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and part.training:
             raise ValueError(
-                f"layer {name}: normalises by the statistics of the batch, which holds rows of several "
-                "adapters; put it into evaluation mode"
+                f"layer {name}: a BatchNorm in training mode uses statistics of the whole batch, so one "
+                "adapter's samples would change another's results; call eval() on it"
             )
 
 

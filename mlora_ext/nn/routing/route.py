@@ -179,16 +179,14 @@ class Route:
     def _layout(self, rows: int) -> SegmentLayout:
         if self.layout is not None:
             return self.layout
-        if not self.samples or self._selects(rows):
+        # Rows may be a selection of one adapter's rows, as inside a mixture of experts.
+        selects = len(set(self.samples)) == 1 and rows % len(self.samples) != 0
+        if not self.samples or selects:
             return SegmentLayout.from_lengths([rows], [0 if self.names else -1])
         each = rows // len(self.samples)
         # One segment per sample: if neighbours were merged, other samples would decide where sums are cut.
         row0 = _first_rows(self.samples, max(each, ROWS_OF_A_SAMPLE))
         return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
-
-    def _selects(self, rows: int) -> bool:
-        """Whether the rows are a selection of one adapter's rows, as inside a mixture of experts."""
-        return len(set(self.samples)) == 1 and rows % len(self.samples) != 0
 
     @cached_property
     def mixed(self) -> bool:
@@ -206,32 +204,28 @@ class Route:
         rows = x.numel() // x.shape[-1]
         if self.layout is not None and rows != self.layout.total_rows:
             raise ValueError(
-                f"layer {layer}: expected rows of the active route ({self.layout.total_rows}), "
-                f"got x of shape {list(x.shape)}"
+                f"layer {layer}: the active route has {self.layout.total_rows} rows, got x of shape "
+                f"{list(x.shape)}"
             )
         if not self.mixed or (self.layout is not None and self.places is None):
             return None
-        if self.places is None and _holds_no_numbers(x):
-            return None
+        if self.places is None and (x.is_meta or isinstance(x, FakeTensor)):
+            return None  # it holds no numbers
         places = self.places or {}
         place = places.get((layer, x.dim())) or places.get(EVERY, _NOT_CALLED)
         if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.sizes):
-            place = "the trial passes showed it an x of another form; the next call makes them anew"
+            place = "x had another shape in the trial passes; call the model again, which repeats them"
         if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
-            place = "its rows are in another order than those of the route; use adapter_names="
+            place = "its rows are not in the order of the route; use adapter_names= instead"
         if isinstance(place, str):
             raise ValueError(
                 f"layer {layer}: cannot tell which rows of x, of shape {list(x.shape)}, belong to which "
-                f"sample: {place}; give the whole batch one adapter, or do not target this layer"
+                f"sample: {place}; use one adapter for the whole batch, or do not target this layer"
             )
         return None if place.is_plain else place
 
 
-_NOT_CALLED = "it is called outside of the model's own forward, or was not called in the trial passes"
-
-
-def _holds_no_numbers(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)
+_NOT_CALLED = "it was not called in the trial passes, or is called outside of the model's own forward"
 
 
 def _first_rows(samples: Sequence[int], stride: int) -> list[int]:

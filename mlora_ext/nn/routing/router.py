@@ -23,7 +23,7 @@ from ...ops.segments import SegmentLayout
 from .in_flight import ForwardsInFlight, attach_token
 from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, SharedInput, only_used
 from .samples import Places, SampleDim
-from .thread_guard import ThreadGuard, calling_frame, is_running
+from .thread_guard import ThreadGuard, calling_frame, inside_backward, is_running
 from .trial_passes import Observer
 
 
@@ -99,7 +99,7 @@ class Router:
         if isinstance(names, str):
             raise ValueError(f"names: expected a list of adapters, got {names!r}; write [{names!r}]")
         if isinstance(steps, int):
-            raise ValueError(f"steps: expected a list of one per name, got {steps}")
+            raise ValueError(f"steps: expected a list with one step per name, got {steps}")
         default, names = names is None, tuple(self.adapters if names is None else names)
         self.check_names("names", names)
         if len(set(names)) != len(names):
@@ -147,7 +147,7 @@ class Router:
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
         try:
-            self._set(route, _in_backward())
+            self._set(route, inside_backward())
             yield
         finally:
             self.leave_interrupted()
@@ -205,7 +205,7 @@ class Router:
         describes other rows, or if several forward passes are in flight and the recomputed one is unknown.
         Raises RuntimeError if another thread is inside a route.
         """
-        rows, in_backward = x.numel() // x.shape[-1], _in_backward()
+        rows, in_backward = x.numel() // x.shape[-1], inside_backward()
         recomputing = in_backward and not self._entered_in_backward
         self.thread_guard.check(self._entered_in_backward and not in_backward)
         if self.active is not None and torch.is_grad_enabled():
@@ -237,17 +237,14 @@ class Router:
             )
         return self._route(names, None, samples=(0 if names else -1,) * samples)
 
-    def _knows_all_rows(self) -> bool:
-        return self.disabled or self.default is not None or len(self.adapters) <= 1
-
     def _unrouted(self, layer: RoutedLayer, samples: int) -> Route:
         """Returns the only adapter's route, for a layer called outside the model's forward and any route."""
         route = self._only_adapter(samples)
         if layer.training and any(layer.group.dropout) and torch.is_grad_enabled():
             raise ValueError(
-                f"layer {layer.name}: a part of the model trains with lora_dropout outside of the model's "
-                "own forward and of any route, so every step would draw the same masks: call the converted "
-                "model itself, or this part of it inside mlora_ext.route(...)"
+                f"layer {layer.name}: outside of the model's own forward and of any route, lora_dropout "
+                "draws the same masks in every step; call the converted model itself, or this part of it "
+                "inside mlora_ext.route(...)"
             )
         return route
 
@@ -260,8 +257,8 @@ class Router:
         unknown = not routes and (self._in_flight.recorded or len(self.adapters) > 1)
         if unknown or len({self._identity(route) for route in routes}) > 1:
             raise ValueError(
-                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which is "
-                "being recomputed: call the converted model itself, run each backward before the next "
+                f"{len(routes)} forward passes are in flight, and a checkpointed layer cannot tell which one "
+                "backward recomputes; call the converted model itself, run each backward before the next "
                 "forward, or checkpoint with use_reentrant=False and "
                 "context_fn=mlora_ext.nn.checkpoint_contexts(model)"
             )
@@ -293,7 +290,8 @@ class Router:
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
         self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
-        if route is None and self.active is None and self._knows_all_rows():
+        knows_all_rows = self.disabled or self.default is not None or len(self.adapters) <= 1
+        if route is None and self.active is None and knows_all_rows:
             route = self._only_adapter(samples)
         if route is None and self.active is not None and self.active.layout is None:
             route = self.active
@@ -301,7 +299,7 @@ class Router:
             self.active.called = True
         if route is not None:
             route.rows = rows
-            self._set(route, _in_backward())
+            self._set(route, inside_backward())
 
     def end_call(self, output: object, training: bool) -> None:
         """Ends a top-level forward: leaves its route; advances the step unless it failed (`output` None)."""
@@ -310,7 +308,7 @@ class Router:
             return  # the call was refused before it began
         route = self.active
         before, in_backward = self._calls.pop().before
-        if output is not None and training and torch.is_grad_enabled() and not _in_backward():
+        if output is not None and training and torch.is_grad_enabled() and not inside_backward():
             self.step += 1
             token = attach_token(output)
             if route is not None and token is not None:
@@ -325,10 +323,6 @@ class Router:
         while self._calls and self._calls[-1].interrupted():
             self._set(*self._calls.pop().before)
             self.thread_guard.give()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def router_of(model: nn.Module) -> Router:
@@ -378,7 +372,7 @@ def route(
         yield
         # Layers inside a reentrant checkpoint see gradients off, so `entered.trained` does not tell.
         trained = entered.trained or (torch.is_grad_enabled() and not entered.called)
-        if trained and model.training and not _in_backward() and not entered.recorded:
+        if trained and model.training and not inside_backward() and not entered.recorded:
             router._in_flight.record(entered, None)
             if entered.automatic and not entered.called:
                 router.step += 1

@@ -97,7 +97,7 @@ def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
-        return {EVERY: f"in a trial pass the model fails ({type(error).__name__}: {error})"}
+        return {EVERY: f"the model failed in a trial pass ({type(error).__name__}: {error})"}
     inputs = {(layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls}
     return {one: _find_place(passes, *one, sizes) for one in inputs}
 
@@ -117,7 +117,7 @@ def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[floa
         return found
     if not _have_moved_on(found, before, calls(passes.rolled), batch):
         rolled = [calls(seen) for seen in passes.rolled_and_changed]
-        again = _by_changes(rolled, batch) if rolled else "the model takes its samples in this order only"
+        again = _by_changes(rolled, batch) if rolled else "the model accepts its samples in this order only"
         if found != again and not (isinstance(again, list) and found in again):
             return "the order of its rows depends on their values"
     return _with_ratios(found, [shape for shape, _ in before], batch, sizes)
@@ -129,7 +129,7 @@ def _with_ratios(
     """Returns the place with its ratios, for use with other batches; a reason if the layer's calls differ."""
     entries = {shape[place.dim] // batch for shape in shapes}
     if place.order != "single" and len(entries) > 1:
-        return "its calls see other numbers of rows of each sample"
+        return "its calls get different numbers of rows for each sample"
     number = entries.pop()
     return place._replace(ratios=tuple(number / size if size else 0.0 for size in sizes))
 
@@ -141,7 +141,7 @@ Calls = Sequence[tuple[torch.Size, Tensor]]
 def _by_changes(passes: Sequence[Calls], batch: int) -> SampleDim | str | list[SampleDim]:
     """Returns the place that fits the rows that changed in each pass, all places that do, or a reason."""
     if any([shape for shape, _ in calls] != [shape for shape, _ in passes[0]] for calls in passes):
-        return "its rows are a selection that depends on their values, as inside a mixture of experts"
+        return "which rows it gets depends on their values, as in a mixture of experts"
     possible: list[SampleDim] | None = None
     changed, sure = False, True
     for shape, owners in _owners(passes):
@@ -213,7 +213,7 @@ def _by_growth(
 
     `grown`: how many samples came twice, and the layer's calls then. Else returns a reason.
     """
-    unknown = "its rows do not follow from the samples, as positions that all samples share"
+    unknown = "its rows do not depend on the samples, such as positions that all samples share"
     left = list(possible)
     for count, after in grown:
         shapes = list(zip((shape for shape, _ in before), (shape for shape, _ in after), strict=False))

@@ -6,6 +6,7 @@ import sys
 import threading
 from types import FrameType
 
+import torch
 from torch import nn
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
@@ -77,11 +78,16 @@ def is_running(frame: FrameType) -> bool:
     return outer is frame
 
 
+def inside_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _refusal() -> RuntimeError:
     return RuntimeError(
-        "another thread is inside a forward pass, `generate` or route of this model; a model has one active "
-        "route at a time: hold a lock of your own around each, or put the samples of all threads into one "
-        "batch with adapter_names"
+        "another thread is inside a forward pass, `generate` or route of this model, and only one thread at "
+        "a time can be; guard these calls with a lock, or put the samples of all threads into one batch with "
+        "adapter_names"
     )
 
 

@@ -121,7 +121,7 @@ def packed_attention(
     """
     if packed_sequences is None:
         raise ValueError(
-            f"{type(module).__name__}: the model does not hand packed_sequences on to its attention layers"
+            f"{type(module).__name__}: the model does not pass packed_sequences on to its attention layers"
         )
     _refuse(module, query, key, attention_mask, dropout, is_causal, others)
     packed_sequences.windows[getattr(module, "layer_idx", None)] = sliding_window
@@ -164,14 +164,16 @@ def _refuse(
 ) -> None:
     name = type(module).__name__
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
-        raise ValueError(f"{name}: attends to later tokens; only causal attention can be packed")
+        raise ValueError(f"{name}: attends to later tokens; packed rows need causal attention")
     if attention_mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise ValueError(f"{name}: brings a mask, a batch or cached keys of its own to packed attention")
+        raise ValueError(
+            f"{name}: uses a mask, a batch or cached keys, which packed attention does not support"
+        )
     if dropout:
         raise ValueError(f"{name}: expected attention dropout 0, got {dropout}")
     for key_, value in others.items():
         if key_ not in _WITHOUT_EFFECT and value is not None and value is not False:
-            raise ValueError(f"{name}: asks attention for {key_!r}, which packed attention does not know")
+            raise ValueError(f"{name}: uses {key_!r}, which packed attention does not support")
 
 
 def _flash_serves(query: Tensor, value: Tensor) -> bool:

@@ -78,7 +78,7 @@ class BaseInfo:
             except (OSError, ValueError, KeyError) as error:
                 raise RunError(
                     f"base_model: cannot load the tokenizer of {self.name}: {first_line(error)}; "
-                    "only datasets of format tokens need none"
+                    "use datasets of format tokens, which need none"
                 ) from error
         assert self._tokenizer is not None
         return self._tokenizer

@@ -170,7 +170,7 @@ def take_apart(model: PreTrainedModel, cut: Cut | None = None) -> BaseModel:
     body = model.base_model
     if body is model or model.get_output_embeddings() is None:
         raise ValueError(
-            f"base_model: {type(model).__name__} is no causal language model with a body and a head"
+            f"base_model: {type(model).__name__} is not a causal language model with a body and a head"
         )
     register_packed_attention()
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}

@@ -5,7 +5,7 @@ A stage keeps the whole skeleton, every module under its name. Tensors of other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,7 +100,11 @@ class Cut:
             weight: Any = self.model.get_input_embeddings().weight
             shape = (1, received.shape[0], weight.shape[-1])
             inputs["inputs_embeds"] = rows(shape, received.dtype, received.device, noise)
-            absent = [StandIn(self.model.get_submodule(name), noise) for name in self._absent()]
+            absent = [
+                StandIn(self.model.get_submodule(name), noise)
+                for name, places in self.outer.items()
+                if BEFORE in places and not (self.span.is_last and BEHIND in places)
+            ]
         blocks = self.model.get_submodule(self.blocks)
         assert isinstance(blocks, BlockList)
         try:
@@ -108,12 +112,6 @@ class Cut:
                 return module(**inputs)
         except LeftStage as left:
             return left.hidden
-
-    def _absent(self) -> Iterator[str]:
-        """Yields modules that are called before the blocks and are not here."""
-        for name, places in self.outer.items():
-            if BEFORE in places and not (self.span.is_last and BEHIND in places):
-                yield name
 
 
 def cut_model(model: PreTrainedModel, span: Span) -> Cut:
@@ -125,8 +123,8 @@ def cut_model(model: PreTrainedModel, span: Span) -> Cut:
     fits = 0 <= span.stage < span.stages and 0 <= span.first < span.last <= count
     if not fits or span.is_first is not (span.first == 0) or span.is_last is not (span.last == count):
         raise ValueError(
-            f"span: {type(model).__name__} has {count} blocks, so that stage {span.stage} of {span.stages} "
-            f"cannot have blocks {span.first} to {span.last - 1}"
+            f"span: stage {span.stage} of {span.stages} cannot have blocks {span.first} to {span.last - 1}: "
+            f"{type(model).__name__} has {count} blocks"
         )
     cut = Cut(model, span, blocks, outer_modules(model, blocks))
     _drop_others(model, cut)
@@ -190,7 +188,7 @@ def outer_modules(model: PreTrainedModel, blocks: str) -> dict[str, frozenset[st
     except (TypeError, AttributeError, LookupError, ValueError, RuntimeError, StopIteration) as error:
         raise ValueError(
             f"base_model: {type(model).__name__} cannot be cut into stages: its body does not run without "
-            f"blocks: {' '.join(str(error).split())}"
+            f"its blocks: {' '.join(str(error).split())}"
         ) from error
     finally:
         model.train(training)

@@ -98,7 +98,7 @@ def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[
     groups: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if not request.input_ids:
-            raise ValueError("a prompt has no tokens; the base model needs at least one to begin with")
+            raise ValueError("a prompt has no tokens; give at least one")
         groups.setdefault(len(request.input_ids), []).append(index)
     for length in sorted(groups):
         # similar budgets share a batch, so that it ends soon after its shortest completion

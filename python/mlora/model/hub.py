@@ -18,7 +18,7 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
     """
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"base_model: {name} holds no config.json; is it a model's folder?")
+            raise ValueError(f"base_model: {name} has no config.json; give a model's folder")
         return
     if Path(name).is_file():
         raise ValueError(f"base_model: {name} is a file; expected a model's folder or a model on the hub")
@@ -27,7 +27,7 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
         raise ValueError(nowhere)
     reason = _hub_says(name)
     if reason:
-        raise ValueError(f"{nowhere}, and the hub does not give {name}: {reason}")
+        raise ValueError(f"{nowhere}, and the hub cannot provide {name}: {reason}")
 
 
 def refuse_quantized(name: str, config: Any) -> None:
@@ -38,8 +38,7 @@ def refuse_quantized(name: str, config: Any) -> None:
             method = said.get("quant_method") if isinstance(said, dict) else None
             raise ValueError(
                 f"base_model: {name} is quantized ({method or 'its config.json has a quantization_config'}), "
-                "and quantized bases are not supported yet; give the model that it was made of, in bf16, "
-                "fp16 or fp32"
+                "and quantized bases are not supported yet; use the original model in bf16, fp16 or fp32"
             )
 
 
@@ -65,11 +64,11 @@ def _hub_says(name: str) -> str | None:
     except RepositoryNotFoundError:
         return "there is no such model, or it is private and needs `hf auth login`"
     except EntryNotFoundError:
-        return "it holds no config.json"
+        return "it has no config.json"
     except HFValidationError:
-        return "it is no model's name"
+        return "this is not a valid model name"
     except OfflineModeIsEnabled:
-        return "it is not in the cache, and HF_HUB_OFFLINE keeps from asking"
+        return "it is not in the cache, and HF_HUB_OFFLINE forbids downloads"
     except HfHubHTTPError as error:
         return error.server_message or f"status {error.response.status_code}"
     except HTTPError as error:

@@ -89,7 +89,7 @@ def _empty(make: Callable[[], Any]) -> PreTrainedModel:
 def refuse_missing(source: str, missing: list[str]) -> None:
     """Refuses a checkpoint without some weights (ValueError): Transformers draws random values for them."""
     if missing:
-        raise ValueError(f"base_model: {source} lacks {len(missing)} weights, {missing[0]} among them")
+        raise ValueError(f"base_model: {source} is missing {len(missing)} weights, for example {missing[0]}")
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -64,12 +64,12 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
         raise ValueError(f"base_model: {name} does not use Transformers' AttentionInterface")
     _check_windows(name, config, sequences)
     if base.is_last:
-        step = "packed sequences give other logits than unpacked ones"
+        step = "packed and unpacked sequences give different logits"
         _require_close(base.logits(packed), own, name, step)
     else:
         # By row: some models have a few huge values in the first row of a sequence.
         size = own.abs().amax(-1, keepdim=True)
-        step = "packed sequences give other hidden states than unpacked ones"
+        step = "packed and unpacked sequences give different hidden states"
         _require_close(packed / size, own / size, name, step)
 
 
@@ -96,11 +96,13 @@ def _alone(base: BaseModel, name: str, ids: list[Tensor], states: list[Tensor] |
     bodies = torch.cat([_hidden(base, base.run(base.body, *part, use_cache=False)[0]) for part in parts])
     if not base.is_last:
         if not torch.isfinite(bodies).all():
-            raise ValueError(f"base_model: {name}: its hidden states are not all numbers; are its weights?")
+            raise ValueError(
+                f"base_model: {name}: its hidden states contain NaN or infinity; check its weights"
+            )
         return bodies
     own = torch.cat([base.run(base.model, *part, use_cache=False).logits[0] for part in parts])
     if not torch.isfinite(own).all():
-        raise ValueError(f"base_model: {name}: its own logits are not all numbers; are its weights?")
+        raise ValueError(f"base_model: {name}: its own logits contain NaN or infinity; check its weights")
     step = "its logits are not head(body(x)): unknown step after the head"
     _require_close(base.logits(bodies), own, name, step)
     return own
@@ -110,8 +112,8 @@ def _hidden(base: BaseModel, output: Tensor) -> Tensor:
     """Returns `[L, D]` from the output of the body (`[1, L, D]`) or of a stage (`[L, D]`)."""
     if not base.is_last and output.shape[1:] != (base.hidden_size,):
         raise ValueError(
-            f"base_model: {type(base.model).__name__} cannot be cut into stages: expected its blocks to hand "
-            f"on {base.hidden_size} values per token, got hidden states of shape {list(output.shape)}"
+            f"base_model: {type(base.model).__name__} cannot be cut into stages: expected its blocks to "
+            f"return {base.hidden_size} values per token, got hidden states of shape {list(output.shape)}"
         )
     return output.flatten(0, -2)
 
@@ -132,8 +134,8 @@ def _check_cut(base: BaseModel, state: Tensor) -> None:
 def _not_sound(base: BaseModel, reason: str = "") -> ValueError:
     assert base.cut is not None
     return ValueError(
-        f"base_model: {type(base.model).__name__} cannot be cut into stages: from block "
-        f"{base.cut.span.first} on it uses more than the hidden state of the block before{reason}"
+        f"base_model: {type(base.model).__name__} cannot be cut into stages: block {base.cut.span.first} or "
+        f"a later one uses more than the hidden state of the block before{reason}"
     )
 
 

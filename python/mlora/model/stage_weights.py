@@ -94,8 +94,8 @@ def _files(source: str, named: str | None) -> dict[str, str]:
     if index is None:
         found = f", only {WEIGHTS_NAME}" if (Path(source) / WEIGHTS_NAME).is_file() else ""
         raise ValueError(
-            f"it holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{found}; stages read weights "
-            "by name from safetensors files"
+            f"it has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{found}; several stages need "
+            "safetensors files: save the model with save_pretrained"
         )
     weight_map: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
     return weight_map
@@ -119,7 +119,7 @@ def _open(
         if name not in handles:
             path = _cached(source, name)
             if path is None:
-                raise ValueError(f"it lacks the file {name}")
+                raise ValueError(f"the file {name} is missing")
             handles[name] = stack.enter_context(TensorFile(path))
     return {name: _Lazy(handles[files[key]], key) for name, key in wanted.items()}
 

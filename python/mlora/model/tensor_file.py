@@ -63,7 +63,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         """Reads a tensor into memory of its own; ValueError if torch lacks its dtype."""
         entry = self._entries[key]
         if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{self._path}: {key}: dtype {entry['dtype']} is not one that torch has")
+            raise ValueError(f"{self._path}: {key}: torch has no dtype {entry['dtype']}")
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         place, end = (self._begin + offset for offset in entry["data_offsets"])
         if place == end:

@@ -28,7 +28,7 @@ def register_objective(name: str, kind: type[Objective]) -> None:
         ValueError: another objective has this name.
     """
     if _OBJECTIVES.get(name, kind) is not kind:
-        raise ValueError(f"objective: there is an objective {name!r} already; choose another name")
+        raise ValueError(f"objective: the name {name!r} is taken; choose another one")
     _OBJECTIVES[name] = kind
 
 

@@ -40,26 +40,8 @@ class AdamW(Optimizer):
     ) -> None:
         parameters = [self.parameters[i] for i in index]
         first, second = ([self.state[i][order] for i in index] for order in (0, 1))
-        self._update(parameters, list(gradients), first, second, learning_rate, scale, steps)
-
-    def _update(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        first: list[Tensor],
-        second: list[Tensor],
-        learning_rate: float,
-        scale: float,
-        steps: int,
-    ) -> None:
-        torch._foreach_mul_(gradients, scale)
-        counts = list(torch.full((len(parameters),), float(steps)).unbind())
-        values = self._values(learning_rate)
-        adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
-
-    def _values(self, learning_rate: float) -> dict[str, Any]:
         config = self.config
-        return {
+        values = {
             "amsgrad": False,
             "beta1": config.adam_beta1,
             "beta2": config.adam_beta2,
@@ -68,6 +50,14 @@ class AdamW(Optimizer):
             "eps": config.adam_epsilon,
             "maximize": False,
         }
+        self._update([parameters, list(gradients), first, second], values, scale, steps)
+
+    def _update(self, tensors: list[list[Tensor]], values: dict[str, Any], scale: float, steps: int) -> None:
+        """Calls PyTorch's function with Parameters, gradients, first and second moments."""
+        parameters, gradients, first, second = tensors
+        torch._foreach_mul_(gradients, scale)
+        counts = list(torch.full((len(parameters),), float(steps)).unbind())
+        adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
 
 
 class FusedAdamW(AdamW):
@@ -77,19 +67,10 @@ class FusedAdamW(AdamW):
     def step_bytes(shapes: Shapes) -> int:
         return 0
 
-    def _update(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        first: list[Tensor],
-        second: list[Tensor],
-        learning_rate: float,
-        scale: float,
-        steps: int,
-    ) -> None:
+    def _update(self, tensors: list[list[Tensor]], values: dict[str, Any], scale: float, steps: int) -> None:
         # torch.optim.AdamW(fused=True) calls this kernel too, but takes twice the time for 28 small tensors.
+        parameters, gradients, first, second = tensors
         device = parameters[0].device
         counts = [torch.tensor(steps + 1.0, device=device)] * len(parameters)
         divisor = torch.tensor(1.0 / scale, device=device)
-        values = self._values(learning_rate)
         torch._fused_adamw_(parameters, gradients, first, second, [], counts, grad_scale=divisor, **values)

@@ -75,6 +75,6 @@ class AdapterOptimizer:
         ValueError if `state` lacks a Parameter of this stage or a shape differs.
         """
         if state and not set(self._names) <= set(state):
-            raise ValueError("state: the optimizer's moments are those of other Parameters")
+            raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
         self._optimizer.load_state([state.get(name, ()) for name in self._names])
         self.steps = steps

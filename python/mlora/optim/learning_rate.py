@@ -31,7 +31,7 @@ def schedule_of(config: OptimConfig) -> Callable[[int], float]:
             scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
         )
         if not isinstance(scheduler, LambdaLR):
-            raise ValueError("is no function of the step alone")
+            raise ValueError("depends on more than the step, which is not supported")
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         for step in {0, config.warmup_steps, max((config.total_steps or 1) - 1, 0)}:
             if not math.isfinite(factor(step)):

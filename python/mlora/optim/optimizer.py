@@ -83,7 +83,7 @@ class Optimizer(ABC):
         """
         for parameter, tensors in zip(self.parameters, state, strict=True):
             if any(tensor.shape != parameter.shape for tensor in tensors):
-                raise ValueError("state: the optimizer's moments are those of other Parameters")
+                raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
         # kernels ask for moments with the strides of the Parameter
         self.state = [
             [torch.zeros_like(parameter).copy_(tensor) for tensor in tensors]

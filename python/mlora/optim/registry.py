@@ -29,7 +29,7 @@ def register_optimizer(name: str, kind: Kind) -> None:
         ValueError: another optimizer has this name.
     """
     if _OPTIMIZERS.get(name, kind) is not kind:
-        raise ValueError(f"optim: there is an optimizer {name!r} already; choose another name")
+        raise ValueError(f"optim: the name {name!r} is taken; choose another one")
     _OPTIMIZERS[name] = kind
 
 

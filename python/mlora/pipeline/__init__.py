@@ -13,19 +13,13 @@ if TYPE_CHECKING:
     from .stage import Hooks, LossFn, MicroBatch, Stage
 
 _HOMES = {
-    "Driver": "driver",
-    "FirstStage": "across",
-    "Hooks": "stage",
-    "LossFn": "stage",
-    "MicroBatch": "stage",
-    "Neighbours": "neighbours",
-    "Pipeline": "runtime",
-    "PipelineError": "runner",
-    "RoundPosition": "order",
-    "Result": "driver",
-    "Stage": "stage",
-    "connect_neighbours": "neighbours",
-    "StageProcess": "across",
+    "across": ("FirstStage", "StageProcess"),
+    "driver": ("Driver", "Result"),
+    "neighbours": ("Neighbours", "connect_neighbours"),
+    "order": ("RoundPosition",),
+    "runner": ("PipelineError",),
+    "runtime": ("Pipeline",),
+    "stage": ("Hooks", "LossFn", "MicroBatch", "Stage"),
 }
 
 __all__ = [
@@ -47,6 +41,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import, and schedules and their simulator do not need it
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mlora.pipeline' has no attribute {name!r}")
-    return getattr(import_module(f"mlora.pipeline.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"mlora.pipeline.{module}"), name)
+    raise AttributeError(f"module 'mlora.pipeline' has no attribute {name!r}")

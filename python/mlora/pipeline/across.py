@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from .actions import Schedule
 from .driver import Driver
 from .link import CREDIT_BYTES, Link
+from .message import Message
 from .neighbours import Direction, Neighbours
 from .order import order_of
 from .port import WirePort
@@ -58,25 +60,18 @@ class StageProcess:
         stage = Stage(module, index, count, loss_fn, hooks, Trace(trace))
         self.runner = Runner(stage, order_of(schedule, index, count, in_flight), name)
 
-        options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": stage.trace}
-        before, after = neighbours.from_previous, neighbours.from_next
-        if before is not None and neighbours.to_previous is not None:
-            out, into = _port(neighbours.to_previous, place), _port(before, place)
-            self.runner.before = Link(out, into, self.runner.from_before, f"stage {before.peer}", **options)
-        if after is not None and neighbours.to_next is not None:
-            out, into = _port(neighbours.to_next, place), _port(after, place)
-            self.runner.after = Link(out, into, self.runner.from_after, f"stage {after.peer}", **options)
-        self.replicas = [
-            Link(
-                _port(to, place),
-                _port(back, place),
-                self.runner.from_replica,
-                f"stage {to.peer}",
-                keeps=False,
-                **options,
-            )
-            for to, back in neighbours.replicas
-        ]
+        def link(to: Direction, back: Direction, deliver: Callable[[Message], None], keeps: bool) -> Link:
+            out, into = (WirePort(way.wire, place, way.nccl) for way in (to, back))
+            options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay, "trace": stage.trace}
+            return Link(out, into, deliver, f"stage {to.peer}", keeps=keeps, **options)
+
+        if neighbours.to_previous is not None and neighbours.from_previous is not None:
+            there, back = neighbours.to_previous, neighbours.from_previous
+            self.runner.before = link(there, back, self.runner.from_before, keeps=True)
+        if neighbours.to_next is not None and neighbours.from_next is not None:
+            there, back = neighbours.to_next, neighbours.from_next
+            self.runner.after = link(there, back, self.runner.from_after, keeps=True)
+        self.replicas = [link(*ways, self.runner.from_replica, keeps=False) for ways in neighbours.replicas]
         chain = [found for found in (self.runner.before, self.runner.after) if found is not None]
         self._links = [*chain, *self.replicas]
         for found in self._links:
@@ -98,16 +93,8 @@ class StageProcess:
             link.join()
 
 
-def _port(way: Direction, device: torch.device) -> WirePort:
-    return WirePort(way.wire, device, way.nccl)
-
-
 class FirstStage(Driver):
-    """Feeds a pipeline over several processes, from the process of its first stage.
-
-    Args:
-        own: this process's stage.
-    """
+    """Feeds a pipeline over several processes, from the process of its first stage, `own`."""
 
     def __init__(self, own: StageProcess) -> None:
         super().__init__(own.runner, own.replicas)

@@ -62,7 +62,7 @@ def check_schedule(schedule: Schedule) -> int:
     for stage, actions in enumerate(schedule):
         for action in actions:
             if action.stage != stage:
-                raise ValueError(f"schedule: {action} stands in the list of stage {stage}")
+                raise ValueError(f"schedule: stage {stage} has the action {action} of another stage")
         for kind in ActionType:
             order = [action.micro_batch for action in actions if action.kind is kind]
             if order != forwards or len(set(order)) != len(order):

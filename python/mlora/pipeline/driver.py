@@ -142,18 +142,9 @@ class Driver:
         return batch.number
 
     def first_done(self, numbers: Sequence[int]) -> int:
-        """Works on the first stage until one of the given micro-batches has ended.
+        """Works on the first stage until one of these micro-batches has ended; returns its number.
 
-        Args:
-            numbers: returned by `start`; at least one.
-
-        Returns:
-            The number of the micro-batch that has ended. If several have, the first of them in `numbers`.
-
-        Raises:
-            ValueError: none of them is under way.
-            RuntimeError: after `close`.
-            PipelineError: another stage failed.
+        If several have, the first of them in `numbers`. Raises as `finish`.
         """
         if self._under_way.isdisjoint(numbers):
             self._refuse(numbers)
@@ -193,6 +184,8 @@ class Driver:
         A control may overtake micro-batches that have started but that the first stage has not begun. No
         micro-batch that starts later overtakes it. So nothing that is under way may depend on it.
 
+        Raises what the first stage's `control` raises, before the other stages are asked; else as `finish`.
+
         Args:
             verb: passed to `Hooks.control`.
             arguments: plain values and tensors.
@@ -201,12 +194,6 @@ class Driver:
 
         Returns:
             The stages' answers, in stage order.
-
-        Raises:
-            Exception: whatever the first stage's `control` raises. The other stages are not asked then, and
-                the pipeline goes on.
-            RuntimeError: after `close`.
-            PipelineError: another stage failed.
         """
         self._check_open()
         arguments = arguments or {}
@@ -228,11 +215,7 @@ class Driver:
         return list(self._entries)
 
     def abort(self, error: BaseException) -> None:
-        """Ends all stages as if the first one had failed. They drop the work that they have not begun.
-
-        Args:
-            error: reported to the other stages.
-        """
+        """Ends all stages as if the first one had failed with this error."""
         if not self._closed and self._first.failure is None:
             self._first.fail(error)
             self._drop()
@@ -241,10 +224,7 @@ class Driver:
     def close(self) -> None:
         """Drops queued micro-batches, ends the stages, and refuses further work.
 
-        If micro-batches are under way, it calls `abort`.
-
-        Raises:
-            PipelineError: another stage failed before it could end.
+        If micro-batches are under way, it calls `abort`. Raises PipelineError if another stage fails first.
         """
         self._waiting.clear()
         if self._closed:
@@ -279,7 +259,7 @@ class Driver:
     def _refuse(self, numbers: Sequence[int]) -> NoReturn:
         self._check_open()
         text = " or ".join(map(str, numbers))
-        raise ValueError(f"number: no micro-batch {text} is under way; after an error none is")
+        raise ValueError(f"number: micro-batch {text} is not under way; an error ends all of them")
 
     def _drop(self) -> None:
         """Forgets everything that is under way: after an error none of it comes back."""

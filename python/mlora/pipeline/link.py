@@ -56,8 +56,12 @@ class Link:
         self._owed = 0  # consumed bytes that the neighbour has not been given credit for
         self._has_no_limit = False
         self._threads = [
-            threading.Thread(target=run, name=f"{role} {name}", daemon=True)
-            for role, run in (("send to", self._send_all), ("receive from", self._receive_all))
+            threading.Thread(target=self._until_end, args=args, name=f"{role} {name}", daemon=True)
+            for role, args in (
+                ("send to", (self._send_next, out, into)),
+                # `out` stays open on an error: the sender still tells the neighbour why
+                ("receive from", (self._receive_next, into)),
+            )
         ]
 
     @property
@@ -91,9 +95,6 @@ class Link:
         for thread in self._threads:
             thread.join(seconds)
 
-    def _send_all(self) -> None:
-        self._until_end(self._send_next, self._out, self._into)
-
     def _send_next(self) -> bool:
         with self._change:
             self._change.wait_for(lambda: self._may_send() or self._must_give_credit())
@@ -122,10 +123,6 @@ class Link:
         The neighbour waits for credit only if more than a quarter of the limit is outstanding. Once this
         stage has consumed all of that, it owes more than a quarter."""
         return self._owed > self._credit_bytes // 4
-
-    def _receive_all(self) -> None:
-        # `_out` stays open on an error: the sender still tells the neighbour why
-        self._until_end(self._receive_next, self._into)
 
     def _receive_next(self) -> bool:
         credit, message = self._into.read()
@@ -163,7 +160,7 @@ class Link:
         if error is not None:
             text = " ".join(str(error).split())
             self._deliver(
-                Message(MessageType.FAULT, {"message": f"the link with {self._name} broke: {text}"})
+                Message(MessageType.FAULT, {"message": f"lost the connection to {self._name}: {text}"})
             )
             for port in ports:
                 port.close()

@@ -75,7 +75,7 @@ def connect_neighbours(
         RuntimeError: this process cannot listen.
     """
     if world.size % replicas:
-        raise ValueError(f"replicas: {world.size} processes do not form {replicas} pipelines of one length")
+        raise ValueError(f"replicas: {world.size} processes do not divide evenly into {replicas} pipelines")
     stages = world.size // replicas
     heads = range(stages, world.size, stages)
     chain = [(rank, rank + 1) for rank in range(world.size - 1) if (rank + 1) % stages]

@@ -97,7 +97,7 @@ class Listed:
         if isinstance(self._schedule, str):
             return FLUSHED[self._schedule](self._stages, size)
         if size != self._size:
-            raise ValueError(f"schedule: is for rounds of {self._size} micro-batches, got {size}")
+            raise ValueError(f"schedule: expected a round of {self._size} micro-batches, got {size}")
         return self._schedule
 
 

@@ -80,9 +80,7 @@ class Runner:
     def run(self) -> None:
         """Works until the pipeline is closed.
 
-        Raises:
-            PipelineError: another stage failed.
-            Exception: whatever the stage's module raised; the other stages are told.
+        Raises PipelineError if another stage failed, or what the stage's module raises; the others are told.
         """
         while self.work():
             pass
@@ -101,11 +99,8 @@ class Runner:
             found = self._next()
             self._pieces += 1
             self.piece = self._pieces
-            stack.callback(self._waits)
+            stack.callback(setattr, self, "piece", 0)
             return found is None or self._run(*found)
-
-    def _waits(self) -> None:
-        self.piece = 0
 
     def _next(self) -> tuple[ActionType, Message] | None:
         with self._change:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,18 +118,11 @@ class Pipeline(Driver):
 
     def _connect(self, left: Runner, right: Runner, credit_bytes: int, delay: float) -> None:
         down, up = (LocalPort(_device(runner.stage.module)) for runner in (right, left))
-        for runner, out, into, deliver, name in (
-            (left, down, up, left.from_after, f"stage {right.stage.index}"),
-            (right, up, down, right.from_before, f"stage {left.stage.index}"),
-        ):
-            link = Link(
-                out, into, deliver, name, credit_bytes=credit_bytes, delay=delay, trace=runner.stage.trace
-            )
-            self._links.append(link)
-            if runner is left:
-                left.after = link
-            else:
-                right.before = link
+        options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay}
+        before, after = (f"stage {runner.stage.index}" for runner in (left, right))
+        left.after = Link(down, up, left.from_after, after, trace=left.stage.trace, **options)
+        right.before = Link(up, down, right.from_before, before, trace=right.stage.trace, **options)
+        self._links += [left.after, right.before]
 
 
 def _serve(runner: Runner) -> None:

@@ -24,42 +24,15 @@ class Hooks:
     def around(
         self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]
     ) -> AbstractContextManager[Any]:
-        """Returns a context that each forward and each backward runs in.
-
-        Args:
-            train: whether the micro-batch is trained.
-            common: the micro-batch's keyword arguments for every stage.
-            given: activations or gradients of the neighbouring stage.
-
-        Returns:
-            A context manager.
-        """
+        """Returns a context for each forward and backward; `given` comes from the neighbouring stage."""
         return nullcontext()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a note for the first stage after each backward of a micro-batch.
-
-        Args:
-            common: the micro-batch's keyword arguments for every stage.
-
-        Returns:
-            Plain values and tensors: this stage's entry in `Result.notes`.
-        """
+        """Returns this stage's entry in `Result.notes` after a backward: plain values and tensors."""
         return {}
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Does what the first stage asks of all stages between micro-batches; see `Driver.control`.
-
-        Args:
-            verb: names what to do.
-            arguments: plain values and tensors.
-
-        Returns:
-            Plain values and tensors: this stage's answer.
-
-        Raises:
-            ValueError: the verb is unknown.
-        """
+        """Returns this stage's answer to a control, plain values and tensors; see `Driver.control`."""
         raise ValueError(f"control: this stage knows no {verb!r}")
 
 
@@ -74,9 +47,6 @@ class MicroBatch:
         common: keyword arguments of every stage's module.
         train: whether a backward pass follows.
         position: its position in its round.
-
-    Raises:
-        TypeError: `inputs` is not a mapping of keyword arguments.
     """
 
     number: int
@@ -121,11 +91,8 @@ class Stage:
 
     Args:
         module: called with the activations of the stage before, and `common` by keyword.
-        index: the stage's number, from 0.
-        count: number of stages, D.
+        index: the stage's number of `count`, from 0.
         loss_fn: needed on the last stage only.
-        hooks: what it does besides running its module; default: nothing.
-        trace: records the time spent computing.
     """
 
     def __init__(
@@ -149,14 +116,7 @@ class Stage:
         return self.index == self.count - 1
 
     def forward(self, message: Message) -> Message:
-        """Runs a micro-batch forward.
-
-        Args:
-            message: `FORWARD`.
-
-        Returns:
-            `FORWARD` for the next stage.
-        """
+        """Runs a micro-batch forward; takes a `FORWARD` and returns that for the next stage."""
         content = message.content
         with self._around(content), self._span(message):
             received, output = self._call(content)
@@ -171,16 +131,7 @@ class Stage:
     def unit(self, message: Message) -> Message:
         """Runs a micro-batch through the last stage: forward, loss and, in training, backward.
 
-        In training, gradients are added to the parameters' `grad`.
-
-        Args:
-            message: `FORWARD`.
-
-        Returns:
-            `BACKWARD` for the stage before, or `REPLY` without training.
-
-        Raises:
-            TypeError: the loss function returns a tensor, not a loss and a report.
+        Takes a `FORWARD`; returns `BACKWARD` for the stage before, or `REPLY` without training.
         """
         content = message.content
         assert self._loss_fn is not None
@@ -203,14 +154,7 @@ class Stage:
         return Message(MessageType.BACKWARD, {**end, "gradients": gradients, "notes": [note]})
 
     def backward(self, message: Message) -> Message:
-        """Runs a micro-batch backward. Gradients are added to the parameters' `grad`.
-
-        Args:
-            message: `BACKWARD` of the stage after.
-
-        Returns:
-            `BACKWARD` for the stage before.
-        """
+        """Runs a micro-batch backward; takes a `BACKWARD` and returns that for the stage before."""
         flight = self._in_flight.pop(message.number)
         pairs = [
             (output, gradient)

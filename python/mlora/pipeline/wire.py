@@ -125,7 +125,9 @@ def _awaited(
             connection, _ = listener.accept()
         except OSError as error:
             if not isinstance(error, TimeoutError):
-                raise RuntimeError(f"stage {own} cannot be reached: {error.strerror or error}") from error
+                raise RuntimeError(
+                    f"stage {own} cannot accept connections: {error.strerror or error}"
+                ) from error
             raise PeerError(f"{stages_have(sorted(sources))} not connected in time") from error
         source = _greeted(connection, secret)
         if source in sources:
@@ -162,7 +164,9 @@ def _own_address(store: dist.Store) -> tuple[str, bool]:
             probe.connect(place)  # sends nothing
             own = str(probe.getsockname()[0])
     except OSError as error:
-        raise RuntimeError(f"no way to the launcher's store at {host}: {error.strerror or error}") from error
+        raise RuntimeError(
+            f"cannot reach the launcher's store at {host}: {error.strerror or error}"
+        ) from error
     is_local = own.startswith("127.") or own == "::1"
     return own, is_local and host not in (own, "localhost")
 

@@ -18,26 +18,39 @@ from inputs import make_batches, make_model  # noqa: E402
 
 HEAD = """# Models: which families of Transformers work
 
-Each class below was made small and random, and given two adapters (ranks 4 and 12, `all-linear`). A mixed
-batch (`adapter_names=["a", "b", "__base__", "a"]`) ran in evaluation and in training mode. **Equal**: every
-sample's outputs and every adapter's gradients are those of PEFT running that adapter alone on the same
-weights, in fp64, to 1e-9. Sequences were longer than the batch, and then exactly as long. Dropouts, router
-noise and other random numbers of the base were off.
+This page shows the model classes of Transformers that take several adapters in one batch. For each class the
+check did the following:
 
-**Refused in part**: a ValueError names a layer that `all-linear` reaches and says what to do; without it the
-results are equal. The last column says how: `on` are `target_modules`, `without` are patterns of
-`exclude_modules`.
+1. It made a small model with random weights, and added two adapters (ranks 4 and 12, `all-linear`).
+2. It ran a mixed batch (`adapter_names=["a", "b", "__base__", "a"]`) in evaluation mode and in training mode,
+   in fp64. One batch had sequences longer than its number of samples, another had sequences of exactly that
+   length. The base model's dropouts, router noise and other random numbers were off.
+3. It ran PEFT with each adapter alone on the same weights, and compared the outputs of every sample and the
+   gradients of every adapter.
+
+**Equal** means that all outputs and gradients agree to 1e-9. **Refused in part** means that `all-linear`
+reaches a layer that mlora_ext cannot serve. A ValueError names the layer and says what to do. Without such
+layers all results are equal. For these classes the last column shows targets that work: `on` lists
+`target_modules`, `without` lists patterns of `exclude_modules`.
 
 """
 
 
 GENERATE = """\
-`generate` of a mixed batch (greedy and two beams, with a cache; greedy without) continues each prompt as in
-a batch of its own adapter in 99 of the 105 classes that generate. Refused by name: `switch_transformers`
-for its experts; RWKV with its cache, which mixes samples; Llava, PaliGemma, Qwen2-VL and Qwen2.5-VL where
-layers that images pass are targets, which newer versions of Transformers call ahead of the first forward
-pass. Whisper refuses several return sequences of each sample. Checked by
-`tests/ext/zoo/test_zoo_generate.py`.
+## Generation
+
+105 of these classes have `generate`. For 99 of them, `generate` on a mixed batch continues each prompt as in
+a batch of its own adapter (greedy search and two beams with a cache, greedy search without one). The other
+six refuse, and name a reason:
+
+- `switch_transformers`: its experts.
+- RWKV with its cache: the cache mixes samples.
+- Llava, PaliGemma, Qwen2-VL and Qwen2.5-VL, if adapters sit on layers that process images: newer versions of
+  Transformers call these layers before the first forward pass.
+
+Whisper refuses several return sequences per sample. `tests/ext/zoo/test_zoo_generate.py` checks all of this.
+
+## Classes
 """
 
 

@@ -14,7 +14,9 @@ from tiny_run import run_data, write_run
 def test_base_models_that_cannot_be_loaded(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
     (tmp_path / "empty").mkdir()
-    assert "holds no config.json" in only_line(run("train", path, "--set", f"base_model={tmp_path}/empty"))
+    assert "has no config.json; give a model's folder" in only_line(
+        run("train", path, "--set", f"base_model={tmp_path}/empty")
+    )
     shutil.copytree(tiny_base, tmp_path / "weightless")
     (tmp_path / "weightless" / "model.safetensors").unlink()
     line = only_line(run("train", path, "--set", f"base_model={tmp_path}/weightless"))
@@ -24,7 +26,7 @@ def test_base_models_that_cannot_be_loaded(run: Run, tiny_base: Path, tmp_path: 
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, broken, metadata={"format": "pt"})
     line = only_line(run("train", path, "--set", f"base_model={tmp_path}/weightless"))
-    assert line.endswith("lacks 1 weights, model.layers.1.mlp.up_proj.weight among them")
+    assert line.endswith("is missing 1 weights, for example model.layers.1.mlp.up_proj.weight")
     broken.write_bytes((tiny_base / "model.safetensors").read_bytes()[:5000])
     assert "base_model: cannot load" in only_line(
         run("train", path, "--set", f"base_model={tmp_path}/weightless")
@@ -72,7 +74,7 @@ def test_quantized_base(run: Run, tiny_base: Path, tmp_path: Path, method: dict,
     named = method.get("quant_method", "its config.json has a quantization_config")
     assert only_line(run(command, path)) == (
         f"error: base_model: {tmp_path}/few-bits is quantized ({named}), and quantized bases are not "
-        "supported yet; give the model that it was made of, in bf16, fp16 or fp32"
+        "supported yet; use the original model in bf16, fp16 or fp32"
     )
 
 

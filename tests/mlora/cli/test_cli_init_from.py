@@ -16,9 +16,9 @@ def test_adapter_folder_of_another_base(run: Run, trained: Path, tmp_path: Path)
     result = run("train", write_run(tmp_path, data))
     assert result.exit_code == 1
     assert result.stderr.startswith(f"warning: first: init_from: {trained}/adapters/first was trained on ")
-    assert "is it an adapter of another base" in result.stderr.splitlines()[1]
+    assert "use an adapter of this base model" in result.stderr.splitlines()[1]
     line = only_line(run("generate", trained / "adapters" / "first", "-p", "x", "--base-model", other))
-    assert "is it an adapter of another base" in line
+    assert "use an adapter of this base model" in line
 
 
 def test_a_folder_that_names_another_base_is_warned_of(
@@ -57,7 +57,7 @@ def test_weights_that_are_no_numbers_are_refused(
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0] |= {"lora": None, "init_from": str(folder)}
-    expected = f"folder: {folder}: the tensor {key} holds NaN or infinity"
+    expected = f"folder: {folder}: the tensor {key} contains NaN or infinity"
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 1
     assert result.stderr.splitlines()[0] == f"error: first: refused: {expected}"
@@ -116,5 +116,7 @@ def test_how_an_adapter_began_is_past(run: Run, trained: Path, tiny_base: Path, 
     for command in ("validate", "train"):
         result = run(command, path, "--set", f"output_dir={tmp_path}/again")
         assert result.exit_code == 1
-        assert "init_lora_weights='pissa' is not supported: with it PEFT changes weights of" in result.stderr
+        assert (
+            "init_lora_weights='pissa' is not supported: with it PEFT changes base weights" in result.stderr
+        )
         assert "Traceback" not in result.stderr

@@ -270,7 +270,7 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: engine.forward_backward({"__base__": samples(1, 5, seed=0)}), "no adapter '__base__'"),
         (lambda: engine.optim_step("b"), "no adapter 'b'"),
         (lambda: Engine(make("llama"), dtype=torch.bfloat16), "expected weights of dtype torch.bfloat16"),
-        (lambda: Engine(tmp_path), "holds no config.json"),
+        (lambda: Engine(tmp_path), "has no config.json; give a model's folder"),
         (lambda: Engine(tmp_path / "missing"), "no such folder"),
         (lambda: Engine(make("llama"), fp16=True, dtype=torch.bfloat16), "fp16"),
         (lambda: setattr(engine, "base_gemm", "cublas"), "float32"),

@@ -113,7 +113,7 @@ def test_a_band_is_what_queries_see(window: int | None) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"packed_sequences": None}, "does not hand packed_sequences"),
+        ({"packed_sequences": None}, "does not pass packed_sequences"),
         ({"is_causal": False}, "later tokens"),
         ({"dropout": 0.1}, "dropout"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),

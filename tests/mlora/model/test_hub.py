@@ -33,10 +33,10 @@ def answer(error: type[errors.HfHubHTTPError], **more: object) -> errors.HfHubHT
         (errors.HTTPError("no route"), "no answer (no route)"),
         (answer(errors.RepositoryNotFoundError), "there is no such model, or it is private"),
         (answer(errors.GatedRepoError), "it is gated; ask for access at https://huggingface.co/no-one/x"),
-        (answer(errors.RemoteEntryNotFoundError), "it holds no config.json"),
+        (answer(errors.RemoteEntryNotFoundError), "it has no config.json"),
         (answer(errors.HfHubHTTPError), "status 503"),
         (answer(errors.HfHubHTTPError, server_message="closed today"), "closed today"),
-        (errors.OfflineModeIsEnabled(), "it is not in the cache, and HF_HUB_OFFLINE keeps from asking"),
+        (errors.OfflineModeIsEnabled(), "it is not in the cache, and HF_HUB_OFFLINE forbids downloads"),
     ],
 )
 def test_the_hub_is_asked_once_and_its_answer_is_one_line(
@@ -52,7 +52,7 @@ def test_the_hub_is_asked_once_and_its_answer_is_one_line(
     path = write_run(tmp_path, run_data(Path("no-one/x"), tmp_path))
     line = only_line(run("validate", path))
     assert line.startswith(
-        f"error: base_model: no such folder: {tmp_path}/no-one/x, and the hub does not give no-one/x: "
+        f"error: base_model: no such folder: {tmp_path}/no-one/x, and the hub cannot provide no-one/x: "
     )
     assert expected in line
     assert [(url.endswith("no-one/x/resolve/main/config.json"), timeout) for url, timeout in asked] == [

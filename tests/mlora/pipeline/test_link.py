@@ -50,7 +50,7 @@ def test_an_error_ends_both_ends_and_is_told_first(side: str, monkeypatch: pytes
     deadline = time.monotonic() + SECONDS
     while not joined.found[failed] and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert joined.found[failed][0].content["message"] == f"the link with stage {1 - failed} broke: no room"
+    assert joined.found[failed][0].content["message"] == f"lost the connection to stage {1 - failed}: no room"
     for end in joined.ends:  # as stages do that are told
         end.send(Message(MessageType.FAULT, {"message": "told"}))
     joined.join()

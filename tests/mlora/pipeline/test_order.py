@@ -48,7 +48,7 @@ def test_schedules_hold(name: str) -> None:
     [
         ([], "expected actions for at least one stage, got none"),
         ([[]], "expected actions for at least one stage, got none"),
-        (lists("0F0 0B0", "0F0 1B0"), "0F0 stands in the list of stage 1"),
+        (lists("0F0 0B0", "0F0 1B0"), "stage 1 has the action 0F0 of another stage"),
         (lists("0F0 0F1 0B0 0B1", "1F0 1B0"), r"stage 1: expected F of micro-batches \[0, 1\], .* got \[0\]"),
         (lists("0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1"), r"stage 0: expected B of micro-batches \[0, 1\]"),
         (lists("0F0 0F0 0B0 0B0"), r"stage 0: expected F of micro-batches \[0, 0\], each once"),
@@ -115,7 +115,7 @@ def test_listed_waits_for_what_its_list_says() -> None:
 
 def test_listed_takes_lists_of_one_size() -> None:
     order = order_of(gpipe(2, 2), 1, 2)
-    with pytest.raises(ValueError, match="is for rounds of 2 micro-batches, got 3"):
+    with pytest.raises(ValueError, match="expected a round of 2 micro-batches, got 3"):
         order.next_action(RoundPosition(0, 3), None)
     with pytest.raises(ValueError, match="expected lists for 3 stages, got 2"):
         Listed(0, 3, gpipe(2, 2))

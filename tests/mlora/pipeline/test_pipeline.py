@@ -58,7 +58,7 @@ def test_lists_of_actions_are_a_schedule() -> None:
         pipeline.submit({"input": x}, target)
     assert len(pipeline.step()) == 2
     pipeline.submit({"input": torch.zeros(1, 5)}, torch.zeros(1, 5))
-    with pytest.raises(ValueError, match="is for rounds of 2 micro-batches, got 1"):
+    with pytest.raises(ValueError, match="expected a round of 2 micro-batches, got 1"):
         pipeline.step()
     pipeline.close()
 

@@ -16,7 +16,7 @@ import torch
 from mlora.engine.dry_run import DryStage
 from mlora.engine.stage_group import StageOptions
 from mlora.optim.optim_config import OptimConfig
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -141,7 +141,7 @@ def test_folders_and_copies(tmp_path: Path) -> None:
     assert not any("magnitude" in key and ".a." in key for key in other.state_dict())
     x = torch.randn(2, 12)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
-    with pytest.raises(ValueError, match=r"adapter 'a': layer 0: cannot be merged here"):
+    with pytest.raises(ValueError, match="adapter 'a': layer 0: only plain LoRA can be merged"):
         mx.merge_and_unload(model)
     plain = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert plain["base_model.model.0.lora_magnitude_vector"].shape == (1, 16)
@@ -160,5 +160,27 @@ def test_a_name_is_one_kinds() -> None:
     class Other(Lora):
         name = "scaled"
 
-    with pytest.raises(ValueError, match="adapter kind 'scaled': there is a kind of this name"):
+    with pytest.raises(ValueError, match="adapter kind 'scaled': this name is taken; choose another one"):
         register_adapter_kind(Other())
+    with pytest.raises(ValueError, match="adapter kind: expected one of lora, scaled, got 'other'"):
+        registry.adapter_kind("other")
+
+
+def test_from_peft_takes_a_kind_with_a_config_of_its_own() -> None:
+    class OwnConfig(LoraConfig):
+        pass
+
+    class Own(Lora):
+        name = "own"
+
+        def serves(self, config: Any) -> bool:
+            return type(config) is OwnConfig
+
+    def made() -> nn.Module:
+        base = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        return get_peft_model(base, OwnConfig(r=2, target_modules=["0"]), "a")
+
+    with pytest.raises(ValueError, match=r"adapter 'a': expected a peft\.LoraConfig, got OwnConfig"):
+        mx.from_peft(made())
+    register_adapter_kind(Own())
+    assert mx.from_peft(made())[0].specs["a"].kind == "own"

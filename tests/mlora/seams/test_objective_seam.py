@@ -90,7 +90,7 @@ def test_gradients_are_those_of_autograd(head: bool) -> None:
 
 
 def test_a_name_is_one_objectives(tiny_base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is an objective 'cross_entropy' already"):
+    with pytest.raises(ValueError, match="objective: the name 'cross_entropy' is taken"):
         register_objective("cross_entropy", Focal)
     with pytest.raises(ValueError, match="objective: expected one of cross_entropy, focal, got 'dpo2'"):
         objective_of("dpo2")

@@ -80,7 +80,7 @@ def test_its_state_counts_in_the_memory_that_a_task_needs(tiny_base: Path) -> No
 
 def test_a_name_is_one_optimizers(tiny_base: Path, tmp_path: Path) -> None:
     register_optimizer("lion", Lion)
-    with pytest.raises(ValueError, match="there is an optimizer 'sgd' already"):
+    with pytest.raises(ValueError, match="optim: the name 'sgd' is taken"):
         register_optimizer("sgd", Lion)
     with pytest.raises(ValueError, match=r"optim: expected one of adamw_torch, .*lion.*, got 'tiger'"):
         optimizer_kind("tiger")
