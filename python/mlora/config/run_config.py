@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 from mlora.config.aliases import nearest
 from mlora.config.best_rule import FIELDS, BestRule, best_rule, check_best, metric_key
 from mlora.config.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
-from mlora.config.lora_fields import check_lora
-from mlora.config.paths import is_hub_id, resolve_path
+from mlora.config.lora_fields import LoraBlock
+from mlora.config.paths import ResolvedPath, is_hub_id, resolve_path
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.scheduler_config import SchedulerConfig
-from mlora.config.strict import MOST, KeyPathError, KeyPathErrors, Strict
+from mlora.config.strict import MOST, Location, Strict, wrong_key, wrong_keys
 from mlora.config.sweep_config import SweepConfig
 from mlora.objectives.registry import CROSS_ENTROPY, objective_names
 from mlora.optim.registry import optimizer_names
@@ -84,18 +84,12 @@ class TrainingFields(Strict):
             raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
         return value
 
-    @field_validator("optim")
+    @field_validator("optim", "objective")
     @classmethod
-    def _optim(cls, value: str) -> str:
-        if value not in optimizer_names():
-            raise ValueError(f"must be one of {', '.join(optimizer_names())}, got {value!r}")
-        return value
-
-    @field_validator("objective")
-    @classmethod
-    def _objective(cls, value: str) -> str:
-        if value not in objective_names():
-            raise ValueError(f"must be one of {', '.join(objective_names())}, got {value!r}")
+    def _registered(cls, value: str, info: ValidationInfo) -> str:
+        names = optimizer_names() if info.field_name == "optim" else objective_names()
+        if value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
         return value
 
     @field_validator("metric_for_best_model")
@@ -118,8 +112,8 @@ class AdapterConfig(TrainingFields):
 
     name: str
     dataset: str
-    lora: dict[str, Any] | None = None
-    init_from: str | None = None
+    lora: LoraBlock | None = None
+    init_from: ResolvedPath | None = None
     priority: int = Field(default=0, ge=-MOST, le=MOST)
 
     @property
@@ -138,16 +132,6 @@ class AdapterConfig(TrainingFields):
                 f"{name!r} is not a plain name; use letters, digits, '_', '-' and '+', 100 at most"
             )
         return name
-
-    @field_validator("lora")
-    @classmethod
-    def _lora(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if value is None else check_lora(value)
-
-    @field_validator("init_from")
-    @classmethod
-    def _init_from(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else resolve_path(value, info)
 
     @model_validator(mode="after")
     def _needs(self) -> AdapterConfig:
@@ -179,7 +163,7 @@ class RunConfig(Strict):
     """
 
     base_model: str = Field(min_length=1)
-    output_dir: str = Field(min_length=1)
+    output_dir: ResolvedPath
     seed: int = Field(default=42, ge=0, lt=2**63)
     bf16: bool = False
     fp16: bool = False
@@ -270,11 +254,6 @@ class RunConfig(Strict):
             raise ValueError(f"no such folder: {folder}")
         return value
 
-    @field_validator("output_dir")
-    @classmethod
-    def _output_dir(cls, value: str, info: ValidationInfo) -> str:
-        return resolve_path(value, info)
-
     @field_validator("device")
     @classmethod
     def _device(cls, value: str | None) -> str | None:
@@ -296,45 +275,42 @@ class RunConfig(Strict):
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
+                raise wrong_key(what, f"the name {twice[0]!r} is used twice; names must differ")
         by_case: dict[str, str] = {}
         for adapter in self.adapters:  # on a case-insensitive disk their folders would be the same
             other = by_case.setdefault(adapter.name.casefold(), adapter.name)
             if other != adapter.name:
-                raise ValueError(f"adapters: {other!r} and {adapter.name!r} differ by case only")
+                raise wrong_key("adapters", f"{other!r} and {adapter.name!r} differ by case only")
         return self
 
     @model_validator(mode="after")
     def _trials_are_judged(self) -> RunConfig:
         if self.sweep:
-            try:
-                self.sweep.check_evaluations(self.defaults.model_dump())
-            except KeyPathError as error:
-                raise KeyPathError(f"sweep.{error.key}", str(error)) from None
+            self.sweep.check_evaluations(self.defaults.model_dump())
         return self
 
     @model_validator(mode="after")
     def _every_replica_has_an_adapter(self) -> RunConfig:
         replicas, count = self.pipeline.replicas, self.at_once
         if replicas > count:
-            raise ValueError(
-                f"pipeline.replicas: is {replicas}, but each trains adapters of its own and there are {count}"
+            raise wrong_key(
+                "pipeline.replicas",
+                f"must be at most {count}, the number of adapters that train at once, got {replicas}",
             )
         return self
 
     @model_validator(mode="after")
     def _datasets_serve(self) -> RunConfig:
         formats = {dataset.name: dataset.format for dataset in self.datasets}
-        faults: list[KeyPathError] = []
+        faults: dict[Location, str] = {}
         told: set[tuple[str, str]] = set()
         for index, adapter in enumerate(self.adapters):
-            for fault in _data_faults(adapter, formats):
-                if fault not in told:  # a fault of the defaults is reported once
-                    key, reason = fault
-                    faults.append(KeyPathError(f"adapters[{index}].{key}", reason))
-                    told |= {fault} if key in TrainingFields.model_fields else set()
+            for key, reason in _data_faults(adapter, formats):
+                if (key, reason) not in told:  # a fault of the defaults is reported once
+                    faults["adapters", index, key] = reason
+                    told |= {(key, reason)} if key in TrainingFields.model_fields else set()
         if faults:
-            raise KeyPathErrors(faults)
+            raise wrong_keys(faults)
         return self
 
 

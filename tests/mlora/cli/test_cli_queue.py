@@ -165,7 +165,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ({"dataset": "on"}, "dataset: no dataset is named 'on'; did you mean 'one'?"),
         ({"learning_rat": 1}, "learning_rat: unknown key; did you mean 'learning_rate'?"),
         ({"lora": {"rr": 1}}, "lora.rr: unknown key; did you mean 'r'?"),
-        ({"lora": {"r": 0}}, "lora.r: a rank must be a whole number of at least 1, got 0"),
+        ({"lora": {"r": 0}}, "lora.r: must be at least 1, got 0"),
         ({"lora": None}, "needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)"),
         ({"lora": None, "init_from": "nowhere"}, "nowhere holds no adapter_config.json"),
         ({"datasets": 3}, "datasets: must be a list, got 3"),
@@ -175,7 +175,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ),
         (
             {"datasets": [{"name": "x", "path": "x", "format": "csv"}]},
-            "datasets[0].format: must be one of tokens",
+            "datasets[0].format: must be one of 'tokens', ",
         ),
         (
             {"datasets": [{"name": "x", "path": "x.jsonl", "format": "text"}], "dataset": "x"},
