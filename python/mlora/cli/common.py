@@ -129,7 +129,7 @@ def finish(result: RunResult) -> None:
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
         if has_news(folder.queue):
-            print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
+            print(f"new requests came meanwhile; take them with: mlora resume {result.output_dir}")
         elif result.status == "paused":
             paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
             print(f"only paused tasks remain; continue with {how_to_go_on(result.output_dir, paused)}")

@@ -49,8 +49,7 @@ def _assign(node: Any, parts: Sequence[str], value: Any, override: str) -> Locat
                 node[key] = {}
         else:
             raise RunError(
-                f"--set {override}: {parts[0]!r} leads nowhere: {path_of(location)} is {shown(node)}, "
-                "which has no keys"
+                f"--set {override}: {path_of(location)} is {shown(node)} and has no key {parts[0]!r}"
             )
         location += (key,)
         if used == len(parts):
@@ -66,12 +65,8 @@ def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, i
             return names.index(".".join(parts[:used])), used
     if parts[0].isdecimal() and int(parts[0]) < len(items):
         return int(parts[0]), 1
-    known = ", ".join(str(name) for name in names)
-    if not items:
-        raise RunError(f"--set {override}: no item is named {parts[0]!r}; the list is empty")
-    raise RunError(
-        f"--set {override}: no item is named {parts[0]!r}; items: {known}, or 0 to {len(items) - 1}"
-    )
+    known = f"items: {', '.join(map(str, names))}, or 0 to {len(items) - 1}" if items else "the list is empty"
+    raise RunError(f"--set {override}: no item is named {parts[0]!r}; {known}")
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:

@@ -40,7 +40,7 @@ HOMES: dict[str, Sequence[str]] = {
 
 TRAINING = set(TrainingFields.model_fields)
 OTHERWISE = {
-    "packing": "rows are always packed, without padding; leave it out",
+    "packing": "samples are always packed, without padding; remove this key",
     "scheduler": "did you mean 'lr_scheduler_type'?",
 }
 """Hints for keys that mean something else among the training fields."""
@@ -58,7 +58,7 @@ EXPECTED = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "list_type": "must be a list, whose entries begin with '- '",
+    "list_type": "must be a list of entries that begin with '- '",
     "dict_type": "must be keys and values",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -155,7 +155,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
             return f"unknown key here; it belongs {home}"
     here = known_as(key, known)
     elsewhere = _elsewhere(key, known_as) if here is None else None
-    if key in UNSUPPORTED.split() and not (here or elsewhere):
+    if key in UNSUPPORTED and not (here or elsewhere):
         return f"unknown key; {key} of Transformers' TrainingArguments is not supported"
     here = here or (None if elsewhere else spelt_alike(key, known))
     if here:

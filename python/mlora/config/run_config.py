@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.config.aliases import nearest
-from mlora.config.best_rule import FIELDS, BestRule, best_rule, check_best, metric_key
+from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
 from mlora.config.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.paths import ResolvedPath, is_hub_id, resolve_path
@@ -137,15 +137,7 @@ class AdapterConfig(TrainingFields):
     def _needs(self) -> AdapterConfig:
         if self.lora is None and self.init_from is None:
             raise ValueError("needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)")
-        evaluates = {
-            "eval_steps": self.eval_steps is not None,
-            "eval_exact_match": self.eval_exact_match,
-            **{key: getattr(self, key) not in (None, False) for key in FIELDS},
-        }
-        for key, used in evaluates.items():
-            if used and self.eval_dataset is None:
-                raise ValueError(f"{key} needs an eval_dataset")
-        check_best(self)
+        check_evaluation(self)
         return self
 
 
@@ -236,7 +228,7 @@ class RunConfig(Strict):
         if not value and info.data.get("sweep", ...) is None:
             raise ValueError("must not be empty")
         if value and info.data.get("sweep") is not None:
-            raise ValueError("a run with a sweep makes its own; remove adapters, or sweep")
+            raise ValueError("a sweep makes the run's adapters; remove adapters or sweep")
         return value
 
     @field_validator("base_model")
@@ -328,8 +320,8 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
         if name not in formats:
             yield key, f"no dataset is named {name!r}; {nearest(name, list(formats), 'datasets')}"
         elif adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
-            kinds = ", ".join(WITH_MESSAGES)
-            yield "assistant_only_loss", f"needs a {key} of messages ({kinds}), got {formats[name]!r}"
+            kinds = " or ".join(WITH_MESSAGES)
+            yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
     if adapter.eval_exact_match and found not in WITH_PROMPTS:
         kinds = " or ".join(WITH_PROMPTS)

@@ -15,15 +15,14 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 OTHER_BASE = re.compile(r"[-+]?(0_*\d[\d_]*|\d[\d_]*(:\d+)+(\.\d*)?)")
 
 PLAIN = [
-    (r"found character '\\t'.*", "a tab stands where YAML wants spaces; replace it with spaces"),
+    (r"found character '\\t'.*", "YAML is indented with spaces; replace the tab with spaces"),
     (r"found character '(.)' that cannot start any token", r"a value cannot begin with \1; put it in quotes"),
     (
         r"mapping values are not allowed here",
-        "a ':' is not expected here; see to the line before it and to "
-        "the indentation, or put the value in quotes",
+        "a ':' is not expected here; check the indentation and the line before, or put the value in quotes",
     ),
-    (r"could not find expected ':'", "a key lacks its ':'"),
-    (r"but found another document", "a second document begins with '---'; a file holds one"),
+    (r"could not find expected ':'", "this key has no ':'"),
+    (r"but found another document", "'---' begins a second document; write one document in a file"),
     (r"found unhashable key", "a key must be text, not a list or a mapping"),
     (
         r"could not determine a constructor for the tag 'tag:yaml.org,2002:value'",
@@ -36,7 +35,7 @@ PLAIN = [
     (r"found undefined alias '(.*)'", r"*\1 has no anchor &\1; put it in quotes if it is text"),
     (
         r"expected <block end>, but found .*",
-        "is not indented as the lines before it; keys of one level begin in the same column",
+        "is not indented like the lines before it; keys of one level begin in the same column",
     ),
     (r"found unexpected end of stream", "a quote that opens here is not closed"),
     (r"'<stream end>'", "the end"),
@@ -67,7 +66,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen and key_node.value != "<<":
-                    raise _at(key_node, f"the key {key_node.value!r} stands twice")
+                    raise _at(key_node, f"the key {key_node.value!r} is given twice")
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 

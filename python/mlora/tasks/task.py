@@ -178,8 +178,8 @@ class TaskBuilder:
         optim = optim_config(adapter, total)
         if optim.warmup_steps > total and optim.lr_scheduler_type != "constant":  # it has no warm-up
             self.warnings.append(
-                f"{adapter.name}: warmup_steps is {optim.warmup_steps}, and its training ends before, at "
-                f"step {total}: the learning rate never comes to {optim.learning_rate:g}"
+                f"{adapter.name}: warmup_steps is {optim.warmup_steps}, but training ends at step {total}; "
+                f"the learning rate does not reach {optim.learning_rate:g}"
             )
         return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim)
 
@@ -220,9 +220,9 @@ class TaskBuilder:
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
     where = f"eval_exact_match: the dataset {adapter.eval_dataset!r}"
     if not data.prompts:
-        raise RunError(f"{where} has no sample within max_length whose completion holds the end token")
+        raise RunError(f"{where} has no sample that fits in max_length and ends with the end token")
     if not all(prompt.input_ids for prompt in data.prompts):
-        raise RunError(f"{where} has a prompt without tokens; generation needs at least one")
+        raise RunError(f"{where} has a prompt without tokens; each prompt needs at least one")
 
 
 def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:

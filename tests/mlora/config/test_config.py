@@ -191,7 +191,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "defaults.assistant_only_loss",
             True,
-            "adapters[0].assistant_only_loss: needs a dataset of messages (messages, sharegpt, ",
+            "adapters[0].assistant_only_loss: needs a dataset of format messages or sharegpt or prompt",
         ),
         (
             "scheduler.policy",
@@ -262,7 +262,7 @@ def test_yaml_reads_exponents_and_refuses_a_key_twice(tmp_path: Path) -> None:
     path.write_text("a: 2e-4\nb: 1.5e3\n")
     assert read_yaml(path) == {"a": 2e-4, "b": 1500.0}
     path.write_text("a: 1\nb: 2\na: 3\n")
-    with pytest.raises(RunError, match=r"x\.yaml:3: the key 'a' stands twice"):
+    with pytest.raises(RunError, match=r"x\.yaml:3: the key 'a' is given twice"):
         read_yaml(path)
     path.write_text("a: [1\n")
     with pytest.raises(RunError, match=r"x\.yaml:2: "):
@@ -310,7 +310,7 @@ def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
         ("adapters.².learning_rate=1", "no item is named '²'"),
         ("seed=2024-13-45", "is not YAML: 2024-13-45 cannot be read as timestamp"),
         ("seed", "must be key=value"),
-        ("base_model.x=1", "'x' leads nowhere: base_model is 'model', which has no keys"),
+        ("base_model.x=1", "base_model is 'model' and has no key 'x'"),
         ("adapters[2].learning_rate=1", "no item is named '2'"),
         ("seed=[1", r"--set seed=\[1: '\[1' is not YAML: expected ',' or '\]'"),
     ],

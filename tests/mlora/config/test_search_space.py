@@ -139,7 +139,7 @@ def test_a_pruner_needs_evaluations(tiny_base: Path, tmp_path: Path) -> None:
 
 def test_adapters_and_sweep_exclude_each_other(tiny_base: Path, tmp_path: Path) -> None:
     data = sweep_data(tiny_base, tmp_path) | {"adapters": run_data(tiny_base, tmp_path)["adapters"]}
-    with pytest.raises(RunError, match=r"adapters: a run with a sweep makes its own"):
+    with pytest.raises(RunError, match=r"adapters: a sweep makes the run's adapters; remove"):
         resolve_config(data, folder=tmp_path)
 
 
