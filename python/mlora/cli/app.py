@@ -26,7 +26,7 @@ Overwrite = Annotated[bool, typer.Option(help="replace an earlier run in output_
 Stages = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="K", help="cut the model over K processes; short for --set pipeline.stages=K"
+        min=1, metavar="K", help="cut the model into K stages, one process each; as --set pipeline.stages=K"
     ),
 ]
 Trace = Annotated[
@@ -38,7 +38,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="override the config, for example adapters.sums-r8.learning_rate=1e-3; may be repeated",
+        help="override a key of the config, for example adapters.sums-r8.learning_rate=1e-3; may be repeated",
     ),
 ]
 
@@ -169,7 +169,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             raise RunError(f"{run}: {count} {what} would be refused")
         if config.sweep:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
-            print(f"{run}: a sweep of {places}; {len(table.tasks)} samples of its search space are ready")
+            print(f"{run}: a sweep of {places}; {len(table.tasks)} sample trials are ready to train")
         else:
             print(f"{run}: {len(table.tasks)} adapters are ready to train")
 

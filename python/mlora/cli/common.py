@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,9 +118,10 @@ def finish(result: RunResult) -> None:
 
         trials = rank_trials(folder, sweep)
         print_rows(ranked_table(trials, sweep))
-        others = result.without({trial.name for trial in trials})
-        if others.adapters:
-            print_rows(result_table(others.summary()))
+        others = result.adapters.keys() - {trial.name for trial in trials}
+        if others:
+            left = {name: adapter for name, adapter in result.adapters.items() if name in others}
+            print_rows(result_table(replace(result, adapters=left).summary()))
         if folder.best.is_dir():
             print(f"best: {folder.best}")
     else:

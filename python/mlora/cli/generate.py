@@ -113,9 +113,7 @@ def answer(
     requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
     torch.manual_seed(seed)
     try:
-        with _enough_memory(
-            "completing prompts", "give fewer prompts, or lower --max-new-tokens"
-        ):
+        with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
             outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
     except ValueError as error:
         raise RunError(str(error)) from error

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from mlora.config.faults import explain, path_of
 from mlora.config.run_config import RunConfig
 from mlora.config.strict import Location, shown
-from mlora.config.yaml_file import YamlFault, load_yaml, read_yaml
+from mlora.config.yaml_file import load_yaml, read_yaml
 from mlora.errors import RunError
 
 INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
@@ -30,10 +30,7 @@ def apply_override(data: dict[str, Any], override: str) -> Location:
     parts = INDEX.sub(r"\1.\2", path.strip()).split(".")
     if not equals or not all(parts):
         raise RunError(f"--set {override}: must be key=value, for example --set defaults.max_steps=20")
-    try:
-        value = load_yaml(text)
-    except YamlFault as error:
-        raise RunError(f"--set {override}: {text!r} is not YAML: {error}") from error
+    value = load_yaml(text, f"--set {override}: {text!r} is not YAML")
     return _assign(data, parts, value, override)
 
 

@@ -78,28 +78,24 @@ def _at(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-class YamlFault(Exception):
-    """Text that is not YAML; `line` is counted from 1, None if unknown."""
+def load_yaml(text: str, where: str, *, lines: bool = False) -> Any:
+    """Returns the content of one YAML document. RunError begins with `where` and, with `lines`, the line."""
 
-    def __init__(self, reason: str, line: int | None = None) -> None:
-        super().__init__(reason)
-        self.line = line
+    def fault(reason: str, line: int | None = None) -> RunError:
+        return RunError(f"{where}{f':{line}' if lines and line else ''}: {reason}")
 
-
-def load_yaml(text: str) -> Any:
-    """Returns the content of one YAML document, or raises YamlFault."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
-        raise YamlFault("brackets are nested too deeply") from error
+        raise fault("brackets are nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.context_mark if error.context == "while scanning a quoted scalar" else error.problem_mark
-        raise YamlFault(_plain(error), mark.line + 1 if mark else None) from error
+        raise fault(_plain(error), mark.line + 1 if mark else None) from error
     except yaml.reader.ReaderError as error:
         reason = f"holds the character #x{error.character:04x}, which YAML does not allow"
-        raise YamlFault(reason, text.count("\n", 0, error.position) + 1) from error
+        raise fault(reason, text.count("\n", 0, error.position) + 1) from error
     except yaml.YAMLError as error:
-        raise YamlFault(first_line(error)) from error
+        raise fault(first_line(error)) from error
 
 
 def _plain(error: yaml.MarkedYAMLError) -> str:
@@ -115,7 +111,7 @@ def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, An
     `keys` are examples of the mapping's keys, for the error if the file holds something else.
     """
     try:
-        data = load_yaml(path.read_text(encoding="utf-8-sig"))
+        data = load_yaml(path.read_text(encoding="utf-8-sig"), str(path), lines=True)
     except UnicodeDecodeError as error:
         raise RunError(f"{path}: is not text in UTF-8 (byte {error.start}); expected a YAML file") from error
     except IsADirectoryError as error:
@@ -124,8 +120,6 @@ def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, An
         raise RunError(f"{path}: is a folder{more}") from error
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-    except YamlFault as error:
-        raise RunError(f"{path}{f':{error.line}' if error.line else ''}: {error}") from error
     if not isinstance(data, dict):
         raise RunError(f"{path}: must hold keys such as {keys}, got {_kind(data)}")
     return data

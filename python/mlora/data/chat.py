@@ -28,16 +28,8 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("user", "assistant", "system", "tool")
 }
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-NOT_THE_TEMPLATES = (
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-)
+NOT_THE_TEMPLATES = {"tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+NOT_THE_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 DOUBT = (
     "have a prompt whose end the chat template changes when a completion follows; "
     "the changed tokens are trained with the completion"
@@ -154,8 +146,8 @@ class ChatTemplate:
         options = fields.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise FormatError(f"'chat_template_kwargs' must be an object, got {json_name(options)}")
-        for key in NOT_THE_TEMPLATES:
-            if key in options:
+        for key in options:
+            if key in NOT_THE_TEMPLATES:
                 raise FormatError(f"'chat_template_kwargs': {key!r} is not a template variable; remove it")
         try:
             return self._tokenizer.apply_chat_template(
