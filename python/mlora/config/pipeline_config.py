@@ -35,8 +35,8 @@ class PipelineConfig(Strict):
         if self.partition is not None and len(self.partition) != self.stages:
             raise wrong_key(
                 "partition",
-                f"must have one number for each of {self.stages} stages, got {len(self.partition)} numbers; "
-                "remove it to have the best cut measured",
+                f"must have one number per stage: stages is {self.stages}, got {len(self.partition)} numbers"
+                "; remove it to have the best cut measured",
             )
         if self.partition is not None and min(self.partition) < 1:
             raise wrong_key("partition", f"each stage needs at least one block, got {self.partition}")

@@ -213,7 +213,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "pipeline.partition",
             [3, 1],
-            "pipeline.partition: must have one number for each of 1 stages, got 2 numbers; remove it to",
+            "pipeline.partition: must have one number per stage: stages is 1, got 2 numbers; remove it",
         ),
         ("pipeline.partition", [0], "pipeline.partition: each stage needs at least one block, got [0]"),
         ("base_model", "./nowhere", "base_model: no such folder:"),
