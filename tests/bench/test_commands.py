@@ -30,7 +30,9 @@ def test_without_the_source_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(benchmarks, "FOLDER", tmp_path)
     done = CliRunner().invoke(app, ["bench", "linears"], catch_exceptions=False)
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: bench: the benchmarks are part of the source checkout")
+    assert done.stderr.startswith(
+        "error: bench: the installed package holds no benchmarks; in a source checkout"
+    )
     assert len(done.stderr.splitlines()) == 1
 
 

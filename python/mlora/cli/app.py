@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlora.cli import queue as cli_queue
-from mlora.cli.common import RunDir, begin, command, print_rows, reporter, run_here, start_stages
+from mlora.cli.common import RunDir, begin, command, print_lines, print_rows, reporter, run_here, start_stages
 from mlora.cli.simulate import simulate
 from mlora.cluster.imports import end_imports_at_once
 from mlora.errors import RunError
@@ -26,7 +26,7 @@ Overwrite = Annotated[bool, typer.Option(help="replace an earlier run in output_
 Stages = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="K", help="cut the model over K processes; short for --set pipeline.stages=K"
+        min=1, metavar="K", help="cut the model into K stages, one process each; as --set pipeline.stages=K"
     ),
 ]
 Trace = Annotated[
@@ -38,7 +38,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="override the config, for example adapters.sums-r8.learning_rate=1e-3; may be repeated",
+        help="override a key of the config, for example adapters.sums-r8.learning_rate=1e-3; may be repeated",
     ),
 ]
 
@@ -51,7 +51,7 @@ def print_version(wanted: bool) -> None:
         try:
             found = version("mlora-ext")
         except PackageNotFoundError as error:
-            raise RunError("mlora-ext is not installed; its version is not known") from error
+            raise RunError("the version is unknown: mlora-ext is not installed") from error
         print(f"mlora-ext {found}")
     raise typer.Exit
 
@@ -104,7 +104,7 @@ def start(
 
         given = [setting for setting in set_ or [] if setting.startswith("pipeline.stages=")]
         if stages and given and given[-1] != f"pipeline.stages={stages}":
-            raise RunError(f"--stages {stages}: --set {given[-1]} says something else; give one of them")
+            raise RunError(f"--stages {stages} and --set {given[-1]} differ; give only one of them")
         settings = [*(set_ or []), *([f"pipeline.stages={stages}"] if stages else [])]
         config = load_config(run, settings)
         if (config.sweep is not None) != (name == "sweep"):
@@ -159,8 +159,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         lines.start(table.tasks)
         if plan:
             print_rows(plan.table())
-            for line in plan.lines():
-                print(line)
+            print_lines(plan.lines())
             for task in plan.never:
                 lines.fault(f"{task.name}: refused: {task.verdict}")
             table.refused |= {task.name: task.verdict for task in plan.never}
@@ -170,7 +169,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             raise RunError(f"{run}: {count} {what} would be refused")
         if config.sweep:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
-            print(f"{run}: a sweep of {places}; {len(table.tasks)} samples of its search space are ready")
+            print(f"{run}: a sweep of {places}; {len(table.tasks)} sample trials are ready to train")
         else:
             print(f"{run}: {len(table.tasks)} adapters are ready to train")
 
@@ -195,7 +194,7 @@ def generate(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="a jsonl file of objects with 'prompt', or a text file of one prompt a line"),
+        typer.Option(help="a jsonl file of objects with 'prompt', or a text file with one prompt per line"),
     ] = None,
     adapter: Annotated[
         list[str] | None,
@@ -206,15 +205,15 @@ def generate(
     base_model: Annotated[
         str | None, typer.Option(help="the base model; default: the one that SOURCE names")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="most tokens to add to a prompt")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="the most new tokens per prompt")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token each time")] = 0.0,
     top_p: Annotated[
         float, typer.Option(help="draw from the most likely tokens that together have this probability")
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="draw from this many of the most likely tokens; 0: from all")
+        int, typer.Option(min=0, help="draw from this number of the most likely tokens; 0: from all")
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the random draws")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the seed of the random draws")] = 0,
     chat: Annotated[
         bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
     ] = False,

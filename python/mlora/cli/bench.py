@@ -16,8 +16,8 @@ def run_suite(arguments: Sequence[str]) -> int:
     """Runs ``bench/suite.py`` in this process and returns its exit code; ``--help`` raises SystemExit."""
     if not (FOLDER / "suite.py").is_file():
         raise RunError(
-            "bench: the benchmarks are part of the source checkout, not of the installed package; "
-            "in a checkout: pip install --no-build-isolation -e ."
+            "bench: the installed package holds no benchmarks; in a source checkout, run "
+            "`pip install --no-build-isolation -e .`"
         )
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))

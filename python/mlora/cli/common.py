@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,9 +118,10 @@ def finish(result: RunResult) -> None:
 
         trials = rank_trials(folder, sweep)
         print_rows(ranked_table(trials, sweep))
-        others = result.without({trial.name for trial in trials})
-        if others.adapters:
-            print_rows(result_table(others.summary()))
+        others = result.adapters.keys() - {trial.name for trial in trials}
+        if others:
+            left = {name: adapter for name, adapter in result.adapters.items() if name in others}
+            print_rows(result_table(replace(result, adapters=left).summary()))
         if folder.best.is_dir():
             print(f"best: {folder.best}")
     else:
@@ -129,7 +131,7 @@ def finish(result: RunResult) -> None:
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
         if has_news(folder.queue):
-            print(f"more was asked for meanwhile; continue with: mlora resume {result.output_dir}")
+            print(f"new requests came meanwhile; take them with: mlora resume {result.output_dir}")
         elif result.status == "paused":
             paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
             print(f"only paused tasks remain; continue with {how_to_go_on(result.output_dir, paused)}")

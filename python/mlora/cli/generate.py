@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,23 +100,38 @@ def answer(
                 f"{source}: has no trained adapter {name!r}; it has {', '.join(folders) or 'none'}"
             )
     if not chosen:
-        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` tells how far it is")
+        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` shows its progress")
     if not (base_model or named):
         raise RunError(f"{source}: names no base model; give it with --base-model")
     base = BaseInfo(base_model or named)
     tokenizer = base.tokenizer()
     tokens = _tokens(tokenizer, prompts, chat)
-    engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
+    with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
+        engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
     budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
     requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
     torch.manual_seed(seed)
     try:
-        outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
+        with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
+            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
     except ValueError as error:
         raise RunError(str(error)) from error
     texts = [text_of(tokenizer, output) for output in outputs]
     return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
+
+
+@contextmanager
+def _enough_memory(action: str, advice: str) -> Iterator[None]:
+    """Turns running out of memory into a RunError."""
+    from mlora.cluster.device import is_out_of_memory
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(f"out of memory while {action}; {advice}") from error
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[tuple[int, ...]]:
@@ -133,8 +149,7 @@ def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
         return wanted
     if len(prompt) >= positions:
         raise RunError(
-            f"a prompt of {len(prompt)} tokens leaves no room for an answer: the base model takes at most "
-            f"{positions}"
+            f"a prompt has {len(prompt)} tokens, but the base model takes at most {positions} with the answer"
         )
     return min(wanted, positions - len(prompt))
 

@@ -60,7 +60,7 @@ def guarded_output(*, goes_on: bool) -> Iterator[None]:
         line = f"standard output: cannot be written: {reason}"
         if not goes_on:
             raise RunError(line)
-        print(f"warning: {line}; the run goes on, and `mlora status` shows it", file=sys.stderr, flush=True)
+        print(f"warning: {line}; the run continues, and `mlora status` shows it", file=sys.stderr, flush=True)
 
     before = sys.stdout, sys.stderr
     sys.stderr = cast(TextIO, GuardedStream(sys.stderr, lambda reason: None))

@@ -16,7 +16,7 @@ def status(
 ) -> None:
     """Show how far a run has come and what waits in its queue.
 
-    Reads the run's files, whether the run is at work or not.
+    Works while the run trains and afterwards.
     """
     with command():
         from mlora.cli.status import read_status
@@ -36,11 +36,11 @@ def submit(
         list[Path],
         typer.Argument(
             metavar="TASK.yaml...",
-            help="one task each: an adapter's keys (name, dataset, lora, ...) and datasets the run lacks",
+            help="a file per task: an adapter's keys (name, dataset, lora, ...) and datasets new to the run",
         ),
     ],
 ) -> None:
-    """Give a run further tasks, while it trains or afterwards."""
+    """Add tasks to a run, while it trains or afterwards."""
     with command():
         from mlora.queue.requests import submit
 
@@ -48,7 +48,7 @@ def submit(
 
 
 def cancel(run_dir: RunDir, names: Names) -> None:
-    """End tasks of a run for good; what they have learned is not kept."""
+    """End tasks of a run for good. Their weights are not kept."""
     with command():
         from mlora.queue.requests import change
 
@@ -56,9 +56,9 @@ def cancel(run_dir: RunDir, names: Names) -> None:
 
 
 def pause(run_dir: RunDir, names: Names) -> None:
-    """Set tasks of a run aside until they are unpaused.
+    """Pause tasks of a run until you unpause them.
 
-    Meanwhile other tasks use their memory.
+    Other tasks use their memory in the meantime.
     """
     with command():
         from mlora.queue.requests import change
@@ -67,7 +67,7 @@ def pause(run_dir: RunDir, names: Names) -> None:
 
 
 def unpause(run_dir: RunDir, names: Names) -> None:
-    """Let paused tasks of a run go on where they were."""
+    """Continue paused tasks of a run where they stopped."""
     with command():
         from mlora.queue.requests import change
 

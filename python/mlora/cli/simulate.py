@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlora.cli.common import command, print_rows
+from mlora.cli.common import command, print_lines, print_rows
 from mlora.errors import RunError
 
 
@@ -19,9 +19,9 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="lorapp: how many streams run at once, each an adapter or a group of adapters (mlora train "
-            "makes groups of more than 2 * stages adapters); 1f1b, gpipe: all adapters are one batch "
-            "[as in --times, else 4]",
+            help="lorapp: the number of streams that run at once, each one adapter or one group of adapters "
+            "(mlora train groups more than 2 * stages adapters); 1f1b, gpipe: the adapters of one batch "
+            "[from --times, else 4]",
         ),
     ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches in each optimizer step")] = 1,
@@ -34,7 +34,7 @@ def simulate(
         ),
     ] = None,
     backward: Annotated[
-        str | None, typer.Option(metavar="MS[,MS...]", help="backward time, given likewise [1]")
+        str | None, typer.Option(metavar="MS[,MS...]", help="backward time, in the same form [1]")
     ] = None,
     latency: Annotated[
         float | None, typer.Option(metavar="MS", help="latency in ms between neighbouring stages [0]")
@@ -59,7 +59,7 @@ def simulate(
     times: Annotated[
         Path | None,
         typer.Option(
-            help="use measured times, and the number of streams: the times.json that train --trace wrote"
+            help="a times.json that `mlora train --trace` wrote: use its times and number of streams"
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,
@@ -98,6 +98,5 @@ def simulate(
         if as_json:
             print(json.dumps(found.as_json()))
             return
-        for line in found.lines():
-            print(line)
+        print_lines(found.lines())
         print_rows(found.table())

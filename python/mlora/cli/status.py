@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlora.files.run_folder import RunFolder, is_running, read_metrics
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.sweep.progress import SweepProgress, sweep_progress
+from mlora.tasks.result import AdapterResult
 
 MIB = 2**20
 
@@ -53,14 +54,11 @@ class RunStatus:
             return f"running: {path}"
         if self.status in ("finished", "failed", "paused"):
             if self.news:
-                return f"{self.status}: {path}; `mlora resume {path}` takes what was asked since"
+                return f"{self.status}: {path}; new requests wait; `mlora resume {path}` takes them"
             more = f"; continue with {how_to_go_on(path, self.paused)}" if self.status == "paused" else ""
             return f"{self.status}: {path}{more}"
-        where = (
-            "its last checkpoint"
-            if list_checkpoints(self.folder.checkpoints)
-            else "the start, for it has no checkpoint"
-        )
+        saved = list_checkpoints(self.folder.checkpoints)
+        where = "its last checkpoint" if saved else "the start: it has no checkpoint"
         return f"not running; `mlora resume {path}` continues from {where}"
 
     @property
@@ -137,12 +135,12 @@ def read_status(run_dir: Path | str) -> RunStatus:
         queue = stack.enter_context(TaskQueue(folder.queue)) if folder.queue.is_file() else None
         tasks = known_tasks(own, summary, queue)
         memory = queue.views()[1].get("memory") if queue else None
-    adapters = {name: summary["adapters"].get(name) or _unknown(task) for name, task in tasks.items()}
+    adapters = {name: summary["adapters"].get(name) or _no_result(task) for name, task in tasks.items()}
     for record in read_metrics(folder.metrics):
         name = record["adapter"]
         if name not in tasks:
             tasks[name] = KnownTask(name, 0)
-            adapters[name] = _unknown(tasks[name])
+            adapters[name] = _no_result(tasks[name])
         _apply(adapters[name], record)
     status = summary["status"]
     if status == "running" or at_work:
@@ -180,21 +178,8 @@ def _without_after(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "eval_loss": {**entry["eval_loss"], "after": None}}
 
 
-def _unknown(task: KnownTask) -> dict[str, Any]:
-    empty = {"before": None, "after": None}
-    return {
-        "state": task.state,
-        "message": "",
-        "step": 0,
-        "max_steps": task.max_steps,
-        "loss": None,
-        "tokens": 0,
-        "seconds": 0.0,
-        "eval_loss": dict(empty),
-        "eval_exact_match": dict(empty),
-        "best": None,
-        "saved_step": None,
-    }
+def _no_result(task: KnownTask) -> dict[str, Any]:
+    return asdict(AdapterResult(task.state, max_steps=task.max_steps))
 
 
 def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 METRICS = {"eval_loss": "loss", "eval_exact_match": "exact_match (needs eval_exact_match: true)"}
-FIELDS = (
-    "early_stopping_patience",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-)
+FIELDS = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,14 @@ def best_rule(adapter: Any) -> BestRule | None:
     return BestRule(metric, not metric.endswith("loss") if greater is None else greater, loads)
 
 
-def check_best(adapter: Any) -> None:
-    """Raises ValueError if a field of an `AdapterConfig` lacks another that its best evaluation needs.
-
-    The caller has already checked ``eval_dataset``.
-    """
-    for key in FIELDS:
-        if getattr(adapter, key) not in (None, False) and adapter.eval_steps is None:
+def check_evaluation(adapter: Any) -> None:
+    """Raises ValueError if a field of an `AdapterConfig` lacks another that its evaluations need."""
+    for key in ("eval_steps", "eval_exact_match", *FIELDS):
+        if getattr(adapter, key) in (None, False):
+            continue
+        if adapter.eval_dataset is None:
+            raise ValueError(f"{key} needs an eval_dataset")
+        if key in FIELDS and adapter.eval_steps is None:
             raise ValueError(f"{key} needs eval_steps")
     if adapter.early_stopping_threshold and adapter.early_stopping_patience is None:
         raise ValueError("early_stopping_threshold needs early_stopping_patience")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from mlora.config.faults import Location, explain, path_of
+from mlora.config.faults import explain, path_of
 from mlora.config.run_config import RunConfig
-from mlora.config.strict import shown
-from mlora.config.sweep_config import SweepConfig
-from mlora.config.yaml_file import YamlFault, load_yaml, read_yaml
+from mlora.config.strict import Location, shown
+from mlora.config.yaml_file import load_yaml, read_yaml
 from mlora.errors import RunError
 
 INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
@@ -31,10 +30,7 @@ def apply_override(data: dict[str, Any], override: str) -> Location:
     parts = INDEX.sub(r"\1.\2", path.strip()).split(".")
     if not equals or not all(parts):
         raise RunError(f"--set {override}: must be key=value, for example --set defaults.max_steps=20")
-    try:
-        value = load_yaml(text)
-    except YamlFault as error:
-        raise RunError(f"--set {override}: {text!r} is not YAML: {error}") from error
+    value = load_yaml(text, f"--set {override}: {text!r} is not YAML")
     return _assign(data, parts, value, override)
 
 
@@ -50,8 +46,7 @@ def _assign(node: Any, parts: Sequence[str], value: Any, override: str) -> Locat
                 node[key] = {}
         else:
             raise RunError(
-                f"--set {override}: {parts[0]!r} leads nowhere: {path_of(location)} is {shown(node)}, "
-                "which has no keys"
+                f"--set {override}: {path_of(location)} is {shown(node)} and has no key {parts[0]!r}"
             )
         location += (key,)
         if used == len(parts):
@@ -67,12 +62,8 @@ def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, i
             return names.index(".".join(parts[:used])), used
     if parts[0].isdecimal() and int(parts[0]) < len(items):
         return int(parts[0]), 1
-    known = ", ".join(str(name) for name in names)
-    if not items:
-        raise RunError(f"--set {override}: no item is named {parts[0]!r}; the list is empty")
-    raise RunError(
-        f"--set {override}: no item is named {parts[0]!r}; items: {known}, or 0 to {len(items) - 1}"
-    )
+    known = f"items: {', '.join(map(str, names))}, or 0 to {len(items) - 1}" if items else "the list is empty"
+    raise RunError(f"--set {override}: no item is named {parts[0]!r}; {known}")
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -92,6 +83,7 @@ def resolve_config(
     folder: Path | str = ".",
     where: str = "config",
     given: Mapping[Location, str] | None = None,
+    moved: Callable[[Location], Location] = lambda location: location,
 ) -> RunConfig:
     """Resolves a config's raw data; a RunError has one line for each fault.
 
@@ -99,33 +91,23 @@ def resolve_config(
         folder: where relative paths start.
         where: the name of the source in error lines.
         given: names of other sources (overrides), by the location of the values that they set.
+        moved: returns the location that error lines give for a location in `data`.
     """
     try:
         config = RunConfig.model_validate(data, context={"folder": str(folder)})
     except ValidationError as error:
-        raise RunError("\n".join(explain(error, data, where, given or {}))) from error
+        raise RunError("\n".join(explain(error, data, where, given or {}, moved))) from error
     if config.sweep is not None:
-        _check_trials(config, config.sweep, where)
+        space = config.sweep.space
+
+        def in_sweep(location: Location) -> Location:
+            if location[:1] != ("adapters",) or not location[1:]:
+                return location
+            searched = any(location[2 : 2 + len(leaf.keys)] == leaf.keys for leaf in space.values())
+            return ("sweep", "search" if searched else "adapter", *location[2:])
+
+        resolve_config(config.with_samples(), where=where, moved=in_sweep)
     return config
-
-
-def _check_trials(config: RunConfig, sweep: SweepConfig, where: str) -> None:
-    """Checks the fields of a sweep's trials by validating a config that has sample trials as adapters."""
-    whole = config.with_samples()
-    leaves = list(sweep.space)
-
-    def renamed(match: re.Match[str]) -> str:
-        path = match[1]
-        searched = any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves)
-        return f"sweep.{'search' if searched else 'adapter'}{'.' if path else ''}{path}"
-
-    try:
-        RunConfig.model_validate(whole)
-    except ValidationError as error:
-        lines = [
-            re.sub(r"adapters\[\d+\]\.?([\w.]*)", renamed, line) for line in explain(error, whole, where, {})
-        ]
-        raise RunError("\n".join(dict.fromkeys(lines))) from error
 
 
 def dump_config(config: RunConfig) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from mlora.config.lora_fields import CHOICES
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
 from mlora.config.scheduler_config import SchedulerConfig
-from mlora.config.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
+from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
 
 MODELS: dict[str, type[BaseModel]] = {
@@ -41,7 +40,7 @@ HOMES: dict[str, Sequence[str]] = {
 
 TRAINING = set(TrainingFields.model_fields)
 OTHERWISE = {
-    "packing": "rows are always packed, without padding; leave it out",
+    "packing": "samples are always packed, without padding; remove this key",
     "scheduler": "did you mean 'lr_scheduler_type'?",
 }
 """Hints for keys that mean something else among the training fields."""
@@ -59,31 +58,35 @@ EXPECTED = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "list_type": "must be a list, whose entries begin with '- '",
+    "list_type": "must be a list of entries that begin with '- '",
     "dict_type": "must be keys and values",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
+    "literal_error": "must be one of {expected}",
 }
 """What was expected, by the type of pydantic's error."""
 
-Location = tuple[int | str, ...]
-
 
 def explain(
-    error: ValidationError, data: Mapping[str, Any], where: str, given: Mapping[Location, str]
+    error: ValidationError,
+    data: Mapping[str, Any],
+    where: str,
+    given: Mapping[Location, str],
+    moved: Callable[[Location], Location],
 ) -> list[str]:
     """Returns a line for each fault: ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
 
-    `where` and `given` name the sources as in `mlora.config.config_file.resolve_config`.
+    `where`, `given` and `moved` mean the same as in `mlora.config.config_file.resolve_config`.
     """
     lines = []
-    for fault in error.errors():
-        if _comes_from_defaults(fault["loc"], data):
-            continue
-        for location, message in _messages(fault):
-            parts = (_source(location, where, given), path_of(location), message)
+    faults = error.errors()
+    places = [fault["loc"] for fault in faults]
+    for fault in faults:
+        if not _comes_from_defaults(fault["loc"], data, places):
+            location = moved(tuple(part for part in fault["loc"] if part != "[key]"))
+            parts = (_source(location, where, given), path_of(location), _message(fault))
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
 
@@ -105,38 +108,25 @@ def _source(location: Location, where: str, given: Mapping[Location, str]) -> st
     return below[0] if below and location else where
 
 
-def _comes_from_defaults(location: Location, data: Mapping[str, Any]) -> bool:
-    if len(location) < 3 or location[0] != "adapters" or not isinstance(location[1], int):
+def _comes_from_defaults(location: Location, data: Mapping[str, Any], places: Sequence[Location]) -> bool:
+    """Whether an adapter's fault lies in a value of ``defaults``, where it is reported, too."""
+    if location[:1] != ("adapters",) or ("defaults", *location[2:]) not in places:
         return False
-    defaults, adapter = data.get("defaults"), data["adapters"][location[1]]
-    return isinstance(defaults, dict) and location[2] in defaults and location[2] not in adapter
+    return len(location) > 2 and location[2] not in data["adapters"][location[1]]
 
 
-def _messages(fault: Any) -> Iterator[tuple[Location, str]]:
-    location: Location = fault["loc"]
-    cause = fault.get("ctx", {}).get("error")
-    if not isinstance(cause, KeyPathError | KeyPathErrors):
-        yield tuple(part for part in location if part != "[key]"), _message(fault, location)
-        return
-    for found in [cause] if isinstance(cause, KeyPathError) else cause.faults:
-        message = unknown_key(found.key, found.known) if isinstance(found, UnknownKeyError) else str(found)
-        yield (*location, *(found.key.split(".") if found.key else ())), message
-
-
-def _message(fault: Any, location: Location) -> str:
-    kind, value = fault["type"], fault["input"]
+def _message(fault: Any) -> str:
+    kind, value, location = fault["type"], fault["input"], fault["loc"]
     if kind == "extra_forbidden":
         model = MODELS.get(str(location[0]), RunConfig) if location[1:] else RunConfig
-        return unknown_key(str(location[-1]), list(model.model_fields))
+        in_lora = "lora" in location[1:-1]
+        return unknown_key(str(location[-1]), CHOICES if in_lora else list(model.model_fields))
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
         return str(fault["ctx"]["error"])
-    if kind == "invalid_key" or fault["loc"][-1:] == ("[key]",):
+    if kind == "invalid_key" or location[-1:] == ("[key]",):
         return f"a key must be text, got {shown(value)}; put it in quotes"
-    if kind == "literal_error":
-        expected = re.findall(r"'([^']+)'", fault["msg"])
-        return f"must be one of {', '.join(expected)}, got {shown(value)}"
     if kind == "model_type":
         return f"must be keys and values{_some_keys(location)}, got {shown(value)}"
     bounds = {key: f"{bound:.15g}" for key, bound in fault.get("ctx", {}).items() if type(bound) is float}
@@ -165,7 +155,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
             return f"unknown key here; it belongs {home}"
     here = known_as(key, known)
     elsewhere = _elsewhere(key, known_as) if here is None else None
-    if key in UNSUPPORTED.split() and not (here or elsewhere):
+    if key in UNSUPPORTED and not (here or elsewhere):
         return f"unknown key; {key} of Transformers' TrainingArguments is not supported"
     here = here or (None if elsewhere else spelt_alike(key, known))
     if here:

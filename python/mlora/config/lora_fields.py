@@ -3,161 +3,122 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mlora.config.strict import KeyPathError, KeyPathErrors, UnknownKeyError, shown
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInfo
+
+from mlora.config.strict import shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-LARGEST = sys.float_info.max
+def _note(value: Any, info: ValidationInfo) -> Any:
+    if value != PeftNotes.model_fields[str(info.field_name)].default:
+        raise ValueError("is not a setting of a run; remove this key")
+    return value
 
 
-# The fields of PEFT's LoraConfig, written down because importing PEFT takes seconds; a test compares them.
-CHOICES = [
-    "r",
-    "target_modules",
-    "exclude_modules",
-    "lora_alpha",
-    "lora_dropout",
-    "fan_in_fan_out",
-    "bias",
-    "use_rslora",
-    "modules_to_save",
-    "init_lora_weights",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "task_type",
-    "megatron_config",
-    "trainable_token_indices",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-    "use_dora",
-    "velora_config",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "monteclora_config",
-    "layer_replication",
-    "lora_bias",
-    "target_parameters",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "ensure_weight_tying",
-]
-# PEFT's notes in an adapter's folder about its origin. A config may repeat them with these values only.
-NOTES: dict[str, Any] = {
-    "auto_mapping": None,
-    "base_model_name_or_path": None,
-    "inference_mode": False,
-    "megatron_core": "megatron.core",
-    "peft_type": "LORA",
-    "peft_version": None,
-    "qalora_group_size": 16,
-    "revision": None,
-    "runtime_config": None,
-}
+def _not_zero(alpha: float) -> float:
+    if alpha == 0:
+        raise ValueError("must not be 0: the adapter would have no effect and could not learn")
+    return alpha
 
 
-def check_lora(values: dict[str, Any]) -> dict[str, Any]:
-    """Checks a ``lora`` block without a model and returns it. KeyPathErrors holds all faults."""
-    faults = []
-    for key, value in values.items():
-        try:
-            _check_field(str(key), value)
-        except KeyPathError as error:
-            faults.append(error)
-    if faults:
-        raise KeyPathErrors(faults)
-    return values
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from error
+    return value
 
 
-def _check_field(key: str, value: Any) -> None:
-    if key in NOTES:
-        if value != NOTES[key]:
-            raise KeyPathError(key, "is no setting of a run; remove the key")
-    elif key not in CHOICES:
-        raise UnknownKeyError(key, CHOICES)
-    elif key in CHECKS:
-        CHECKS[key](key, value)
-
-
-def _check_rank(key: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise KeyPathError(key, f"a rank must be a whole number of at least 1, got {shown(value)}")
-    if value >= 2**31:
-        raise KeyPathError(key, f"a rank must be below 2^31, got {value}")
-
-
-def _check_alpha(key: str, value: Any) -> None:
-    _check_number(key, value)
-    if value == 0:
-        raise KeyPathError(key, "must not be 0, which scales the adapter away: nothing would be trained")
-
-
-def _check_dropout(key: str, value: Any) -> None:
-    _check_number(key, value)
-    if not 0 <= value < 1:
-        raise KeyPathError(key, f"must be at least 0 and below 1, got {value}")
-
-
-def _check_number(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise KeyPathError(key, f"must be a number, got {shown(value)}")
-
-
-def _check_switch(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise KeyPathError(key, f"must be true or false, got {shown(value)}")
-
-
-def _check_patterns(key: str, value: Any) -> None:
-    if not isinstance(value or {}, dict):
-        raise KeyPathError(key, f"must be a mapping from module name to number, got {shown(value)}")
-    for module, number in (value or {}).items():
-        _check_pattern(key, module)
-        (_check_rank if key == "rank_pattern" else _check_alpha)(f"{key}.{module}", number)
-
-
-def _check_modules(key: str, value: Any) -> None:
+def _modules(value: Any) -> Any:
     names = value if isinstance(value, list) else [value]
     if value is not None and not all(isinstance(name, str) and name for name in names):
-        raise KeyPathError(key, f"must be a name, a pattern or a list of names, got {shown(value)}")
+        raise ValueError(f"must be a name, a pattern or a list of names, got {shown(value)}")
     if value == []:
-        raise KeyPathError(key, "must not be empty")
+        raise ValueError("must not be empty")
     if isinstance(value, str):
         words = re.split(r"[\s,]+", value.strip())
         if len(words) > 1 and all(re.fullmatch(r"[\w.]+", word) for word in words):
-            raise KeyPathError(key, f"{shown(value)} is one pattern; did you mean [{', '.join(words)}]?")
-        _check_pattern(key, value)
+            raise ValueError(f"{shown(value)} is one pattern; did you mean [{', '.join(words)}]?")
+        _pattern(value)
+    return value
 
 
-def _check_pattern(key: str, value: Any) -> None:
-    try:
-        re.compile(str(value))
-    except re.error as error:
-        raise KeyPathError(key, f"{value!r} is not a regular expression: {error}") from error
+Rank = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_not_zero)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+Modules = Annotated[Any, AfterValidator(_modules)]
+Note = Annotated[Any, AfterValidator(_note)]
 
 
-CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "r": _check_rank,
-    "lora_alpha": _check_alpha,
-    "lora_dropout": _check_dropout,
-    "rank_pattern": _check_patterns,
-    "alpha_pattern": _check_patterns,
-    "use_rslora": _check_switch,
-    "fan_in_fan_out": _check_switch,
-    "use_dora": _check_switch,
-    "target_modules": _check_modules,
-    "exclude_modules": _check_modules,
-}
+class PeftNotes(BaseModel):
+    """PEFT's notes about an adapter's origin. A config may repeat them with these values only."""
+
+    auto_mapping: Note = None
+    base_model_name_or_path: Note = None
+    inference_mode: Note = False
+    megatron_core: Note = "megatron.core"
+    peft_type: Note = "LORA"
+    peft_version: Note = None
+    qalora_group_size: Note = 16
+    revision: Note = None
+    runtime_config: Note = None
+
+
+class LoraFields(PeftNotes, extra="forbid"):
+    """The fields of PEFT's ``LoraConfig``, and checks of those that need no model.
+
+    They are written down because importing PEFT takes seconds. A test compares them.
+    """
+
+    r: Rank = 8
+    target_modules: Modules = None
+    exclude_modules: Modules = None
+    lora_alpha: Alpha = 8
+    lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+    fan_in_fan_out: StrictBool = False
+    bias: Any = None
+    use_rslora: StrictBool = False
+    modules_to_save: Any = None
+    init_lora_weights: Any = None
+    layers_to_transform: Any = None
+    layers_pattern: Any = None
+    rank_pattern: dict[Pattern, Rank] | None = None
+    alpha_pattern: dict[Pattern, Alpha] | None = None
+    task_type: Any = None
+    megatron_config: Any = None
+    trainable_token_indices: Any = None
+    loftq_config: Any = None
+    eva_config: Any = None
+    corda_config: Any = None
+    lora_ga_config: Any = None
+    use_dora: StrictBool = False
+    velora_config: Any = None
+    alora_invocation_tokens: Any = None
+    use_qalora: Any = None
+    monteclora_config: Any = None
+    layer_replication: Any = None
+    lora_bias: Any = None
+    target_parameters: Any = None
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    ensure_weight_tying: Any = None
+
+
+CHOICES = [key for key in LoraFields.model_fields if key not in PeftNotes.model_fields]
+
+
+def _check_lora(values: dict[str, Any]) -> dict[str, Any]:
+    LoraFields.model_validate(values)
+    return values
+
+
+LoraBlock = Annotated[dict[str, Any], AfterValidator(_check_lora)]
+"""A ``lora`` block, checked without a model and kept as it is written."""
 
 
 def build_lora(values: dict[str, Any]) -> LoraConfig:

@@ -29,13 +29,13 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
         patterns = list(getattr(lora, field) or ())
         used = {get_pattern_key(patterns, key) for key in layers}
         lines += [
-            f"{name}: lora.{field}: {pattern!r} decides for none of the adapter's layers"
+            f"{name}: lora.{field}: {pattern!r} applies to none of the adapter's layers"
             for pattern in patterns
             if pattern not in used
         ]
     for key, spec in layers.items():
         width = min(features(modules[key]))
         if spec.rank > width:
-            lines.append(f"{name}: lora.r: {spec.rank} is more than {width}, the most that {key} can use")
+            lines.append(f"{name}: lora.r: {spec.rank} is too high; {key} can use {width} at most")
             break
     return lines

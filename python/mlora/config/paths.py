@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
@@ -21,7 +22,7 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
     Relative paths start at ``info.context["folder"]``, by default the working directory.
     """
     if "\0" in value:
-        raise ValueError(f"{value!r} is no path: it holds a NUL character")
+        raise ValueError(f"{value!r} is not a path: it holds a NUL character")
     try:
         path = (Path((info.context or {}).get("folder", ".")) / Path(value).expanduser()).resolve()
         path.exists()
@@ -32,3 +33,6 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
     except RuntimeError as error:
         raise ValueError(f"{value}: there is no such user's folder") from error
     return str(path)
+
+
+ResolvedPath = Annotated[str, Field(min_length=1), AfterValidator(resolve_path)]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mlora.config.strict import MOST, Strict
+from mlora.config.strict import MOST, Strict, wrong_key
 
 
 class PipelineConfig(Strict):
@@ -33,10 +33,11 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _partition(self) -> PipelineConfig:
         if self.partition is not None and len(self.partition) != self.stages:
-            raise ValueError(
-                f"partition: has the blocks of {len(self.partition)} stages, but stages is {self.stages}; "
-                "remove it to have it measured"
+            raise wrong_key(
+                "partition",
+                f"must have one number per stage: stages is {self.stages}, got {len(self.partition)} numbers"
+                "; remove it to have the best cut measured",
             )
         if self.partition is not None and min(self.partition) < 1:
-            raise ValueError(f"partition: each stage needs at least one block, got {self.partition}")
+            raise wrong_key("partition", f"each stage needs at least one block, got {self.partition}")
         return self

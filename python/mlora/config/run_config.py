@@ -14,13 +14,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.config.aliases import nearest
-from mlora.config.best_rule import FIELDS, BestRule, best_rule, check_best, metric_key
+from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
 from mlora.config.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
-from mlora.config.lora_fields import check_lora
-from mlora.config.paths import is_hub_id, resolve_path
+from mlora.config.lora_fields import LoraBlock
+from mlora.config.paths import ResolvedPath, is_hub_id, resolve_path
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.scheduler_config import SchedulerConfig
-from mlora.config.strict import MOST, KeyPathError, KeyPathErrors, Strict
+from mlora.config.strict import MOST, Location, Strict, wrong_key, wrong_keys
 from mlora.config.sweep_config import SweepConfig
 from mlora.objectives.registry import CROSS_ENTROPY, objective_names
 from mlora.optim.registry import optimizer_names
@@ -84,18 +84,12 @@ class TrainingFields(Strict):
             raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
         return value
 
-    @field_validator("optim")
+    @field_validator("optim", "objective")
     @classmethod
-    def _optim(cls, value: str) -> str:
-        if value not in optimizer_names():
-            raise ValueError(f"must be one of {', '.join(optimizer_names())}, got {value!r}")
-        return value
-
-    @field_validator("objective")
-    @classmethod
-    def _objective(cls, value: str) -> str:
-        if value not in objective_names():
-            raise ValueError(f"must be one of {', '.join(objective_names())}, got {value!r}")
+    def _registered(cls, value: str, info: ValidationInfo) -> str:
+        names = optimizer_names() if info.field_name == "optim" else objective_names()
+        if value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
         return value
 
     @field_validator("metric_for_best_model")
@@ -118,8 +112,8 @@ class AdapterConfig(TrainingFields):
 
     name: str
     dataset: str
-    lora: dict[str, Any] | None = None
-    init_from: str | None = None
+    lora: LoraBlock | None = None
+    init_from: ResolvedPath | None = None
     priority: int = Field(default=0, ge=-MOST, le=MOST)
 
     @property
@@ -139,29 +133,11 @@ class AdapterConfig(TrainingFields):
             )
         return name
 
-    @field_validator("lora")
-    @classmethod
-    def _lora(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if value is None else check_lora(value)
-
-    @field_validator("init_from")
-    @classmethod
-    def _init_from(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else resolve_path(value, info)
-
     @model_validator(mode="after")
     def _needs(self) -> AdapterConfig:
         if self.lora is None and self.init_from is None:
             raise ValueError("needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)")
-        evaluates = {
-            "eval_steps": self.eval_steps is not None,
-            "eval_exact_match": self.eval_exact_match,
-            **{key: getattr(self, key) not in (None, False) for key in FIELDS},
-        }
-        for key, used in evaluates.items():
-            if used and self.eval_dataset is None:
-                raise ValueError(f"{key} needs an eval_dataset")
-        check_best(self)
+        check_evaluation(self)
         return self
 
 
@@ -179,7 +155,7 @@ class RunConfig(Strict):
     """
 
     base_model: str = Field(min_length=1)
-    output_dir: str = Field(min_length=1)
+    output_dir: ResolvedPath
     seed: int = Field(default=42, ge=0, lt=2**63)
     bf16: bool = False
     fp16: bool = False
@@ -252,7 +228,7 @@ class RunConfig(Strict):
         if not value and info.data.get("sweep", ...) is None:
             raise ValueError("must not be empty")
         if value and info.data.get("sweep") is not None:
-            raise ValueError("a run with a sweep makes its own; remove adapters, or sweep")
+            raise ValueError("a sweep makes the run's adapters; remove adapters or sweep")
         return value
 
     @field_validator("base_model")
@@ -269,11 +245,6 @@ class RunConfig(Strict):
         if beside_others or not is_hub_id(value):
             raise ValueError(f"no such folder: {folder}")
         return value
-
-    @field_validator("output_dir")
-    @classmethod
-    def _output_dir(cls, value: str, info: ValidationInfo) -> str:
-        return resolve_path(value, info)
 
     @field_validator("device")
     @classmethod
@@ -296,45 +267,42 @@ class RunConfig(Strict):
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise ValueError(f"{what}: the name {twice[0]!r} stands twice; names must differ")
+                raise wrong_key(what, f"the name {twice[0]!r} is used twice; names must differ")
         by_case: dict[str, str] = {}
         for adapter in self.adapters:  # on a case-insensitive disk their folders would be the same
             other = by_case.setdefault(adapter.name.casefold(), adapter.name)
             if other != adapter.name:
-                raise ValueError(f"adapters: {other!r} and {adapter.name!r} differ by case only")
+                raise wrong_key("adapters", f"{other!r} and {adapter.name!r} differ by case only")
         return self
 
     @model_validator(mode="after")
     def _trials_are_judged(self) -> RunConfig:
         if self.sweep:
-            try:
-                self.sweep.check_evaluations(self.defaults.model_dump())
-            except KeyPathError as error:
-                raise KeyPathError(f"sweep.{error.key}", str(error)) from None
+            self.sweep.check_evaluations(self.defaults.model_dump())
         return self
 
     @model_validator(mode="after")
     def _every_replica_has_an_adapter(self) -> RunConfig:
         replicas, count = self.pipeline.replicas, self.at_once
         if replicas > count:
-            raise ValueError(
-                f"pipeline.replicas: is {replicas}, but each trains adapters of its own and there are {count}"
+            raise wrong_key(
+                "pipeline.replicas",
+                f"must be at most {count}, the number of adapters that train at once, got {replicas}",
             )
         return self
 
     @model_validator(mode="after")
     def _datasets_serve(self) -> RunConfig:
         formats = {dataset.name: dataset.format for dataset in self.datasets}
-        faults: list[KeyPathError] = []
+        faults: dict[Location, str] = {}
         told: set[tuple[str, str]] = set()
         for index, adapter in enumerate(self.adapters):
-            for fault in _data_faults(adapter, formats):
-                if fault not in told:  # a fault of the defaults is reported once
-                    key, reason = fault
-                    faults.append(KeyPathError(f"adapters[{index}].{key}", reason))
-                    told |= {fault} if key in TrainingFields.model_fields else set()
+            for key, reason in _data_faults(adapter, formats):
+                if (key, reason) not in told:  # a fault of the defaults is reported once
+                    faults["adapters", index, key] = reason
+                    told |= {(key, reason)} if key in TrainingFields.model_fields else set()
         if faults:
-            raise KeyPathErrors(faults)
+            raise wrong_keys(faults)
         return self
 
 
@@ -352,8 +320,8 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
         if name not in formats:
             yield key, f"no dataset is named {name!r}; {nearest(name, list(formats), 'datasets')}"
         elif adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
-            kinds = ", ".join(WITH_MESSAGES)
-            yield "assistant_only_loss", f"needs a {key} of messages ({kinds}), got {formats[name]!r}"
+            kinds = " or ".join(WITH_MESSAGES)
+            yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
     if adapter.eval_exact_match and found not in WITH_PROMPTS:
         kinds = " or ".join(WITH_PROMPTS)

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from mlora.config.aliases import known_as
-from mlora.config.strict import KeyPathError, shown
+from mlora.config.strict import shown, wrong_key
 
 Number = int | float
 Param = int | float | str
@@ -99,10 +99,10 @@ Space = dict[str, Leaf]
 
 
 def read_space(search: Mapping[str, Any]) -> Space:
-    """Returns the leaves of ``search``. KeyPathError if it is empty or holds anything else."""
+    """Returns the leaves of ``search``. ValidationError if it is empty or holds anything else."""
     space = dict(_leaves((), search))
     if not space:
-        raise KeyPathError("", "must not be empty")
+        raise wrong_key("", "must not be empty")
     return space
 
 
@@ -111,11 +111,11 @@ def _leaves(keys: tuple[str, ...], node: Any) -> Iterator[tuple[str, Leaf]]:
     if not isinstance(node, Mapping) or (keys and not node):
         called = known_as(keys[-1], sorted(LEAF_KEYS)) if keys else None
         if called:
-            raise KeyPathError(path, f"unknown key; did you mean {called!r}?")
-        raise KeyPathError(
+            raise wrong_key(path, f"unknown key; did you mean {called!r}?")
+        raise wrong_key(
             path,
             "must be {choice: [...]} or {low: ..., high: ...}, "
-            f"got {shown(node)}; a value that is not searched belongs in sweep.adapter",
+            f"got {shown(node)}; write a fixed value under sweep.adapter",
         )
     if LEAF_KEYS.isdisjoint(node) or not keys:
         for key, inner in node.items():
@@ -123,21 +123,21 @@ def _leaves(keys: tuple[str, ...], node: Any) -> Iterator[tuple[str, Leaf]]:
         return
     unknown = [str(key) for key in node if key not in LEAF_KEYS]
     if unknown:
-        raise KeyPathError(f"{path}.{unknown[0]}", "unknown key; known keys: choice, or low, high, log, step")
+        raise wrong_key(f"{path}.{unknown[0]}", "unknown key; known keys: choice, or low, high, log, step")
     yield path, _choice(keys, node) if "choice" in node else _range(keys, node)
 
 
 def _choice(keys: tuple[str, ...], node: Mapping[str, Any]) -> Choice:
     path = ".".join(keys)
     if len(node) > 1:
-        raise KeyPathError(path, "choice stands alone, without low, high, log and step")
+        raise wrong_key(path, "choice cannot be combined with low, high, log or step")
     values = node["choice"]
     if not isinstance(values, list) or not values:
-        raise KeyPathError(f"{path}.choice", f"must be a list of values, got {values!r}")
+        raise wrong_key(f"{path}.choice", f"must be a list of values, got {values!r}")
     texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
     twice = next((text for text in texts if texts.count(text) > 1), None)
     if twice is not None:
-        raise KeyPathError(f"{path}.choice", f"{twice} stands twice")
+        raise wrong_key(f"{path}.choice", f"{twice} is listed twice")
     return Choice(keys, dict(zip(texts, values, strict=True)))
 
 
@@ -145,24 +145,24 @@ def _range(keys: tuple[str, ...], node: Mapping[str, Any]) -> Range:
     path = ".".join(keys)
     for key in ("low", "high"):
         if key not in node:
-            raise KeyPathError(f"{path}.{key}", "is missing")
+            raise wrong_key(f"{path}.{key}", "is missing")
     for key in ("low", "high", "step"):
         value = node.get(key)
         if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise KeyPathError(f"{path}.{key}", f"must be a number, got {value!r}")
+            raise wrong_key(f"{path}.{key}", f"must be a number, got {value!r}")
     low, high, step, log = node["low"], node["high"], node.get("step"), node.get("log", False)
     if type(log) is not bool:
-        raise KeyPathError(f"{path}.log", f"must be true or false, got {log!r}")
+        raise wrong_key(f"{path}.log", f"must be true or false, got {log!r}")
     if low > high:
-        raise KeyPathError(f"{path}.high", f"must be at least low, {low}, got {high}")
+        raise wrong_key(f"{path}.high", f"must be at least low, {low}, got {high}")
     if log and low <= 0:
-        raise KeyPathError(f"{path}.low", f"must be above 0 with log, got {low}")
+        raise wrong_key(f"{path}.low", f"must be above 0 with log, got {low}")
     if log and step is not None:
-        raise KeyPathError(f"{path}.step", "does not go with log")
+        raise wrong_key(f"{path}.step", "cannot be combined with log")
     if step is not None and step <= 0:
-        raise KeyPathError(f"{path}.step", f"must be above 0, got {step}")
+        raise wrong_key(f"{path}.step", f"must be above 0, got {step}")
     if Range(keys, low, high).whole and type(step) is float:
-        raise KeyPathError(f"{path}.step", f"must be a whole number, as low and high are, got {step}")
+        raise wrong_key(f"{path}.step", f"must be a whole number, like low and high, got {step}")
     if step is not None:
         first, each = Decimal(str(low)), Decimal(str(step))
         last = first + (Decimal(str(high)) - first) // each * each

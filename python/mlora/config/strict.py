@@ -1,13 +1,17 @@
-"""The base class of the config models, and the errors that their validators raise."""
+"""The base class of the config models, and errors about keys below a validated field."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails
 
 MOST = 10**9  # steps, epochs or samples; more is a typing mistake
+
+Location = tuple[int | str, ...]
+"""The path from a model to a value in it: keys of mappings and indices of lists."""
 
 
 class Strict(BaseModel):
@@ -25,28 +29,20 @@ class Strict(BaseModel):
         return value
 
 
-class KeyPathError(ValueError):
-    """A fault below a field of plain keys and values; `key` is the dotted path from the field to it."""
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
-        self.key = key
-
-
-class UnknownKeyError(KeyPathError):
-    """A key that no field has; `known` are the keys allowed there."""
-
-    def __init__(self, key: str, known: Sequence[str]) -> None:
-        super().__init__(key, f"unknown key; known keys: {', '.join(known)}")
-        self.known = known
+def wrong_keys(messages: Mapping[Location, str]) -> ValidationError:
+    """Returns an error for a validator to raise: messages by the path from what it validates."""
+    return ValidationError.from_exception_data(
+        "config",
+        [
+            InitErrorDetails(type="value_error", loc=at, input=None, ctx={"error": ValueError(message)})
+            for at, message in messages.items()
+        ],
+    )
 
 
-class KeyPathErrors(ValueError):
-    """Several faults (at least one) below a field, so that all of them are reported at once."""
-
-    def __init__(self, faults: Sequence[KeyPathError]) -> None:
-        super().__init__("; ".join(f"{fault.key}: {fault}" for fault in faults))
-        self.faults = list(faults)
+def wrong_key(path: str, message: str) -> ValidationError:
+    """Returns `wrong_keys` of one key, whose path is written with dots."""
+    return wrong_keys({tuple(path.split(".")) if path else (): message})
 
 
 def shown(value: Any) -> str:

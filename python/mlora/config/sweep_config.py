@@ -11,9 +11,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mlora.config.paths import resolve_path
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
-from mlora.config.strict import KeyPathError, Strict
+from mlora.config.strict import Strict, wrong_key
 
 MOST_TRIALS = 10_000
+NAMED = "the run names its trials by their numbers; remove this key"
 
 
 def is_trial(name: str) -> bool:
@@ -81,7 +82,7 @@ class SweepConfig(Strict):
 
         Optuna would infer them from the first trials that end, and forget them when the run resumes. Here
         they come from the config: a trial is first judged after ``eval_steps`` and has at most
-        ``max_steps``. If these differ between trials, a KeyPathError asks the user for the arguments.
+        ``max_steps``. If these differ between trials, a ValidationError asks the user for the arguments.
         `defaults` are fields that ``adapter`` leaves out.
         """
         kwargs = dict(self.pruner_kwargs)
@@ -95,26 +96,30 @@ class SweepConfig(Strict):
             value: Any = known[key]
             if kwargs.get(key, "auto") == "auto":
                 if type(value) not in (int, float) or value < 1:
-                    raise KeyPathError(f"pruner_kwargs.{key}", "is missing; trials differ in their steps")
+                    reason = f"is missing; {self.pruner} needs it because the trials differ in their steps"
+                    raise wrong_key(f"sweep.pruner_kwargs.{key}", reason)
                 kwargs[key] = int(value)
         return kwargs
 
     def check_evaluations(self, defaults: dict[str, Any]) -> None:
-        """Raises KeyPathError if trials are not evaluated as the metric and the pruner need it."""
+        """Raises ValidationError if trials are not evaluated as the metric and the pruner need it.
+
+        Its locations start at the run's config.
+        """
         given = {**defaults, **self.adapter, **self.search}
         if given.get("eval_dataset") is None:
-            raise KeyPathError("adapter.eval_dataset", "is missing; trials are ranked by it")
+            raise wrong_key("sweep.adapter.eval_dataset", "is missing; trials are ranked by it")
         if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:
-            raise KeyPathError("adapter.eval_exact_match", "must be true; trials are ranked by it")
+            raise wrong_key("sweep.adapter.eval_exact_match", "must be true; trials are ranked by it")
         if self.pruner != "none" and given.get("eval_steps") is None:
-            raise KeyPathError("adapter.eval_steps", "is missing; the pruner judges at each evaluation")
+            raise wrong_key("sweep.adapter.eval_steps", "is missing; the pruner acts after each evaluation")
         self.pruner_arguments(defaults)
 
     @field_validator("adapter")
     @classmethod
     def _adapter(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if "name" in value:
-            raise KeyPathError("name", "trials are named by their numbers; remove it")
+            raise wrong_key("name", NAMED)
         if isinstance(value.get("init_from"), str):
             return {**value, "init_from": resolve_path(value["init_from"], info)}
         return value
@@ -124,7 +129,7 @@ class SweepConfig(Strict):
     def _search(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         space = read_space(value)
         if "name" in space:
-            raise KeyPathError("name", "trials are named by their numbers; remove it")
+            raise wrong_key("name", NAMED)
         leaf = value.get("init_from")
         if isinstance(leaf, dict) and isinstance(leaf.get("choice"), list):
             paths = [resolve_path(path, info) if isinstance(path, str) else path for path in leaf["choice"]]
@@ -135,21 +140,19 @@ class SweepConfig(Strict):
     def _consistent(self) -> SweepConfig:
         size = grid_size(self.space)
         if self.sampler == "grid" and size is None:
-            raise KeyPathError("sampler", "grid needs choices, whole numbers without log, or a step")
+            raise wrong_key("sampler", "grid needs choices, whole numbers without log, or ranges with a step")
         if self.trials is None and self.sampler != "grid":
-            raise KeyPathError("trials", "is missing")
+            raise wrong_key("trials", "is missing")
         if self.sampler == "grid" and self.trials and size and self.trials > size:
-            raise KeyPathError("trials", f"is {self.trials}, but the grid has {size} combinations")
+            raise wrong_key("trials", f"must be at most {size}, the size of the grid, got {self.trials}")
         if self.trials is None and size and size > MOST_TRIALS:
-            raise KeyPathError("search", f"the grid has {size} combinations; {MOST_TRIALS} at most")
+            raise wrong_key("search", f"the grid must have at most {MOST_TRIALS} combinations, got {size}")
         if self.pruner != "none" and self.metric != "eval_loss":
-            raise KeyPathError("pruner", f"judges eval_loss, not the metric {self.metric}; use none")
+            raise wrong_key("pruner", f"needs the metric eval_loss, got {self.metric}; set pruner to none")
         if "seed" in self.sampler_kwargs:
-            raise KeyPathError("sampler_kwargs.seed", "the run's seed is it; remove it")
-        for key, kwargs, known in (
-            ("sampler_kwargs", self.sampler_kwargs, self.sampler != "grid"),
-            ("pruner_kwargs", self.pruner_kwargs, self.pruner != "none"),
-        ):
-            if kwargs and not known:
-                raise KeyPathError(key, f"{key.removesuffix('_kwargs')} has none")
+            raise wrong_key("sampler_kwargs.seed", "the sampler takes the run's seed; remove this key")
+        if self.sampler_kwargs and self.sampler == "grid":
+            raise wrong_key("sampler_kwargs", "grid takes no arguments; remove this key")
+        if self.pruner_kwargs and self.pruner == "none":
+            raise wrong_key("pruner_kwargs", "pruner is none; set a pruner or remove this key")
         return self

@@ -15,15 +15,14 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 OTHER_BASE = re.compile(r"[-+]?(0_*\d[\d_]*|\d[\d_]*(:\d+)+(\.\d*)?)")
 
 PLAIN = [
-    (r"found character '\\t'.*", "a tab stands where YAML wants spaces; replace it with spaces"),
+    (r"found character '\\t'.*", "YAML is indented with spaces; replace the tab with spaces"),
     (r"found character '(.)' that cannot start any token", r"a value cannot begin with \1; put it in quotes"),
     (
         r"mapping values are not allowed here",
-        "a ':' is not expected here; see to the line before it and to "
-        "the indentation, or put the value in quotes",
+        "a ':' is not expected here; check the indentation and the line before, or put the value in quotes",
     ),
-    (r"could not find expected ':'", "a key lacks its ':'"),
-    (r"but found another document", "a second document begins with '---'; a file holds one"),
+    (r"could not find expected ':'", "this key has no ':'"),
+    (r"but found another document", "'---' begins a second document; write one document in a file"),
     (r"found unhashable key", "a key must be text, not a list or a mapping"),
     (
         r"could not determine a constructor for the tag 'tag:yaml.org,2002:value'",
@@ -36,7 +35,7 @@ PLAIN = [
     (r"found undefined alias '(.*)'", r"*\1 has no anchor &\1; put it in quotes if it is text"),
     (
         r"expected <block end>, but found .*",
-        "is not indented as the lines before it; keys of one level begin in the same column",
+        "is not indented like the lines before it; keys of one level begin in the same column",
     ),
     (r"found unexpected end of stream", "a quote that opens here is not closed"),
     (r"'<stream end>'", "the end"),
@@ -67,7 +66,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen and key_node.value != "<<":
-                    raise _at(key_node, f"the key {key_node.value!r} stands twice")
+                    raise _at(key_node, f"the key {key_node.value!r} is given twice")
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
@@ -79,28 +78,24 @@ def _at(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-class YamlFault(Exception):
-    """Text that is not YAML; `line` is counted from 1, None if unknown."""
+def load_yaml(text: str, where: str, *, lines: bool = False) -> Any:
+    """Returns the content of one YAML document. RunError begins with `where` and, with `lines`, the line."""
 
-    def __init__(self, reason: str, line: int | None = None) -> None:
-        super().__init__(reason)
-        self.line = line
+    def fault(reason: str, line: int | None = None) -> RunError:
+        return RunError(f"{where}{f':{line}' if lines and line else ''}: {reason}")
 
-
-def load_yaml(text: str) -> Any:
-    """Returns the content of one YAML document, or raises YamlFault."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
-        raise YamlFault("brackets are nested too deeply") from error
+        raise fault("brackets are nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.context_mark if error.context == "while scanning a quoted scalar" else error.problem_mark
-        raise YamlFault(_plain(error), mark.line + 1 if mark else None) from error
+        raise fault(_plain(error), mark.line + 1 if mark else None) from error
     except yaml.reader.ReaderError as error:
         reason = f"holds the character #x{error.character:04x}, which YAML does not allow"
-        raise YamlFault(reason, text.count("\n", 0, error.position) + 1) from error
+        raise fault(reason, text.count("\n", 0, error.position) + 1) from error
     except yaml.YAMLError as error:
-        raise YamlFault(first_line(error)) from error
+        raise fault(first_line(error)) from error
 
 
 def _plain(error: yaml.MarkedYAMLError) -> str:
@@ -116,7 +111,7 @@ def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, An
     `keys` are examples of the mapping's keys, for the error if the file holds something else.
     """
     try:
-        data = load_yaml(path.read_text(encoding="utf-8-sig"))
+        data = load_yaml(path.read_text(encoding="utf-8-sig"), str(path), lines=True)
     except UnicodeDecodeError as error:
         raise RunError(f"{path}: is not text in UTF-8 (byte {error.start}); expected a YAML file") from error
     except IsADirectoryError as error:
@@ -125,8 +120,6 @@ def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, An
         raise RunError(f"{path}: is a folder{more}") from error
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-    except YamlFault as error:
-        raise RunError(f"{path}{f':{error.line}' if error.line else ''}: {error}") from error
     if not isinstance(data, dict):
         raise RunError(f"{path}: must hold keys such as {keys}, got {_kind(data)}")
     return data

@@ -24,28 +24,15 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
+    role: role for role in ("user", "assistant", "system", "tool")
 }
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-NOT_THE_TEMPLATES = (
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-)
+NOT_THE_TEMPLATES = {"tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+NOT_THE_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 DOUBT = (
-    "have a prompt that the chat template ends differently when the completion follows; "
-    "what differs is trained with the completion"
+    "have a prompt whose end the chat template changes when a completion follows; "
+    "the changed tokens are trained with the completion"
 )
 
 
@@ -92,9 +79,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = False) -> None:
         if not tokenizer.chat_template:
             raise FormatError(
-                "messages need a chat template, and the base model's tokenizer has none; use a base model "
-                "that has one, save one as chat_template.jinja beside the base model's tokenizer, or write "
-                "the prompts out as text in the format prompt_completion"
+                "messages need a chat template, and the base model's tokenizer has none; use another base "
+                "model, save a template as chat_template.jinja beside the tokenizer, or write prompts as "
+                "text in the format prompt_completion"
             )
         try:
             template = tokenizer.get_chat_template()
@@ -102,9 +89,9 @@ class ChatTemplate:
             raise FormatError(f"the base model's chat template: {first_line(error)}") from None
         if assistant_only_loss and not GENERATION.search(template):
             raise FormatError(
-                "assistant_only_loss needs a chat template that marks what the assistant says with "
-                "{% generation %} and {% endgeneration %}, and the base model's does not; mark it there, or "
-                "remove assistant_only_loss"
+                "assistant_only_loss needs {% generation %} and {% endgeneration %} around the assistant's "
+                "text in the chat template; the base model's has none: add them, or remove "
+                "assistant_only_loss"
             )
         self._tokenizer = tokenizer
         self._assistant_only = assistant_only_loss
@@ -159,9 +146,9 @@ class ChatTemplate:
         options = fields.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise FormatError(f"'chat_template_kwargs' must be an object, got {json_name(options)}")
-        for key in NOT_THE_TEMPLATES:
-            if key in options:
-                raise FormatError(f"'chat_template_kwargs': {key!r} is no variable of a template; remove it")
+        for key in options:
+            if key in NOT_THE_TEMPLATES:
+                raise FormatError(f"'chat_template_kwargs': {key!r} is not a template variable; remove it")
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tools=_tools(fields), tokenize=True, return_dict=True, **how, **options

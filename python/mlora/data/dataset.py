@@ -150,10 +150,10 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_fault(error: Exception, line: bytes) -> str:
     if line.strip() == b"{":
-        return "an object goes on in the next line; write each object in one line"
+        return "an object continues on the next line; write each object on one line"
     if isinstance(error, json.JSONDecodeError):  # its lineno counts within this one line: not shown
         reason = error.msg.removesuffix(" at")
-        return f"{reason} at character {error.pos + 1}; expected one JSON object a line"
+        return f"{reason} at character {error.pos + 1}; expected one JSON object per line"
     if isinstance(error, RecursionError):
         return "brackets are nested too deeply"
     return f"a number has more than {sys.get_int_max_str_digits()} digits"

@@ -69,8 +69,8 @@ def refuse_other_kinds(path: Path, *, plain_text: bool = False) -> None:
     if found:
         new = shlex.quote(str(_converted(path, found)))
         command = found.convert.format(file=shlex.quote(str(path)), new=new)
-        what = "jsonl or text of one prompt a line" if plain_text else "jsonl, one JSON object a line"
-        raise RunError(f"{path}: is {found.name}, but what is read is {what}; convert it: {command}")
+        what = "jsonl, or text with one prompt per line" if plain_text else "jsonl, one JSON object per line"
+        raise RunError(f"{path}: is {found.name}; expected {what}; convert it with: {command}")
 
 
 def _converted(path: Path, kind: FileType) -> Path:

@@ -50,7 +50,10 @@ def parser_of(
     if tokenizer is None:
         raise FormatError("the base model has no tokenizer; use a dataset of format tokens")
     if format in ("messages", "sharegpt"):
-        return _conversations(format, ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss))
+        chat = ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss)
+        if format == "sharegpt":
+            return lambda fields: chat.conversation(sharegpt_messages(fields), fields)
+        return lambda fields: chat.conversation(messages_of_key(fields, "messages"), fields)
     if not isinstance(tokenizer.eos_token, str):
         raise FormatError("the base model's tokenizer has no end token (eos_token)")
     if format == "prompt_completion":
@@ -112,12 +115,3 @@ def _completed(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str)
     sample = Sample(ids, (NOT_TRAINED,) * place + ids[place:])
     wanted = Prompt(start, completion, len(ids) - place)
     return Record(sample, wanted, doubt=DOUBT if place < len(start) else "")
-
-
-def _conversations(format: str, chat: ChatTemplate) -> Parser:
-    def parse(fields: dict[str, Any]) -> Record:
-        of_sharegpt = format == "sharegpt"
-        messages = sharegpt_messages(fields) if of_sharegpt else messages_of_key(fields, "messages")
-        return chat.conversation(messages, fields)
-
-    return parse

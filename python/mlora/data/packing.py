@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mlora.data.record import NOT_TRAINED, Sample
 from mlora.model.attention import PackedSequences
 from mlora_ext import SegmentLayout
 
-if TYPE_CHECKING:
-    from mlora.data.dataset import Sample
-
 BASE = "__base__"
-NOT_TRAINED = -100
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 from mlora.config.config_file import resolve_config
 from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
-from mlora.config.strict import shown
+from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import is_trial
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError, first_fault, first_line
@@ -68,14 +67,16 @@ def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: lis
             )
     base["sweep"] = None  # a sweep allows no other adapters
     whole = {**base, "adapters": [*base["adapters"], data], "datasets": [*base["datasets"], *datasets]}
-    try:
-        return resolve_config(whole, folder=path.parent, where=str(path))
-    except RunError as error:
-        text = re.sub(rf"adapters\[{len(base['adapters'])}\](\.|: )", "", str(error))
-        before = len(base["datasets"])
-        own_index = re.compile(r"datasets\[(\d+)\]")
-        text = own_index.sub(lambda match: f"datasets[{int(match[1]) - before}]", text)
-        raise RunError(text) from error
+
+    def in_file(location: Location) -> Location:
+        match location:
+            case ("adapters", _, *rest):
+                return tuple(rest)
+            case ("datasets", int(index), *rest):
+                return ("datasets", index - len(base["datasets"]), *rest)
+        return location
+
+    return resolve_config(whole, folder=path.parent, where=str(path), moved=in_file)
 
 
 def submitted(name: str, content: Mapping[str, Any]) -> tuple[AdapterConfig, list[DatasetConfig]]:

@@ -166,16 +166,21 @@ class Rounds:
 
 def _ends(task: Task, ahead: int) -> bool:
     """Whether a task makes its last step with the batch `ahead` batches after its last one (0 = that one)."""
-    progress = task.progress
     if ahead == 0:
-        return progress.state != "running" and not _ended_early(task)
-    step, batches = progress.step, progress.batches
+        return task.progress.state != "running" and not _ended_early(task)
+    later = _later(task, ahead)
+    return later is not None and later[0] >= task.total_steps
+
+
+def _later(task: Task, ahead: int) -> tuple[int, int] | None:
+    """Returns a task's step and batches after `ahead` more batches, or None if it ends before."""
+    step, batches = task.progress.step, task.progress.batches
     for _ in range(ahead):
         if step >= task.total_steps:
-            return False  # it will end before
+            return None
         step += task.plan.ends_step(batches)
         batches += 1
-    return step >= task.total_steps
+    return step, batches
 
 
 def _ended_early(task: Task) -> bool:
@@ -188,13 +193,8 @@ def _saves(task: Task, ahead: int) -> bool:
 
     If `ahead` is 0, the task was in its group's last batch; else it is running.
     """
-    progress, every = task.progress, task.every(task.config.save_steps)
-    if progress.state == "stopped" or not every:
+    every, later = task.every(task.config.save_steps), _later(task, ahead)
+    if task.progress.state == "stopped" or not every or later is None:
         return False
-    step, batches = progress.step, progress.batches
-    for _ in range(ahead):
-        if step >= task.total_steps:
-            return False  # it will end before
-        step += task.plan.ends_step(batches)
-        batches += 1
+    step, batches = later
     return batches > 0 and step % every == 0 and task.plan.ends_step(batches - 1)

@@ -49,7 +49,7 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
         return None
     return (
         f"{adapter.name}: init_from: {folder} was trained on {named}, "
-        f"and this run's base_model is {base.name}"
+        f"but this run's base_model is {base.name}"
     )
 
 
@@ -61,8 +61,8 @@ def _same_base(one: str, other: str) -> bool:
 def _disagree(key: str, value: Any, there: Any, why: str = "") -> None:
     written = repr(there) if len(repr(there)) <= 100 else f"{repr(there)[:97]}..."
     raise RunError(
-        f"lora.{key}: {value!r} does not agree with init_from, whose {key} is {written}{why}; "
-        "make them agree or remove the lora block"
+        f"lora.{key}: is {value!r}, but the adapter in init_from has {written}{why}; "
+        "write the same value or remove the lora block"
     )
 
 

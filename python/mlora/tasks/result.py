@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,15 +74,6 @@ class RunResult:
         if self.status == "interrupted" and self.signal is not None:
             return 128 + self.signal
         return 0 if self.status in ("finished", "paused") else 1
-
-    def without(self, names: Collection[str]) -> RunResult:
-        """Returns the same result without some adapters.
-
-        Args:
-            names: the adapters to leave out.
-        """
-        left = {name: adapter for name, adapter in self.adapters.items() if name not in names}
-        return replace(self, adapters=left)
 
     def summary(self) -> dict[str, Any]:
         """Returns the content of ``summary.json``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,9 +135,7 @@ class Task:
 
     def every(self, steps: float | None) -> int | None:
         """Returns an interval in whole steps; `steps` below 1 is a ratio of the task's total steps."""
-        if steps is None:
-            return None
-        return int(steps) if steps >= 1 else math.ceil(self.total_steps * steps)
+        return None if steps is None else _whole_steps(steps, self.total_steps)
 
 
 class TaskBuilder:
@@ -178,8 +176,8 @@ class TaskBuilder:
         optim = optim_config(adapter, total)
         if optim.warmup_steps > total and optim.lr_scheduler_type != "constant":  # it has no warm-up
             self.warnings.append(
-                f"{adapter.name}: warmup_steps is {optim.warmup_steps}, and its training ends before, at "
-                f"step {total}: the learning rate never comes to {optim.learning_rate:g}"
+                f"{adapter.name}: warmup_steps is {optim.warmup_steps}, but training ends at step {total}; "
+                f"the learning rate does not reach {optim.learning_rate:g}"
             )
         return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim)
 
@@ -220,24 +218,19 @@ class TaskBuilder:
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
     where = f"eval_exact_match: the dataset {adapter.eval_dataset!r}"
     if not data.prompts:
-        raise RunError(f"{where} has no sample within max_length whose completion holds the end token")
+        raise RunError(f"{where} has no sample that fits in max_length and ends with the end token")
     if not all(prompt.input_ids for prompt in data.prompts):
-        raise RunError(f"{where} has a prompt without tokens; generation needs at least one")
+        raise RunError(f"{where} has a prompt without tokens; each prompt needs at least one")
 
 
 def optim_config(adapter: AdapterConfig, total_steps: int) -> OptimConfig:
     """Returns an adapter's optimizer config; ``warmup_steps`` below 1 is a ratio of `total_steps`."""
-    warmup = adapter.warmup_steps
-    return OptimConfig(
-        learning_rate=adapter.learning_rate,
-        optim=adapter.optim,
-        weight_decay=adapter.weight_decay,
-        adam_beta1=adapter.adam_beta1,
-        adam_beta2=adapter.adam_beta2,
-        adam_epsilon=adapter.adam_epsilon,
-        max_grad_norm=adapter.max_grad_norm,
-        lr_scheduler_type=adapter.lr_scheduler_type,
-        lr_scheduler_kwargs=adapter.lr_scheduler_kwargs,
-        warmup_steps=int(warmup) if warmup >= 1 else math.ceil(total_steps * warmup),
-        total_steps=total_steps,
-    )
+    shared = [each.name for each in fields(OptimConfig) if each.name != "total_steps"]
+    values: dict[str, Any] = {key: getattr(adapter, key) for key in shared}
+    values["warmup_steps"] = _whole_steps(adapter.warmup_steps, total_steps)
+    return OptimConfig(**values, total_steps=total_steps)
+
+
+def _whole_steps(steps: float, total_steps: int) -> int:
+    """Returns a number of steps as it is; one below 1 is a ratio of `total_steps`."""
+    return int(steps) if steps >= 1 else math.ceil(total_steps * steps)

@@ -43,10 +43,10 @@ def test_faults_of_the_config_come_without_torch(tmp_path: Path) -> None:
 
 CONFIG_FAULTS = [
     ("adapters.0.lora.rr=4", "adapters[0].lora.rr: unknown key; did you mean 'r'?"),
-    ("adapters.0.lora.r=0", "adapters[0].lora.r: a rank must be a whole number of at least 1, got 0"),
-    ("adapters.0.lora.lora_dropout=1.0", "lora_dropout: must be at least 0 and below 1, got 1.0"),
+    ("adapters.0.lora.r=0", "adapters[0].lora.r: must be at least 1, got 0"),
+    ("adapters.0.lora.lora_dropout=1.0", "lora_dropout: must be below 1, got 1.0"),
     ("adapters.0.name=a/b", "adapters[0].name: 'a/b' is not a plain name"),
-    ("adapters.0.name=second", "adapters: the name 'second' stands twice"),
+    ("adapters.0.name=second", "adapters: the name 'second' is used twice"),
     ("base_model=/no/such/base", "base_model: no such folder: /no/such/base"),
     ("device=cuda:99", "device: cuda:99 is not there"),
 ]

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from command_line import Run, only_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,7 +82,7 @@ def test_generate_from_odd_folders_and_prompts(run: Run, trained: Path, tmp_path
     result = run("generate", folder, "-p", "x" * 62)  # the model has 64 positions
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("[first-v1] x")
-    assert "a prompt of 64 tokens leaves no room for an answer: the base model takes at most 64" in only_line(
+    assert "a prompt has 64 tokens, but the base model takes at most 64 with the answer" in only_line(
         run("generate", folder, "-p", "x" * 64)
     )
     saved = json.loads((folder / "adapter_config.json").read_text())
@@ -100,6 +101,21 @@ def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None
     assert line.startswith("error: device: cuda:99 is not there")
     line = only_line(run("generate", trained, "-p", "x", "--device", "fast"))
     assert line == "error: device: must be cpu, cuda or cuda:<index>, got 'fast'"
+
+
+@pytest.mark.parametrize(
+    ("function", "action"), [("_load", "loading "), ("complete", "completing prompts; give fewer prompts")]
+)
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_out_of_memory_is_one_line(
+    run: Run, trained: Path, monkeypatch: pytest.MonkeyPatch, function: str, action: str, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"mlora.cli.generate.{function}", fail)
+    line = only_line(run("generate", trained, "-p", "x"))
+    assert line.startswith(f"error: out of memory while {action}")
 
 
 def test_prompt_that_is_no_text_is_refused(run: Run, trained: Path) -> None:

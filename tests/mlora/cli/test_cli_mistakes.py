@@ -39,7 +39,7 @@ def test_version_of_what_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPa
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("mlora.cli.app.version", missing)
-    assert only_line(run("--version")) == "error: mlora-ext is not installed; its version is not known"
+    assert only_line(run("--version")) == "error: the version is unknown: mlora-ext is not installed"
 
 
 @pytest.mark.parametrize("command", ["train", "sweep", "validate"])
@@ -116,8 +116,8 @@ def test_a_csv_refuses_its_adapters_only(run: Run, tiny_base: Path, tmp_path: Pa
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 1
     assert result.stderr.splitlines()[0].startswith(
-        f"error: third: refused: {tmp_path}/d.csv: is CSV, but what is read is jsonl, one JSON object a line"
-        "; convert it: python -c "
+        f"error: third: refused: {tmp_path}/d.csv: is CSV; expected jsonl, one JSON object per line"
+        "; convert it with: python -c "
     )
 
 

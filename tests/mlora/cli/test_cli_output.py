@@ -48,7 +48,7 @@ def test_training_goes_on(
     stream, reason = broken
     assert call(stream, "train", write_run(tmp_path, run_data(tiny_base, tmp_path))) == 0
     assert capfd.readouterr().err == (
-        f"warning: standard output: cannot be written: {reason}; the run goes on, "
+        f"warning: standard output: cannot be written: {reason}; the run continues, "
         "and `mlora status` shows it\n"
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

@@ -53,7 +53,7 @@ def test_a_task_that_is_submitted_after_the_end_trains_alone(run: Run, done: Pat
         f"the run is not at work; `mlora resume {done}` takes this",
     ]
     shown = run("status", done).stdout.splitlines()
-    assert shown[0] == f"finished: {done}; `mlora resume {done}` takes what was asked since"
+    assert shown[0] == f"finished: {done}; new requests wait; `mlora resume {done}` takes them"
     assert shown[-1].split() == ["third", "queued", "0/5"]
     result = run("resume", done)
     assert result.exit_code == 0, result.stderr
@@ -87,7 +87,7 @@ def test_a_run_whose_tasks_are_all_paused(run: Run, done: Path, task_file: Path)
     assert (already.exit_code, already.stdout) == (0, "third: is paused already\n")
     assert "third: will go on" in run("unpause", done, "third").stdout
     assert run("status", done).stdout.splitlines()[0] == (
-        f"paused: {done}; `mlora resume {done}` takes what was asked since"
+        f"paused: {done}; new requests wait; `mlora resume {done}` takes them"
     )
     assert run("resume", done).exit_code == 0
     assert states(done)["third"] == "finished"
@@ -165,7 +165,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ({"dataset": "on"}, "dataset: no dataset is named 'on'; did you mean 'one'?"),
         ({"learning_rat": 1}, "learning_rat: unknown key; did you mean 'learning_rate'?"),
         ({"lora": {"rr": 1}}, "lora.rr: unknown key; did you mean 'r'?"),
-        ({"lora": {"r": 0}}, "lora.r: a rank must be a whole number of at least 1, got 0"),
+        ({"lora": {"r": 0}}, "lora.r: must be at least 1, got 0"),
         ({"lora": None}, "needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)"),
         ({"lora": None, "init_from": "nowhere"}, "nowhere holds no adapter_config.json"),
         ({"datasets": 3}, "datasets: must be a list, got 3"),
@@ -175,7 +175,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ),
         (
             {"datasets": [{"name": "x", "path": "x", "format": "csv"}]},
-            "datasets[0].format: must be one of tokens",
+            "datasets[0].format: must be one of 'tokens', ",
         ),
         (
             {"datasets": [{"name": "x", "path": "x.jsonl", "format": "text"}], "dataset": "x"},
@@ -342,7 +342,7 @@ def test_a_request_that_comes_too_late_is_told_of(run: Run, tiny_base: Path, tmp
         patch.setattr(write_summary, late)
         result = run("train", path)
     assert result.exit_code == 0
-    expected = f"more was asked for meanwhile; continue with: mlora resume {tmp_path}/run"
+    expected = f"new requests came meanwhile; take them with: mlora resume {tmp_path}/run"
     assert result.stdout.splitlines()[-1] == expected
 
 

@@ -45,7 +45,7 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     (copy / "metrics.jsonl").unlink()
     shutil.rmtree(copy / "checkpoints")
     result = run("status", copy)
-    assert "continues from the start, for it has no checkpoint" in result.stdout
+    assert "continues from the start: it has no checkpoint" in result.stdout
     assert "holds no config.yaml" in only_line(run("status", tmp_path))
     assert "holds no config.yaml" in only_line(run("resume", tmp_path))
 

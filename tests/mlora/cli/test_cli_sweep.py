@@ -23,7 +23,7 @@ def test_commands(tiny_base: Path, tmp_path: Path, run: Any) -> None:
     assert "holds a sweep; start it with `mlora sweep`" in wrong.output
     checked = run("validate", path)
     assert checked.exit_code == 0
-    assert "a sweep of 8 trials, 3 at once; 3 samples of its search space are ready" in checked.output
+    assert "a sweep of 8 trials, 3 at once; 3 sample trials are ready to train" in checked.output
     done = run("sweep", path)
     assert done.exit_code == 0
     ranked = rank_trials(RunFolder(tmp_path / "run"), resolve_config(data, folder=tmp_path).sweep)  # type: ignore[arg-type]

@@ -51,12 +51,12 @@ def test_doubts_are_warned_of_once(run: Run, tiny_base: Path, tmp_path: Path) ->
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 0
     assert result.stderr.splitlines() == [
-        "warning: first: warmup_steps is 7, and its training ends before, at step 6: the learning rate never "
-        "comes to 0.005",
+        "warning: first: warmup_steps is 7, but training ends at step 6; the learning rate does not "
+        "reach 0.005",
         "warning: first: lora.target_modules: 'k_porj' matches nothing in the model; did you mean 'k_proj'?",
-        "warning: first: lora.r: 33 is more than 32, the most that model.layers.0.self_attn.q_proj can use",
-        "warning: second: lora.rank_pattern: 'self_attn.q_proj' decides for none of the adapter's layers",
-        "warning: second: lora.alpha_pattern: 'lm_head' decides for none of the adapter's layers",
+        "warning: first: lora.r: 33 is too high; model.layers.0.self_attn.q_proj can use 32 at most",
+        "warning: second: lora.rank_pattern: 'self_attn.q_proj' applies to none of the adapter's layers",
+        "warning: second: lora.alpha_pattern: 'lm_head' applies to none of the adapter's layers",
     ]
     result = run("train", tmp_path / "run.yaml", "--set", "defaults.max_steps=1")
     assert result.stderr.count("k_porj") == 1

@@ -327,7 +327,7 @@ def test_another_number_of_stages_continues(base: Path, whole: Path, tmp_path: P
     file.write_text(yaml.safe_dump(written))
     codes, line = fails(["resume", tmp_path / "run"], {}, 1)
     assert codes == [1]
-    assert "pipeline: partition: has the blocks of 3 stages, " in line
+    assert f"pipeline.partition: must have one number per stage: stages is {count}, got 3 numbers" in line
     del written["pipeline"]["partition"]
     file.write_text(yaml.safe_dump(written))
     codes, _, errors = run_stages(["resume", tmp_path / "run"], count)

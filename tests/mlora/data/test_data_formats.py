@@ -101,7 +101,7 @@ def test_a_completion_begins_where_the_prompt_alone_differs(load, tokenizer) -> 
     assert trained_text(tokenizer, data.samples[0]) == ["2 é<end>\n"]
     assert data.prompts == []
     assert len(data.warnings) == 1
-    assert "1 of 1 samples have a prompt that the chat template ends differently" in data.warnings[0]
+    assert "1 of 1 samples have a prompt whose end the chat template changes" in data.warnings[0]
 
 
 def test_tools_go_to_the_template(load, tokenizer) -> None:
@@ -175,7 +175,7 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
         (
             "messages",
             {"messages": ASKED, "chat_template_kwargs": {"padding": "max_length"}},
-            "'chat_template_kwargs': 'padding' is no variable of a template; remove it",
+            "'chat_template_kwargs': 'padding' is not a template variable; remove it",
         ),
         ("sharegpt", {"conversations": []}, "'conversations' is empty; at least one message is needed"),
         (
@@ -234,7 +234,7 @@ def test_a_tokenizer_without_a_chat_template_is_one_line(load, tmp_path: Path) -
 def test_assistant_only_loss_needs_marks_and_messages(load, tmp_path: Path) -> None:
     unmarked = save_tokenizer(tmp_path / "unmarked")
     unmarked.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(RunError, match=r"needs a chat template that marks .*\{% generation %\}"):
+    with pytest.raises(RunError, match=r"assistant_only_loss needs \{% generation %\} and "):
         load("messages", {"messages": ASKED}, tokenizer=unmarked, assistant_only_loss=True)
     assert load("messages", {"messages": ASKED}, tokenizer=unmarked).samples
     with pytest.raises(RunError, match="1: assistant_only_loss needs messages, but 'prompt' is text"):

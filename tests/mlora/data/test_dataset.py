@@ -105,8 +105,8 @@ def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path)
     ("line", "expected"),
     [
         ('{"input_ids": [1, 2', "is not JSON"),
-        ("{]", "; expected one JSON object a line"),
-        ("{", "is not JSON: an object goes on in the next line; write each object in one line"),
+        ("{]", "; expected one JSON object per line"),
+        ("{", "is not JSON: an object continues on the next line; write each object on one line"),
         ('{"text": "x', "is not JSON: Unterminated string starting at character 1"),
         ("[" * 100_000, "is not JSON: brackets are nested too deeply"),
         ("[" + "1" * 5000 + "]", "is not JSON: a number has more than 4300 digits"),

@@ -55,13 +55,13 @@ def refusal(path: Path, content: str | bytes) -> str:
     ids=map(str, itertools.count()),
 )
 def test_what_a_file_is_and_what_is_read(tmp_path: Path, name: str, content: str | bytes, kind: str) -> None:
-    expected = f"{tmp_path / name}: is {kind}, but what is read is jsonl, one JSON object a line; convert"
+    expected = f"{tmp_path / name}: is {kind}; expected jsonl, one JSON object per line; convert"
     assert refusal(tmp_path / name, content).startswith(expected)
 
 
 @pytest.mark.parametrize(("name", "content"), [("my d.csv", CSV), ("d.json", json.dumps(ROWS, indent=1))])
 def test_the_command_converts(tmp_path: Path, name: str, content: str) -> None:
-    command = refusal(tmp_path / name, content).partition("convert it: ")[2]
+    command = refusal(tmp_path / name, content).partition("convert it with: ")[2]
     assert command.startswith("python ")
     python = command.replace("python", shlex.quote(sys.executable), 1)
     subprocess.run(python, shell=True, check=True, env={"PYTHONUTF8": "1"})
@@ -73,7 +73,7 @@ def test_the_command_writes_over_nothing(tmp_path: Path, name: str) -> None:
     packed = gzip.compress(JSONL.encode())
     content = {"d.csv": CSV, "d.json": json.dumps(ROWS)}.get(name, packed)
     for new in ("d.jsonl", "d.new.jsonl", "d.new2.jsonl"):
-        command = refusal(tmp_path / name, content).partition("convert it: ")[2]
+        command = refusal(tmp_path / name, content).partition("convert it with: ")[2]
         assert command.endswith(f" {tmp_path / new}")
         subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
         assert (tmp_path / new).read_text() == JSONL
@@ -119,7 +119,7 @@ def test_the_command_unpacks(tmp_path: Path, tool: str, name: str, becomes: str)
         pytest.skip(f"there is no {tool}")
     content = '{"input_ids": [1, 2]}\n{"input_ids": [3, 4]}\n'
     packed = PACKERS[tool](content.encode())
-    command = refusal(tmp_path / name, packed).partition("convert it: ")[2]
+    command = refusal(tmp_path / name, packed).partition("convert it with: ")[2]
     assert command.startswith(f"{tool} ")
     subprocess.run(command, shell=True, check=True)
     assert (tmp_path / name).read_bytes() == packed
@@ -139,7 +139,7 @@ def test_the_command_converts_tables(tmp_path: Path, name: str, writer: str, nee
     pandas = pytest.importorskip("pandas")
     write = getattr(pandas.DataFrame(ROWS), writer)
     write(tmp_path / "table", **({"engine": needs, "index": False} if needs == "openpyxl" else {}))
-    command = refusal(tmp_path / name, (tmp_path / "table").read_bytes()).partition("convert it: ")[2]
+    command = refusal(tmp_path / name, (tmp_path / "table").read_bytes()).partition("convert it with: ")[2]
     assert command.startswith("python ")
     subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
     made = (tmp_path / name).with_suffix(".jsonl").read_text().splitlines()
@@ -165,7 +165,7 @@ def test_prompts_are_jsonl_or_text(tmp_path: Path) -> None:
     assert read_prompt_lines(path) == ["[1, 2, what comes next?", "more"]
     for name, content, kind in [("p.csv", CSV, "CSV"), ("p.json", json.dumps(ROWS), "a JSON array")]:
         (tmp_path / name).write_text(content)
-        with pytest.raises(RunError, match=f"is {kind}, but what is read is jsonl or text of one prompt "):
+        with pytest.raises(RunError, match=f"is {kind}; expected jsonl, or text with one prompt per line"):
             read_prompt_lines(tmp_path / name)
 
 

@@ -43,5 +43,5 @@ def test_two_numbers_of_stages(run: Any, tiny_base: Path, tmp_path: Path) -> Non
     result = run("train", path, "--stages", 2, "--set", "pipeline.stages=3")
     assert (result.exit_code, result.stderr) == (
         1,
-        "error: --stages 2: --set pipeline.stages=3 says something else; give one of them\n",
+        "error: --stages 2 and --set pipeline.stages=3 differ; give only one of them\n",
     )
