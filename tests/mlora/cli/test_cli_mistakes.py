@@ -62,7 +62,7 @@ def test_a_run_that_is_none(run: Run, tmp_path: Path, command: str) -> None:
     nowhere = tmp_path / "nowhere"
     line = only_line(run(*arguments(command, nowhere)))
     assert line == f"error: {nowhere}: there is no such folder; give the run's output_dir"
-    assert "is no run's output_dir: it holds no config.yaml" in only_line(run(*arguments(command, tmp_path)))
+    assert "is not a run folder: it has no config.yaml" in only_line(run(*arguments(command, tmp_path)))
     assert "there is no such folder" in only_line(run(*arguments(command, LONG)))
 
 
