@@ -128,8 +128,11 @@ def test_help_is_not_cut(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--steps", "9" * 30], "forward passes of stages, 10000000 at most; give fewer --steps, --adapters"),
-        (["--adapters", "9" * 30], "forward passes of stages, 10000000 at most"),
+        (
+            ["--steps", "9" * 30],
+            "forward passes of a stage; the limit is 10000000: lower --steps, --adapters",
+        ),
+        (["--adapters", "9" * 30], "forward passes of a stage; the limit is 10000000"),
         (["--forward", ""], "--forward: expected milliseconds such as 1.5 or 1,2,2,1, got ''"),
         (["--backward", ""], "--backward: expected milliseconds such as 1.5 or 1,2,2,1, got ''"),
     ],
