@@ -203,7 +203,7 @@ class _Run:
     def _decide(self) -> bool:
         if self.later and (self.dice.random() < 0.2 or not self.task_table.members()):
             number = len(self.asked) + 1
-            self.asked.append(Request(number, "submit", self.later.pop(0), {}, 0.0))
+            self.asked.append(Request(number, "submit", self.later.pop(0), {}))
         self.decisions.asked()
         while (due := self.decisions.due(self.iteration)) is not None:
             self.decisions.decide(due, at_once=due > self.iteration)

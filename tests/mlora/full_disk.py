@@ -26,4 +26,4 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Path], bool]) 
     def opened(path: Path, mode: str) -> Any:
         return io.BufferedWriter(_Full(path, "w")) if is_full(path) else builtins.open(path, mode)
 
-    monkeypatch.setattr("mlora.files.checkpoint.open", opened, raising=False)
+    monkeypatch.setattr("mlora.files.disk.open", opened, raising=False)

@@ -16,7 +16,7 @@ from mlora.files.checkpoint import list_checkpoints
 from mlora.files.run_folder import RunFolder, is_running, read_metrics
 from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
-from mlora.sweep.progress import SweepProgress, sweep_progress
+from mlora.sweep.ranking import SweepProgress, sweep_progress
 from mlora.tasks.result import AdapterResult
 
 MIB = 2**20

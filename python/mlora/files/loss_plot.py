@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.errors import RunError
-from mlora.files.checkpoint import write_file
+import numpy as np
+
+from mlora.files.disk import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,22 +18,32 @@ if TYPE_CHECKING:
 
 def plot_losses(path: Path, names: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
     """Draws lines of ``metrics.jsonl``, one panel for each of `names`; without names, writes no file."""
-    from matplotlib.figure import Figure
-
     if not names:
         return
-    columns = math.ceil(math.sqrt(len(names)))
-    rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(max(3.2 * columns, 6), max(2.4 * rows, 4)), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for name, axes in zip(names, panels, strict=False):
+    figure, panels = make_panels(len(names), 3.2, 2.4)
+    figure.set_size_inches(np.maximum(figure.get_size_inches(), (6, 4)))
+    for name, axes in zip(names, panels, strict=True):
         _panel(axes, name, [record for record in records if record["adapter"] == name])
-    for axes in panels[len(names) :]:
-        axes.set_visible(False)
     figure.supxlabel("optimizer step", fontsize=10)
     figure.supylabel("loss per trained token", fontsize=10)
     add_legend(figure, panels)
     save_figure(path, figure)
+
+
+def make_panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Returns a figure of `count` panels, about as many in a row as in a column; sizes are inches of one."""
+    from matplotlib.figure import Figure
+
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axes in panels:
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    return figure, panels[:count]
 
 
 def add_legend(figure: Figure, panels: Iterable[Axes]) -> None:
@@ -52,11 +63,7 @@ def save_figure(path: Path, figure: Figure) -> None:
     """Writes a figure as PNG; the file is either whole or as it was."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(figure)
-    try:
-        write_file(path, lambda file: canvas.print_png(file))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
+    write_file(path, FigureCanvasAgg(figure).print_png)
 
 
 def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:
@@ -70,13 +77,10 @@ def _panel(axes: Axes, name: str, records: Sequence[dict[str, Any]]) -> None:
         steps, losses = zip(*evaluated, strict=True)
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=3, linewidth=1, label="evaluation")
     axes.set_title(name if len(name) <= 30 else f"{name[:29]}…", fontsize=9)
-    axes.tick_params(labelsize=7)
-    axes.grid(alpha=0.3)
     axes.set_ylim(bottom=0)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
+def smooth(values: Sequence[float]) -> np.ndarray:
     """Returns the mean of each value and its neighbours, a fortieth of all values on either side."""
-    reach = len(values) // 40
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    window = np.ones(2 * (len(values) // 40) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")

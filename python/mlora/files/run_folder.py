@@ -11,15 +11,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ValidationError
 
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.checkpoint import write_file
+from mlora.files.disk import os_errors, write_file
 from mlora.tasks.result import AdapterResult
 
 OWN_FILES = re.compile(
@@ -104,13 +105,8 @@ class RunFolder:
             parent = parent.parent
         if not parent.is_dir():
             raise RunError(f"output_dir: {self.path} cannot be made: {parent} is not a folder")
-        try:
-            with tempfile.TemporaryFile(dir=parent):  # without a name, where the system can
-                pass
-        except OSError as error:
-            raise RunError(
-                f"output_dir: {self.path} cannot be written: {parent}: {error.strerror}"
-            ) from error
+        with os_errors(f"output_dir: {self.path} cannot be written: {parent}"):
+            tempfile.TemporaryFile(dir=parent).close()  # without a name, where the system can
 
     def holds_something(self) -> bool:
         """Whether the folder holds more than an empty ``metrics.jsonl``, which is only a lock."""
@@ -120,10 +116,8 @@ class RunFolder:
 
     def take(self) -> Metrics:
         """Makes the folder, takes its lock, and returns the run's metrics with their content."""
-        try:
+        with os_errors(f"output_dir: {self.path} cannot be made"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"output_dir: {self.path} cannot be made: {error.strerror}") from error
         return Metrics(self.metrics)
 
     def clear(self) -> None:
@@ -131,7 +125,7 @@ class RunFolder:
 
         The caller holds the lock, and `check_contents` has found no other files.
         """
-        try:
+        with os_errors(f"output_dir: {self.path} cannot be cleared"):
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
             queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
             for file in (self.plot, self.summary, self.trials, self.trials_plot, *traces, *queue):
@@ -139,18 +133,14 @@ class RunFolder:
             for folder in (self.checkpoints, self.adapters, self.states, self.best):
                 if folder.exists():
                     shutil.rmtree(folder)
-        except OSError as error:
-            raise RunError(f"output_dir: {self.path} cannot be cleared: {error.strerror}") from error
 
     def tidy_adapters(self, names: Collection[str]) -> None:
         """Removes folders to which a process was writing adapters when it was killed."""
-        try:
+        with os_errors(f"{self.adapters}: cannot be cleaned up"):
             for path in self.adapters.glob(".*"):
                 found = SCRATCH.fullmatch(path.name)
                 if found and found[1] in names:
                     shutil.rmtree(path)
-        except OSError as error:
-            raise RunError(f"{self.adapters}: cannot be tidied: {error.strerror}") from error
 
     def check_is_run(self) -> None:
         """Raises RunError if no run is here, and says what is here instead."""
@@ -160,7 +150,7 @@ class RunFolder:
             raise RunError(f"{self.path}: is a file; give the run's output_dir, which is a folder")
         if not os.path.exists(self.path):
             raise RunError(f"{self.path}: there is no such folder; give the run's output_dir")
-        raise RunError(f"{self.path}: is no run's output_dir: it holds no config.yaml")
+        raise RunError(f"{self.path}: is not a run folder: it has no config.yaml")
 
     def read_config(self) -> RunConfig:
         """Returns the run's config; its ``output_dir`` is where the folder is now."""
@@ -169,29 +159,19 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""
-        try:
-            write_file(self.config, lambda file: file.write(dump_config(config).encode()))
-        except OSError as error:
-            raise RunError(f"output_dir: {self.path} cannot be written: {error.strerror}") from error
+        write_file(self.config, dump_config(config).encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes ``summary.json``."""
-        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        try:
-            write_file(self.summary, lambda file: file.write(text.encode()))
-        except OSError as error:
-            raise RunError(f"{self.summary}: cannot be saved: {error.strerror}") from error
+        write_file(self.summary, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
 
     def read_summary(self) -> dict[str, Any] | None:
         """Returns ``summary.json``, or None if it is missing."""
+        content = _content(self.summary)
         try:
-            return _Summary.model_validate_json(self.summary.read_bytes()).model_dump()
-        except FileNotFoundError:
-            return None
+            return None if content is None else _Summary.model_validate_json(content).model_dump()
         except ValidationError as error:
             raise RunError(f"{self.summary}: is not a run's summary: {first_fault(error)}") from error
-        except OSError as error:
-            raise RunError(f"{self.summary}: cannot be read: {error.strerror}") from error
 
     def was_cut_off(self, since: float) -> bool:
         """Whether the run ended without a final summary, as a killed run does.
@@ -211,41 +191,31 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with self._writing():
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            raise RunError(f"{path}: cannot be written: {error.strerror}") from error
         end = time.monotonic() + PATIENCE
-        while not self._lock():
+        while not _locked(self._file, fcntl.LOCK_EX):
             if time.monotonic() > end:
                 self._file.close()
                 raise RunError(f"{path.parent}: another process is running this run")
             time.sleep(PATIENCE / 10)
 
-    def _lock(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def _writing(self) -> AbstractContextManager[None]:
+        return os_errors(f"{self._path}: cannot be written")
 
     def cut(self, size: int) -> None:
         """Keeps only the first `size` bytes; RunError if the file is shorter."""
         if os.fstat(self._file.fileno()).st_size < size:
             raise RunError(f"{self._path}: is shorter than its checkpoint says; train anew with --overwrite")
-        try:
+        with self._writing():
             self._file.truncate(size)
-        except OSError as error:
-            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def write(self, **record: Any) -> None:
         """Appends one object as a line."""
-        try:
-            line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with self._writing():
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     @property
     def size(self) -> int:
@@ -254,10 +224,8 @@ class Metrics:
 
     def sync(self) -> None:
         """Makes the lines so far durable; another thread may write further ones meanwhile."""
-        try:
+        with self._writing():
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Closes the file, which frees the lock."""
@@ -272,28 +240,35 @@ class Metrics:
 
 def is_running(path: Path) -> bool:
     """Whether a process is at work on the run with this ``metrics.jsonl``."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-    with file:
+    with os_errors(f"{path}: cannot be read"):
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+            with open(path, "rb") as file:
+                return not _locked(file, fcntl.LOCK_SH)
+        except FileNotFoundError:
+            return False
+
+
+def _locked(file: IO[bytes], lock: int) -> bool:
+    """Locks an open file without waiting; False = another process has locked it."""
+    try:
+        fcntl.flock(file, lock | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _content(path: Path) -> bytes | None:
+    """Returns the content of a file, or None if it is missing."""
+    with os_errors(f"{path}: cannot be read"):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads ``metrics.jsonl``, which may be missing, without a last line that is not whole."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+    """Reads ``metrics.jsonl``, which may be missing, without an incomplete last line."""
+    lines = (_content(path) or b"").split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:

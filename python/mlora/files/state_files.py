@@ -1,17 +1,17 @@
-"""Files of a run's ``states``: what tasks need beside checkpoints, and which are still needed."""
+"""Files of a run's ``states``: adapters of waiting tasks and best weights, while checkpoints need them."""
 
 from __future__ import annotations
 
-import errno
-import pickle
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlora.errors import RunError
-from mlora.files.checkpoint import checkpoint_name, list_checkpoints, sync_folder, write_file
+from mlora.files.checkpoint import checkpoint_name, list_checkpoints
+from mlora.files.disk import os_errors, read_tensors, write_tensors
 from mlora.tasks.task import ALIVE
+
+write_state = write_tensors
 
 
 def best_file(name: str, step: int) -> str:
@@ -29,41 +29,15 @@ def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(checkpoint["decisions"]["kept"].values()) | best
 
 
-def write_state(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file, whole or not at all, and makes it durable; its folder may be missing."""
-    import torch
-
-    try:
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True)
-            sync_folder(path.parent.parent)
-        write_file(path, lambda file: torch.save(dict(content), file))
-    except (OSError, RuntimeError) as error:
-        # torch reports a failed write as a RuntimeError whose context is the system's error
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise RunError(f"{path}: cannot be saved: {cause.strerror}") from error
-
-
 def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Reads the entry `key` of a file of `write_state`.
+    """Reads the entry `key` of a state file.
 
     `stamp` is everything else that the file must hold. `what` names the expected content in errors.
     """
-    import torch
-
     try:
-        with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):  # torch takes other bytes for an old format, and fails later
-                raise EOFError
-            file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        # EINVAL: torch seeks before the start of a file that was cut short
-        named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
-        reason = named or "it is damaged or not whole"
-        raise RunError(f"{path}: cannot be read: {reason}; {stamp['task']} cannot go on") from error
+        content = read_tensors(path)
+    except RunError as error:
+        raise RunError(f"{error}; {stamp['task']} cannot go on") from error
     ours = isinstance(content, dict) and content.keys() == {*stamp, key}
     if not ours or any(content[name] != value for name, value in stamp.items()):
         raise RunError(f"{path}: is not {what}")
@@ -94,23 +68,19 @@ class StateFiles:
         needed = self._needed() if self._folder.is_dir() else None
         if needed is None:
             return
-        try:
+        with os_errors(f"{self._folder}: cannot be cleaned up"):
             for path in self._folder.iterdir():
                 if path.name not in needed:
                     path.unlink(missing_ok=True)
             if not needed:
                 self._folder.rmdir()
-        except OSError as error:
-            raise RunError(f"{self._folder}: cannot be tidied: {error.strerror}") from error
 
     def drop(self, file: str) -> None:
         """Removes a file, unless a checkpoint needs it."""
         needed = self._needed()
-        try:
+        with os_errors(f"{self._folder}: cannot be cleaned up"):
             if needed is not None and file not in needed:
                 (self._folder / file).unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(f"{self._folder}: cannot be tidied: {error.strerror}") from error
 
     def _needed(self) -> frozenset[str] | None:
         """Returns the files that checkpoints name; None if one cannot be read, as it may need any file."""
@@ -121,17 +91,14 @@ class StateFiles:
 
     def _files_of(self, name: str) -> frozenset[str] | None:
         """Returns the files that a checkpoint names; None if it cannot be read."""
-        import torch
-
         if name in self._named:
             return self._named[name]
         path = self._checkpoints / name
         if not self._folder.is_dir() or not path.is_file():
             return frozenset()
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            return files_named(checkpoint)
-        except FileNotFoundError:
-            return frozenset()  # it was just removed to make room for a newer one
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError):
+            return files_named(read_tensors(path, mmap=True))
+        except RunError as error:  # a file that is gone was just removed to make room for a newer one
+            return frozenset() if isinstance(error.__cause__, FileNotFoundError) else None
+        except (KeyError, TypeError):
             return None

@@ -1,1 +1,1 @@
-"""What users ask of a run at work, and what the run tells them."""
+"""Users' requests to a run, and what the run publishes for them."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlora.queue.task_queue import Request, RequestType, TaskQueue
+from mlora.queue.task_queue import RequestType, TaskQueue
 
 ENDED = ("finished", "stopped", "cancelled", "pruned", "refused")
-_BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
+BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
 
 
 @dataclass
@@ -38,7 +38,7 @@ class KnownTask:
         state = "running" if self.state in ("waiting", "queued") else self.state
         for kind in self.asked:
             if state not in ENDED:
-                state = _BECOMES[kind]
+                state = BECOMES[kind]
         return state
 
 
@@ -54,7 +54,10 @@ def known_tasks(
     views = queue.views()[0] if queue else {}
     for request in requests:
         if request.kind == "submit":
-            _submitted(tasks, request, taken=request.number <= taken)
+            adapter = request.content.get("adapter", {})
+            state, most = "running" if request.number <= taken else "queued", adapter.get("max_steps", 0)
+            task = KnownTask(request.task, adapter.get("priority", 0), state, most if most > 0 else None)
+            tasks.setdefault(request.task, task)
         elif request.number > taken and request.task in tasks:
             tasks[request.task].asked.append(request.kind)
     for name, entry in (summary["adapters"] if summary else {}).items():
@@ -67,10 +70,3 @@ def known_tasks(
             if tasks[name].state == "running" and view.get("state") == "waiting":
                 tasks[name].state = "waiting"
     return tasks
-
-
-def _submitted(tasks: dict[str, KnownTask], request: Request, *, taken: bool) -> None:
-    adapter = request.content.get("adapter", {})
-    most = adapter.get("max_steps", 0)
-    state, steps = "running" if taken else "queued", most if most > 0 else None
-    tasks.setdefault(request.task, KnownTask(request.task, adapter.get("priority", 0), state, steps))

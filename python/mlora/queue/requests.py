@@ -1,4 +1,4 @@
-"""What users ask of a run: to submit, cancel, pause and unpause tasks. Imports no torch."""
+"""Users' requests to a run: submit, cancel, pause and unpause tasks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from mlora.config.aliases import nearest
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder, is_running
-from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
+from mlora.queue.known_tasks import BECOMES, ENDED, KnownTask, known_tasks
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import TaskQueue
 
 Change = Literal["cancel", "pause", "unpause"]
 PATIENCE = 5.0  # seconds for a new run to take its folder, remove an earlier run, and write its config
-_WANTED = {"cancel": "cancelled", "pause": "paused", "unpause": "running"}
-_WORDS = {"cancel": "be cancelled", "pause": "be paused", "unpause": "go on"}
+_WORDS = {"cancel": "be cancelled", "pause": "be paused", "unpause": "continue"}
 
 
 def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
@@ -37,8 +36,8 @@ def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
             name = content["adapter"]["name"]
             other = owners.get(name.casefold())
             if other is not None:
-                what = "is given twice" if other == path else f"name: {other} has this one, too"
-                raise RunError(f"{path}: {what}; each task needs a name of its own")
+                what = "is given twice" if other == path else f"name: {other} uses the same name"
+                raise RunError(f"{path}: {what}; each task needs its own name")
             contents[name], owners[name.casefold()] = content, path
         with queue.alone():
             now = _tasks(folder, config, queue)  # another process may have submitted some meanwhile
@@ -51,14 +50,14 @@ def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
 def change(run_dir: Path | str, kind: Change, names: Sequence[str]) -> list[str]:
     """Asks a run to cancel, pause or unpause tasks: all, or none if one is wrong; returns lines for the user.
 
-    Does not ask again for what is so already, or will be by earlier requests; a line says so. Raises RunError
-    if there is no run or no such task, a task has ended, or the queue cannot be written.
+    A change that is already made or requested is not requested again; a line says so. Raises RunError if
+    there is no run or no such task, a task has ended, or the queue cannot be written.
     """
     folder, config = _run(run_dir)
     with TaskQueue(folder.queue) as queue, queue.alone():
         tasks = _tasks(folder, config, queue)
         chosen = [_chosen(tasks, name, kind) for name in dict.fromkeys(names)]
-        asked = [task for task in chosen if task.will_be != _WANTED[kind]]
+        asked = [task for task in chosen if task.will_be != BECOMES[kind]]
         for task in asked:
             queue.ask(kind, task.name)
     return [*(_line(task, kind) for task in chosen), *([outlook(folder)] if asked else [])]
@@ -70,8 +69,8 @@ def _run(run_dir: Path | str) -> tuple[RunFolder, RunConfig]:
     while os.path.isdir(folder.path) and not folder.config.is_file():
         if not is_running(folder.metrics) or time.monotonic() > end:
             raise RunError(
-                f"{folder.path}: is no run's output_dir: it holds no config.yaml; a run can be asked "
-                "once it has loaded its base model"
+                f"{folder.path}: is not a run folder: it has no config.yaml; if the run has just started, "
+                "try again when it has loaded its base model"
             )
         time.sleep(0.02)
     folder.check_is_run()
@@ -87,25 +86,25 @@ def _chosen(tasks: dict[str, KnownTask], name: str, kind: Change) -> KnownTask:
     if name not in tasks:
         raise RunError(f"{name}: the run has no such task; {nearest(name, list(tasks), 'its tasks')}")
     task = tasks[name]
-    if task.will_be in ENDED and task.will_be != _WANTED[kind]:
-        how = f"has ended: {task.state}" if task.state in ENDED else "will be cancelled, as was asked before"
-        more = "; submit it anew under another name" if kind == "unpause" else ""
-        raise RunError(f"{name}: cannot {_WORDS[kind]}: it {how}{more}")
+    if task.will_be in ENDED and task.will_be != BECOMES[kind]:
+        how = f"it is already {task.state}" if task.state in ENDED else "cancel was already requested"
+        more = "; submit it again under another name" if kind == "unpause" else ""
+        raise RunError(f"{name}: cannot {_WORDS[kind]}: {how}{more}")
     return task
 
 
 def _line(task: KnownTask, kind: Change) -> str:
-    if task.will_be != _WANTED[kind]:
+    if task.will_be != BECOMES[kind]:
         return f"{task.name}: will {_WORDS[kind]}"
     if kind == "unpause":
         return f"{task.name}: is not paused"
-    if task.state == _WANTED[kind]:
-        return f"{task.name}: is {_WANTED[kind]} already"
-    return f"{task.name}: will be {_WANTED[kind]} already, as was asked before"
+    if task.state == BECOMES[kind]:
+        return f"{task.name}: is already {task.state}"
+    return f"{task.name}: {kind} was already requested"
 
 
 def outlook(folder: RunFolder) -> str:
-    """Returns a line that says who takes the requests: the run at work, or `mlora resume`."""
+    """Returns a line that says who applies the requests: the active run, or `mlora resume`."""
     if is_running(folder.metrics):
-        return "the run is at work and takes this at its next iteration"
-    return f"the run is not at work; `mlora resume {folder.path}` takes this"
+        return "the run is active and applies this at its next iteration"
+    return f"the run is not active; `mlora resume {folder.path}` applies this"

@@ -28,24 +28,26 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     data = read_yaml(path, "name, dataset and lora")
     if "adapters" in data:
         raise RunError(
-            f"{path}: adapters: this file describes one task; write the adapter's keys (name, dataset, lora) "
-            "at its top level"
+            f"{path}: adapters: a task file describes one adapter; move its keys (name, dataset, lora) to "
+            "the top level"
         )
     datasets = data.pop("datasets", [])
     if not isinstance(datasets, list):
         raise RunError(f"{path}: datasets: must be a list, got {shown(datasets)}")
     check_name(data.get("name"), taken, str(path))
     if config.sweep and is_trial(str(data.get("name"))):
-        raise RunError(f"{path}: name: {data['name']} is a name of the sweep's trials; take another one")
+        raise RunError(
+            f"{path}: name: {data['name']} is reserved for the sweep's trials; choose another name"
+        )
     resolved = _resolved(path, config, data, datasets)
     new = resolved.adapters[-1]
     used = {new.dataset, new.eval_dataset}
     known = [dataset for dataset in resolved.datasets if dataset.name in used]
     for dataset in known:
         if not Path(dataset.path).is_file():
-            raise RunError(f"{path}: the dataset {dataset.name!r}: there is no file {dataset.path}")
+            raise RunError(f"{path}: dataset {dataset.name!r}: {dataset.path} does not exist")
     if new.init_from is not None and not (Path(new.init_from) / "adapter_config.json").is_file():
-        raise RunError(f"{path}: init_from: {new.init_from} holds no adapter_config.json")
+        raise RunError(f"{path}: init_from: {new.init_from} has no adapter_config.json")
     return {"adapter": new.model_dump(), "datasets": [dataset.model_dump() for dataset in known]}
 
 
@@ -53,8 +55,8 @@ def check_name(name: Any, taken: Collection[str], where: str) -> None:
     """Checks that a name is free; names that differ by case only would share a folder on some disks."""
     for other in taken:
         if isinstance(name, str) and name.casefold() == other.casefold():
-            case = "" if name == other else f", which differs from {name!r} by case only"
-            raise RunError(f"{where}: name: the run has had a task {other!r}{case}; take another name")
+            case = "" if name == other else f", which differs from {name!r} only in case"
+            raise RunError(f"{where}: name: the run already has a task {other!r}{case}; choose another name")
 
 
 def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: list[Any]) -> RunConfig:
@@ -63,7 +65,7 @@ def _resolved(path: Path, config: RunConfig, data: dict[str, Any], datasets: lis
     for own in datasets:
         if isinstance(own, dict) and own.get("name") in [dataset["name"] for dataset in base["datasets"]]:
             raise RunError(
-                f"{path}: datasets: the run has a dataset {own['name']!r}; leave it out, or take another name"
+                f"{path}: datasets: the run already has a dataset {own['name']!r}; remove or rename this one"
             )
     base["sweep"] = None  # a sweep allows no other adapters
     whole = {**base, "adapters": [*base["adapters"], data], "datasets": [*base["datasets"], *datasets]}

@@ -1,8 +1,8 @@
-"""An SQLite file in a run's folder: what users ask of the run at work, and what the run decided.
+"""An SQLite file in a run's folder: users' requests to the run, and the run's decisions.
 
 Requests come from any process at any time. The run takes them at an iteration boundary. Before it acts, it
-writes to the journal at which iteration it took them and what it decided. A run that was killed goes on from
-a checkpoint and repeats its decisions at the same iterations, so that its results depend on no clock.
+writes to the journal at which iteration it took them and what it decided. A killed run resumes from a
+checkpoint and repeats its decisions at the same iterations, so its results do not depend on any clock.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RequestType = Literal["submit", "cancel", "pause", "unpause"]
 VERSION = 4
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
-    sqlite3.SQLITE_BUSY: "; another process keeps it; try again when that has ended",
-    sqlite3.SQLITE_CORRUPT: "; put a whole copy there, or train anew with --overwrite",
-    sqlite3.SQLITE_NOTADB: "; put a whole copy there, or train anew with --overwrite",
+    sqlite3.SQLITE_BUSY: "; another process is using it; try again later",
+    sqlite3.SQLITE_CORRUPT: "; restore an intact copy, or train anew with --overwrite",
+    sqlite3.SQLITE_NOTADB: "; restore an intact copy, or train anew with --overwrite",
 }
 _RUN = ""  # no task has this name
 _TABLES = f"""
@@ -43,19 +43,17 @@ _TABLES = f"""
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked for.
+    """A user's request.
 
     Attributes:
         number: grows from request to request.
         content: of a submission, the task's resolved config.
-        at: seconds since 1970.
     """
 
     number: int
     kind: RequestType
     task: str
     content: dict[str, Any]
-    at: float
 
 
 class TaskQueue:
@@ -78,7 +76,7 @@ class TaskQueue:
     def _make(self) -> None:
         found = self._version()
         if found == 0:
-            with self._transaction():
+            with self.alone():
                 if self._version() == 0:  # another process may have made it meanwhile
                     for statement in _TABLES.split(";"):
                         self._connection.execute(statement)
@@ -97,35 +95,27 @@ class TaskQueue:
         try:
             yield
         except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            more = _ADVICE.get(code, "")
+            more = _ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "")
             raise RunError(f"{self._path}: cannot be used: {error}{more}") from error
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keeps other processes out; requests made inside are taken together, or not at all on an error."""
-        with self._transaction():
-            yield
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
+        """Keeps other processes out; what is written inside is kept together, or not at all on an error."""
         if self._connection.in_transaction:
             yield
             return
-        with self._told(), ExitStack() as unless_done:
+        with self._told():
             self._connection.execute("BEGIN IMMEDIATE")
-            unless_done.callback(self._take_back)
-            yield
-            self._connection.execute("COMMIT")
-            unless_done.pop_all()
-
-    def _take_back(self) -> None:
-        if self._connection.in_transaction:  # after some errors SQLite has rolled back already
-            self._connection.execute("ROLLBACK")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:  # after some errors SQLite has rolled back already
+                    self._connection.execute("ROLLBACK")
 
     def ask(self, kind: RequestType, task: str, content: Mapping[str, Any] | None = None) -> int:
         """Adds a request and returns its number; the request is durable then."""
-        with self._transaction():
+        with self.alone():
             values = (kind, task, json.dumps(content or {}), time.time())
             cursor = self._connection.execute(
                 "INSERT INTO requests (kind, task, content, at) VALUES (?, ?, ?, ?)", values
@@ -144,14 +134,13 @@ class TaskQueue:
         """Returns the requests with numbers above `after`, in their order."""
         with self._told():
             rows = self._connection.execute(
-                "SELECT number, kind, task, content, at FROM requests WHERE number > ? ORDER BY number",
-                (after,),
+                "SELECT number, kind, task, content FROM requests WHERE number > ? ORDER BY number", (after,)
             ).fetchall()
-        return [Request(n, kind, task, self._read(content), at) for n, kind, task, content, at in rows]
+        return [Request(number, kind, task, self._read(content)) for number, kind, task, content in rows]
 
     def write_entry(self, iteration: int, entry: Mapping[str, Any]) -> None:
         """Writes down what was decided after `iteration` iterations; the entry is durable then."""
-        with self._transaction():
+        with self.alone():
             self._connection.execute(
                 "INSERT OR REPLACE INTO journal VALUES (?, ?)", (iteration, json.dumps(entry))
             )
@@ -171,17 +160,17 @@ class TaskQueue:
             row = self._connection.execute(query).fetchone()
         taken = self._read(row[0]).get("taken") if row else 0
         if not isinstance(taken, int):
-            raise RunError(f"{self._path}: is damaged: an entry of its journal says nothing of requests")
+            raise RunError(f"{self._path}: is damaged: a journal entry has no number 'taken'")
         return taken
 
     def forget_entries(self, after: int = -1) -> None:
         """Forgets what was decided after iteration `after`, for a run that will decide anew."""
-        with self._transaction():
+        with self.alone():
             self._connection.execute("DELETE FROM journal WHERE iteration > ?", (after,))
 
     def show(self, views: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any] | None = None) -> None:
         """Publishes what `mlora status` shows: plain values of all tasks by name, and of the whole run."""
-        with self._transaction():
+        with self.alone():
             self._connection.execute("DELETE FROM tasks")
             rows = [(name, json.dumps(view)) for name, view in [*views.items(), (_RUN, run or {})]]
             self._connection.executemany("INSERT INTO tasks VALUES (?, ?)", rows)
@@ -200,7 +189,7 @@ class TaskQueue:
         except (TypeError, ValueError):
             found = None
         if not isinstance(found, dict):
-            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is no object")
+            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is not a JSON object")
         return found
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from mlora.simulate.closed_form import is_reached, least_bubble
 from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate
 from mlora.simulate.stage_times import StageTimes, read_times
-from mlora.simulate.timeline import Timeline, as_events
+from mlora.simulate.timeline import Timeline
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 
 BARS, MOST_BARS = 60, 60_000
@@ -68,17 +68,18 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the content of `--json`, in seconds, bytes and rows."""
-        workload, links = self.workload, {}
-        for name in ("forward", "backward"):
-            each = [asdict(link) for link in workload.links(getattr(workload, name))]
-            links[name] = [
-                link | {"bandwidth": link["bandwidth"] if math.isfinite(link["bandwidth"]) else None}
-                for link in each
-            ]
+        workload = self.workload
+
+        def values(link: SimulatedLink) -> dict[str, Any]:
+            return asdict(link) | {"bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else None}
+
         return {
             "schedule": workload.schedule,
             "stages": [asdict(stage) for stage in workload.stages],
-            "links": links,
+            "links": {
+                "forward": [values(link) for link in workload.links(workload.forward)],
+                "backward": [values(link) for link in workload.links(workload.backward)],
+            },
             "streams": [asdict(stream) for stream in workload.streams],
             "in_flight_limit": workload.in_flight,
             "closed_form": self.closed_form,
@@ -98,8 +99,8 @@ class Forecast:
         groups = GROUPS_OF_A_STAGE * stages
         if streams > groups and stages > 1:
             lines.append(
-                f"mlora train runs {streams} adapters as {groups} streams, groups that share batches; to "
-                f"forecast that, give --adapters {groups} and the times of a group's batch"
+                f"mlora train would put {streams} adapters into {groups} groups that share batches; to "
+                f"forecast that, use --adapters {groups} with the times of a group's batch"
             )
         closed = f"{'closed form' if self.exact else 'lower bound'} {self.closed_form:.1%}"
         if measures.bubble_ratio is None or measures.throughput is None:
@@ -107,7 +108,7 @@ class Forecast:
             rate = measures.makespan_throughput
         else:
             if round(measures.bubble_ratio, 3) < round(self.closed_form, 3):
-                closed += " of an endless run: the begin still shows, more --steps come closer"
+                closed += " of an endless run; this run is too short to show it, raise --steps"
             lines.append(f"bubble ratio: {measures.bubble_ratio:.1%} simulated, {closed}")
             rate = measures.throughput
         lines.append(
@@ -121,30 +122,22 @@ class Forecast:
 
     def table(self) -> list[list[str]]:
         """Returns a row of titles and one row per stage."""
-        rows = self.workload.streams[0].rows[0]
-        return [
-            ["stage", "forward ms", "backward ms", "most in flight"],
-            *(
-                [
-                    str(index),
-                    f"{(time.forward + time.forward_row * rows) * 1e3:.4g}",
-                    f"{(time.backward + time.backward_row * rows) * 1e3:.4g}",
-                    str(self.measures.in_flight[index]),
-                ]
-                for index, time in enumerate(self.workload.stages)
-            ),
-        ]
+        table = [["stage", "forward ms", "backward ms", "most in flight"]]
+        for index, time in enumerate(self.workload.stages):
+            spent = (time.forward, time.backward)  # `forecast` makes no times that depend on rows
+            most = self.measures.in_flight[index]
+            table.append([str(index), *(f"{seconds * 1e3:.4g}" for seconds in spent), str(most)])
+        return table
 
     def draw(self, path: Path) -> None:
         """Draws the run's beginning as a PNG, into the second round of the steady window."""
         from mlora.simulate.plot_timeline import plot_timeline
 
-        events = as_events(self.timeline.events)
         until = self._until()
         title = f"{self.lines()[0]}, simulated; {self.measures.bubbles('run')}"
         if until is not None:
             title += f"; shown: the first {until / self.measures.makespan:.0%}"
-        plot_timeline(path, events, title, window=self.measures.window, until=until)
+        plot_timeline(path, self.timeline, title, window=self.measures.window, until=until)
 
     def _until(self) -> float | None:
         """Returns the time at which the picture ends; None = it shows everything."""
@@ -167,8 +160,6 @@ def forecast(options: Options) -> Forecast:
         adapters, origin = _streams(options, times)
         workload = _workload(options, times, adapters)
         timeline = simulate(workload)
-    except RunError:
-        raise
     except ValueError as error:
         raise RunError(str(error)) from error
     return Forecast(
@@ -178,13 +169,11 @@ def forecast(options: Options) -> Forecast:
 
 def _streams(options: Options, times: StageTimes | None) -> tuple[int, str]:
     """Returns the number of lorapp's streams and, unless it was given, where the number is from."""
-    if options.adapters is not None or options.times is None or times is None:
+    if options.adapters is not None or options.times is None or times is None or options.schedule in FLUSHED:
         return options.adapters or ADAPTERS, ""
-    if options.schedule in FLUSHED:
-        return ADAPTERS, ""
     if times.streams is None:
-        return ADAPTERS, f" (--adapters says another number; {options.times.name} says none)"
-    return times.streams, f" (as in {options.times.name}; --adapters says another number)"
+        return ADAPTERS, f" (the default, as {options.times.name} gives no number; change it with --adapters)"
+    return times.streams, f" (from {options.times.name}; change it with --adapters)"
 
 
 def _counted(count: int, what: str, plural: str = "s") -> str:
@@ -199,16 +188,16 @@ def _workload(options: Options, times: StageTimes | None, adapters: int) -> Work
         for name in given:
             if getattr(options, name) is not None:
                 option = "bytes" if name == "message_bytes" else name
-                raise RunError(f"--{option}: --times says it; give one of them")
+                raise RunError(f"--{option}: cannot be used with --times, which sets it")
         stages, (forward, backward) = times.stage_times(), times.links()
         if options.rows not in (None, times.rows):
-            raise RunError(f"--rows: {options.times} was measured with {times.rows}, got {options.rows}")
+            raise RunError(f"--rows: {options.times} was measured with {times.rows} rows, got {options.rows}")
         rows = times.rows
     else:
         stages = _stages(options)
         link = SimulatedLink(
-            _at_least("latency", options.latency or 0.0, 0.0) * 1e-3,
-            math.inf if options.bandwidth is None else _above("bandwidth", options.bandwidth) * 1e9 / 8,
+            _not_negative("latency", options.latency or 0.0) * 1e-3,
+            math.inf if options.bandwidth is None else options.bandwidth * 1e9 / 8,
             _message_bytes(options) / rows,
         )
         forward = backward = [link] * (len(stages) - 1)
@@ -216,8 +205,8 @@ def _workload(options: Options, times: StageTimes | None, adapters: int) -> Work
     actions = streams * options.steps * options.micro_batches * len(stages)
     if actions > MOST_ACTIONS:
         raise RunError(
-            f"--steps: {options.steps} makes {actions} forward passes of stages, {MOST_ACTIONS} at most; "
-            "give fewer --steps, --adapters, --micro-batches or --stages"
+            f"--steps: {options.steps} steps need {actions} forward passes of a stage; the limit is "
+            f"{MOST_ACTIONS}: lower --steps, --adapters, --micro-batches or --stages"
         )
     stream = Stream(options.steps, options.micro_batches, (rows,))
     if options.schedule != "lorapp":
@@ -227,17 +216,19 @@ def _workload(options: Options, times: StageTimes | None, adapters: int) -> Work
 
 
 def _check_used(options: Options) -> None:
-    """Refuses an option that has no effect beside the others."""
+    """Refuses an option that has no effect beside the others, and a bandwidth that is not positive."""
+    if options.bandwidth is not None and not options.bandwidth > 0:
+        raise RunError(f"--bandwidth: expected a number above 0, got {options.bandwidth}")
     if options.in_flight is not None and options.schedule in FLUSHED:
-        raise RunError(f"--in-flight: is for lorapp; {options.schedule} says itself what is in flight")
+        raise RunError(f"--in-flight: needs --schedule lorapp; {options.schedule} sets its own limit")
     if options.itemsize is not None and options.hidden is None:
-        raise RunError("--itemsize: is that of --hidden, which is not given")
+        raise RunError("--itemsize: needs --hidden")
     if options.message_bytes is not None and options.hidden is not None:
-        raise RunError("--bytes: --hidden says it; give one of them")
+        raise RunError("--bytes: cannot be used with --hidden, which sets it")
     if options.bandwidth is None and options.times is None:
         for name, value in (("bytes", options.message_bytes), ("hidden", options.hidden)):
             if value is not None:
-                raise RunError(f"--{name}: takes no time without --bandwidth, which is not given")
+                raise RunError(f"--{name}: needs --bandwidth")
 
 
 def _stages(options: Options) -> list[StageTime]:
@@ -260,29 +251,23 @@ def _values(name: str, text: str) -> list[float]:
             value = float(part)
         except ValueError as error:
             raise RunError(f"--{name}: expected milliseconds such as 1.5 or 1,2,2,1, got {text!r}") from error
-        values.append(_at_least(name, value, 0.0))
+        values.append(_not_negative(name, value))
     return values
 
 
 def _message_bytes(options: Options) -> float:
     if options.message_bytes is not None:
-        return _at_least("bytes", options.message_bytes, 0.0)
+        return _not_negative("bytes", options.message_bytes)
     if options.hidden is None:
         if options.bandwidth is not None:
-            raise RunError("--bandwidth: needs the size of a message: --bytes, or --hidden and --rows")
+            raise RunError("--bandwidth: needs --bytes, or --hidden and --rows")
         return 0.0
     return float(options.hidden * (options.rows or 1) * (options.itemsize or 2))
 
 
-def _at_least(name: str, value: float, least: float) -> float:
-    if not (math.isfinite(value) and value >= least):
-        raise RunError(f"--{name}: expected a number of at least {least:g}, got {value}")
-    return value
-
-
-def _above(name: str, value: float) -> float:
-    if not value > 0:
-        raise RunError(f"--{name}: expected a number above 0, got {value}")
+def _not_negative(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise RunError(f"--{name}: expected a number of at least 0, got {value}")
     return value
 
 

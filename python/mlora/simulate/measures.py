@@ -119,10 +119,8 @@ def throughput(timeline: Timeline, window: Window) -> float:
 
 def _most_in_flight(events: np.ndarray) -> tuple[int, int]:
     """Returns the most micro-batches, and the most rows, between forward and backward on one stage."""
-    forwards, backwards = (
-        events[events["kind"] == ActionType.FORWARD],
-        events[events["kind"] == ActionType.BACKWARD],
-    )
+    forwards = events[events["kind"] == ActionType.FORWARD]
+    backwards = events[events["kind"] == ActionType.BACKWARD]
     ends = np.sort(backwards["end"])
     left = np.concatenate([[0], np.cumsum(backwards["rows"][np.argsort(backwards["end"])])])
     ended = np.searchsorted(ends, forwards["begin"], side="right")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mlora.files.loss_plot import save_figure
 from mlora.pipeline.actions import ActionType
-from mlora.simulate.timeline import EVALUATION, OPTIMIZER, Event
+from mlora.simulate.measures import Window, busy_shares
+from mlora.simulate.timeline import EVALUATION, OPTIMIZER, Event, Timeline, as_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Colour = tuple[float, float, float]
 
 FEW_STREAMS = 9
 _LONGEST_NAME = 22  # characters of a stream's name
@@ -23,18 +28,17 @@ OTHERS = {OPTIMIZER: ("#222222", "optimizer step"), EVALUATION: ("#8d7b68", "eva
 
 def plot_timeline(
     path: Path,
-    events: Sequence[Event],
+    timeline: Timeline,
     title: str,
     *,
-    window: tuple[float, float] | None = None,
+    window: Window | None = None,
     until: float | None = None,
     names: Sequence[str] = (),
 ) -> None:
-    """Draws the work of each stage over time into a PNG file.
+    """Draws the work of each stage over time into a PNG file, and how much of the window each one works.
 
     Args:
-        events: work of stages, in any order; at least one.
-        window: the steady window, in seconds.
+        window: the steady window.
         until: seconds at which the picture ends; default: with the last event.
         names: the streams' names, by number; default: the numbers.
 
@@ -43,34 +47,42 @@ def plot_timeline(
     """
     from matplotlib.figure import Figure
 
-    first = min(event.begin for event in events)
-    end = max(event.end for event in events) if until is None else until
+    events, stages = timeline.events, timeline.stages
+    whole = Window(float(events["begin"].min()), float(events["end"].max()))
+    first, end = whole.begin, whole.end if until is None else until
     scale, unit = next((entry for entry in UNITS if end - first >= entry[0]), UNITS[-1])
-    shown = [event for event in events if event.begin < end]
-    stages = max(event.stage for event in events) + 1
-    streams = sorted({event.stream for event in events})
-    size = (13, min(1.6 + 0.42 * stages, 8.5))
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    shown = [
+        event._replace(begin=(event.begin - first) / scale, end=(event.end - first) / scale)
+        for event in as_events(events[events["begin"] < end])
+    ]
+    streams = np.unique(events["stream"]).tolist()
+    colours = _colours(streams)
+    figure = Figure(figsize=(13, min(1.6 + 0.42 * stages, 8.5)), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left", pad=18 if window else 6)
     axes.set_xlabel(f"time, {unit}", fontsize=9)
     axes.set_xlim(0, (end - first) / scale)
-    colours = _colours(streams)
-    moved = [e._replace(begin=(e.begin - first) / scale, end=(e.end - first) / scale) for e in shown]
-    for stage in range(stages):
-        _row(axes, stage, [event for event in moved if event.stage == stage], colours, stages)
+    axes.set_ylim(stages - 0.4, -0.6)
+    ticks = range(0, stages, max(1, stages // 16))
+    axes.set_yticks(ticks, [f"stage {stage}" for stage in ticks], fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _bars(axes, shown, stages, colours)
     if stages <= 16:
-        _numbers(axes, moved, len(streams))
-    _frame(axes, stages)
-    _busy(axes, events, window or (first, max(event.end for event in events)), stages)
+        _numbers(axes, shown, len(streams))
+    if stages <= 40:
+        for stage, share in enumerate(busy_shares(timeline, window or whole)):
+            side = axes.get_yaxis_transform()
+            axes.text(1.005, stage, f"{share:.0%}", transform=side, fontsize=8, va="center")
+        axes.text(1.005, 1.01, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
     if window:
-        _mark(axes, (window[0] - first) / scale, (window[1] - first) / scale)
-    labels = {stream: _label(stream, names) for stream in streams}
-    _legend(axes, labels, colours, {event.kind for event in shown})
+        _mark(axes, (window.begin - first) / scale, (window.end - first) / scale)
+    _legend(axes, names, colours, {event.kind for event in shown})
     save_figure(path, figure)
 
 
-def _colours(streams: Sequence[int]) -> dict[int, tuple[float, float, float]]:
+def _colours(streams: Sequence[int]) -> dict[int, Colour]:
     from matplotlib import colormaps
 
     if len(streams) <= FEW_STREAMS:
@@ -80,7 +92,7 @@ def _colours(streams: Sequence[int]) -> dict[int, tuple[float, float, float]]:
     return {s: wheel(0.08 + 0.84 * index / (len(streams) - 1))[:3] for index, s in enumerate(streams)}
 
 
-def _shade(colour: tuple[float, float, float], kind: str) -> tuple[float, float, float] | str:
+def _shade(colour: Colour, kind: str) -> Colour | str:
     """Returns the colour of a bar: light for forwards, full for backwards."""
     if kind in OTHERS:
         return OTHERS[kind][0]
@@ -90,26 +102,20 @@ def _shade(colour: tuple[float, float, float], kind: str) -> tuple[float, float,
     return red, green, blue
 
 
-def _row(
-    axes: Axes,
-    stage: int,
-    events: Sequence[Event],
-    colours: dict[int, tuple[float, float, float]],
-    stages: int,
-) -> None:
-    """Draws the row of a stage, grey while it is idle."""
-    width = axes.get_xlim()[1]
+def _bars(axes: Axes, events: Sequence[Event], stages: int, colours: Mapping[int, Colour]) -> None:
+    """Draws a row for each stage, grey while it is idle."""
     height = 0.78 if stages <= 40 else 1.0
-    axes.broken_barh([(0, width)], (stage - height / 2, height), facecolor=IDLE, zorder=1)
-    line = 0.4 if len(events) <= 200 and stages <= 40 else 0
-    axes.broken_barh(
-        [(event.begin, event.end - event.begin) for event in events],
-        (stage - height / 2, height),
-        facecolors=[_shade(colours[event.stream], event.kind) for event in events],
-        edgecolor="white",
-        linewidth=line,
-        zorder=2,
-    )
+    for stage in range(stages):
+        own, place = [event for event in events if event.stage == stage], (stage - height / 2, height)
+        axes.broken_barh([(0, axes.get_xlim()[1])], place, facecolor=IDLE, zorder=1)
+        axes.broken_barh(
+            [(event.begin, event.end - event.begin) for event in own],
+            place,
+            facecolors=[_shade(colours[event.stream], event.kind) for event in own],
+            edgecolor="white",
+            linewidth=0.4 if len(own) <= 200 and stages <= 40 else 0,
+            zorder=2,
+        )
 
 
 def _numbers(axes: Axes, events: Sequence[Event], streams: int) -> None:
@@ -119,34 +125,10 @@ def _numbers(axes: Axes, events: Sequence[Event], streams: int) -> None:
     if not bars or median(event.end - event.begin for event in bars) < width / 110:
         return
     for event in bars:
-        middle = (event.begin + event.end) / 2
         if event.end <= width:
-            text = event.stream if streams > 1 else event.micro_batch
+            middle, text = (event.begin + event.end) / 2, event.stream if streams > 1 else event.micro_batch
             ink = "black" if event.kind == ActionType.FORWARD else "white"
             axes.text(middle, event.stage, str(text), ha="center", va="center", fontsize=6.5, color=ink)
-
-
-def _frame(axes: Axes, stages: int) -> None:
-    axes.set_ylim(stages - 0.4, -0.6)
-    ticks = range(0, stages, max(1, stages // 16))
-    axes.set_yticks(ticks, [f"stage {stage}" for stage in ticks], fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-
-
-def _busy(axes: Axes, events: Sequence[Event], window: tuple[float, float], stages: int) -> None:
-    """Writes at the right edge how much of the window each stage works."""
-    if stages > 40:
-        return
-    busy = [0.0] * stages
-    for event in events:
-        busy[event.stage] += max(0.0, min(event.end, window[1]) - max(event.begin, window[0]))
-    for stage, seconds in enumerate(busy):
-        share = seconds / (window[1] - window[0])
-        axes.text(1.005, stage, f"{share:.0%}", transform=axes.get_yaxis_transform(), fontsize=8, va="center")
-    axes.text(1.005, 1.01, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
 
 
 def _mark(axes: Axes, begin: float, end: float) -> None:
@@ -156,20 +138,11 @@ def _mark(axes: Axes, begin: float, end: float) -> None:
         if edge <= width:
             axes.axvline(edge, color="black", linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
     if begin < width:
-        text = "steady window →" if end > width else "steady window"
-        axes.text(begin, 1.01, f" {text}", transform=axes.get_xaxis_transform(), fontsize=8, va="bottom")
+        text = " steady window →" if end > width else " steady window"
+        axes.text(begin, 1.01, text, transform=axes.get_xaxis_transform(), fontsize=8, va="bottom")
 
 
-def _label(stream: int, names: Sequence[str]) -> str:
-    if not names:
-        return f"stream {stream}"
-    name = names[stream]
-    return f"{stream}: {name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + '…'}"
-
-
-def _legend(
-    axes: Axes, labels: dict[int, str], colours: dict[int, tuple[float, float, float]], kinds: set[str]
-) -> None:
+def _legend(axes: Axes, names: Sequence[str], colours: Mapping[int, Colour], kinds: set[str]) -> None:
     from matplotlib.patches import Patch
 
     grey = (0.35, 0.35, 0.35)
@@ -179,13 +152,15 @@ def _legend(
         *(Patch(color=colour, label=label) for kind, (colour, label) in OTHERS.items() if kind in kinds),
         Patch(color=IDLE, label="idle"),
     ]
-    streams = list(labels)
+    streams = list(colours)
     if len(streams) == 1:
         handles.append(Patch(color=colours[streams[0]], label="numbers: micro-batches"))
     else:
-        chosen = streams if len(streams) <= FEW_STREAMS else [streams[0], streams[-1]]
-        handles += [Patch(color=colours[stream], label=labels[stream]) for stream in chosen]
-    columns = min(len(handles), 8)
+        for stream in streams if len(streams) <= FEW_STREAMS else (streams[0], streams[-1]):
+            label = f"{stream}: {names[stream]}" if names else f"stream {stream}"
+            longest = _LONGEST_NAME + len(f"{stream}: ")
+            label = label if len(label) <= longest else f"{label[: longest - 1]}…"
+            handles.append(Patch(color=colours[stream], label=label))
     axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, fontsize=7.5, frameon=False
+        handles=handles, loc="outside lower center", ncols=min(len(handles), 8), fontsize=7.5, frameon=False
     )

@@ -50,7 +50,7 @@ def simulate(
     try:
         return _Simulation(workload, orders, measured).run()
     except OverflowError as error:
-        raise ValueError("times or rows: too large; a run may take 106 days, 2**63 picoseconds") from error
+        raise ValueError("times or rows: too large; a simulated run may take at most 106 days") from error
 
 
 def _ticks(seconds: float) -> int:
@@ -94,11 +94,8 @@ class _Simulation:
         self.workload, self.measured = workload, measured
         self.stages = len(workload.stages)
         self.last = self.stages - 1
-        if orders is None:
-            of = workload.schedule, workload.in_flight
-            self.orders = [order_of(of[0], s, self.stages, of[1]) for s in range(self.stages)]
-        else:
-            self.orders = [orders(stage, self.stages) for stage in range(self.stages)]
+        orders = orders or (lambda s, stages: order_of(workload.schedule, s, stages, workload.in_flight))
+        self.orders = [orders(stage, self.stages) for stage in range(self.stages)]
         self.optimizer = [_ticks(stage.optimizer) for stage in workload.stages]
         self.forward = _Channel(workload.links(workload.forward))
         self.backward = _Channel(workload.links(workload.backward))
@@ -135,12 +132,10 @@ class _Simulation:
 
     def at(self, time: int, what: int, index: int) -> None:
         """Plans an event of a stage or, for `_JOIN`, of a stream."""
-        happens = self.calendar.get(time)
-        if happens is None:
-            self.calendar[time] = [index << 2 | what]
+        if time not in self.calendar:
+            self.calendar[time] = []
             heapq.heappush(self.times, time)
-        else:
-            happens.append(index << 2 | what)
+        self.calendar[time].append(index << 2 | what)
 
     def happen(self, what: int, index: int, touched: list[int]) -> None:
         """Carries out an event, and adds to `touched` the stages that may have got work."""
@@ -254,8 +249,7 @@ class _Simulation:
         for index, stream in enumerate(self.workload.streams):
             if self.step[index] < stream.steps:
                 raise ValueError(
-                    f"schedule: stream {index} stands still in its step {self.step[index]}: the stages' "
-                    "orders wait for ever"
+                    f"schedule: deadlock: stream {index} never finishes its step {self.step[index]}"
                 )
 
     def timeline(self) -> Timeline:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlora.errors import RunError, first_fault, first_line
+from mlora.files.disk import os_errors
 from mlora.simulate.workload import SimulatedLink, StageTime
 
 
@@ -84,21 +85,20 @@ class StageTimes(BaseModel):
 
 def read_times(path: Path) -> StageTimes:
     """Reads a JSON file of measured times; RunError if it cannot be read or holds something else."""
+    with os_errors(f"{path}: cannot be read"):
+        data = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and "traceEvents" in content:
-            raise RunError(
-                f"{path}: is a trace for Perfetto; `mlora train --trace` wrote times.json beside it"
-            )
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path}: is not JSON: {first_line(error)}") from error
+    if isinstance(content, dict) and "traceEvents" in content:
+        raise RunError(
+            f"{path}: is a trace for Perfetto; give the times.json that `mlora train --trace` wrote"
+        )
+    try:
         times = StageTimes.model_validate(content)
     except ValidationError as error:
         raise RunError(f"{path}: {first_fault(error)}") from error
-    except RunError:
-        raise
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: is not JSON: {first_line(error)}") from error
     for name, links in (("forward", times.forward), ("backward", times.backward)):
         if links and len(links) != len(times.stages) - 1:
             raise RunError(

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..pipeline.actions import Action, ActionType, Schedule
-
 OPTIMIZER, EVALUATION = "S", "E"
 """Kinds of events beside `ActionType`'s: an optimizer step and, in traces, a forward without a backward."""
 
@@ -94,20 +92,3 @@ def stack(parts: Iterable[dict[str, Any]]) -> np.ndarray:
             table[name] = array.ravel()
         tables.append(table)
     return _sorted(np.concatenate(tables))
-
-
-def action_lists(timeline: Timeline) -> Schedule:
-    """Returns a timeline's order of work as lists of actions: a whole `lorapp` run as a fixed schedule.
-
-    These are D lists of 2M actions. All M micro-batches of all streams and steps are numbered as they enter
-    stage 0 and count as one round, so that `check_schedule` accepts the lists. The lists hold for these
-    streams only. With other times than the timeline's they still run, but wait longer. The timeline
-    must cover a whole run.
-    """
-    numbers: dict[tuple[int, int, int], int] = {}
-    lists: list[list[Action]] = [[] for _ in range(timeline.stages)]
-    for event in as_events(timeline.events[np.isin(timeline.events["kind"], list(ActionType))]):
-        key = (event.stream, event.step, event.micro_batch)
-        number = numbers.setdefault(key, len(numbers))
-        lists[event.stage].append(Action(event.stage, ActionType(event.kind), number))
-    return lists

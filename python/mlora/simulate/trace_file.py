@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlora.errors import RunError
-from mlora.files.checkpoint import write_file
+import numpy as np
+
+from mlora.files.disk import write_file
 from mlora.pipeline.actions import ActionType
 from mlora.pipeline.trace import ROLES, Entry, Span
 from mlora.simulate.measures import Window, measure
 from mlora.simulate.plot_timeline import plot_timeline
 from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
-from mlora.simulate.timeline import EVALUATION, Event, Timeline, as_events
+from mlora.simulate.timeline import EVALUATION, Event, Timeline
 
 SPANS = 1 << 17  # per stage; the latest ones are kept
 _KINDS = {"forward": ActionType.FORWARD, "backward": ActionType.BACKWARD}
@@ -43,26 +45,29 @@ class TraceFiles:
             for spans in self._stages[: self._count]
         ]
         self._whole = [
-            entry for entry in entries if entry.train and not entry.replica and self._is_whole(entry)
+            entry
+            for entry in entries
+            if entry.train
+            and not entry.replica
+            and all((entry.number, kind) in found for found in self._computed for kind in ActionType)
         ]
         self.streams = list(dict.fromkeys(entry.stream for entry in self._whole))
-
-    def _is_whole(self, entry: Entry) -> bool:
-        return all((entry.number, kind) in found for found in self._computed for kind in ActionType)
 
     def write(self, folder: Path) -> str:
         """Writes `trace.json`, `timeline.png`, `times.json`; returns the bubble and the files in one line.
         If no micro-batch was traced through all stages, only `trace.json` is written. Raises RunError if a
         file cannot be written."""
-        written = [_write_json(folder / "trace.json", {"traceEvents": self._perfetto()})]
+        files = [folder / "trace.json"]
+        _write_json(files[0], {"traceEvents": self._perfetto()})
         timeline = self.timeline()
         bubble = "no micro-batch passed all stages"
         if timeline:
             measures = measure(timeline)
             bubble = measures.bubbles("trace")
-            written.append(self._draw(folder / "timeline.png", timeline, measures.window, bubble))
-            written.append(_write_json(folder / "times.json", self.times(timeline).model_dump()))
-        return f"{bubble}; {', '.join(map(str, written))}"
+            files += [folder / "timeline.png", folder / "times.json"]
+            self._draw(files[1], timeline, measures.window, bubble)
+            _write_json(files[2], self.times(timeline).model_dump())
+        return f"{bubble}; {', '.join(map(str, files))}"
 
     def timeline(self) -> Timeline | None:
         """Returns the trained micro-batches that every stage ran, and evaluations; None without training."""
@@ -92,19 +97,16 @@ class TraceFiles:
     def times(self, timeline: Timeline) -> StageTimes:
         """Returns medians over the trained micro-batches.
         A link's latency lasts from the end of computing on one side to the message's arrival on the other."""
-        trained = timeline.events[timeline.events["kind"] != EVALUATION]
-        rows = max(round(median(trained["rows"])), 1)
-        stages = []
-        for stage in range(timeline.stages):
-            spent: dict[str, list[float]] = {kind: [] for kind in ActionType}
-            for event in timeline.of_stage(stage):
-                if event.kind != EVALUATION:
-                    spent[event.kind].append(event.end - event.begin)
-            stages.append(
-                MeasuredStage(
-                    forward=median(spent[ActionType.FORWARD]), backward=median(spent[ActionType.BACKWARD])
-                )
-            )
+        events = timeline.events
+        rows = max(round(float(np.median(events["rows"][events["kind"] != EVALUATION]))), 1)
+
+        def seconds(stage: int, kind: ActionType) -> float:
+            chosen = events[(events["stage"] == stage) & (events["kind"] == kind)]
+            return float(np.median(chosen["end"] - chosen["begin"]))
+
+        kinds = _KINDS.items()
+        each = [{sort: seconds(stage, kind) for sort, kind in kinds} for stage in range(timeline.stages)]
+        stages = [MeasuredStage(**times) for times in each]
         pairs = range(timeline.stages - 1)
         forward = [self._link(stage, stage + 1, "forward") for stage in pairs]
         backward = [self._link(stage + 1, stage, "backward") for stage in pairs]
@@ -120,21 +122,21 @@ class TraceFiles:
     def _seconds(self, nanoseconds: int) -> float:
         return (nanoseconds - self._zero) / 1e9
 
-    def _draw(self, path: Path, timeline: Timeline, window: Window | None, bubble: str) -> Path:
-        events = as_events(timeline.events)
-        whole = Window(min(event.begin for event in events), max(event.end for event in events))
-        begin = window.begin if window else whole.begin
-        first = sorted(e.begin for e in events if e.stage == 0 and e.begin >= begin)
-        until = first[min(2 * _SHOWN, len(first) - 1)] if first else whole.end
-        shown = [event for event in events if event.end > begin and event.begin <= until] or events
+    def _draw(self, path: Path, timeline: Timeline, window: Window | None, bubble: str) -> None:
+        """Draws the first micro-batches of the steady window or, without a window, of the trace."""
+        events = timeline.events
+        begin = window.begin if window else events["begin"].min()
+        first = np.sort(events["begin"][(events["stage"] == 0) & (events["begin"] >= begin)])
+        until = first[min(2 * _SHOWN, len(first) - 1)] if len(first) else events["end"].max()
+        chosen = (events["end"] > begin) & (events["begin"] <= until)
+        shown = events[chosen] if chosen.any() else events
         title = f"{timeline.stages} stages, measured; {bubble}"
         if len(self._stages) > self._count:
             title = f"the first of {len(self._stages) // self._count} pipelines: {title}"
         if len(shown) < len(events):
-            seconds = max(event.end for event in shown) - min(event.begin for event in shown)
-            title += f"; shown: {seconds:.3g} of {whole.end - whole.begin:.3g} s"
-        plot_timeline(path, shown, title, names=self.streams)
-        return path
+            part, whole = (each["end"].max() - each["begin"].min() for each in (shown, events))
+            title += f"; shown: {part:.3g} of {whole:.3g} s"
+        plot_timeline(path, replace(timeline, events=shown), title, names=self.streams)
 
     def _perfetto(self) -> list[Mapping[str, Any]]:
         """Returns events in Chrome's trace format: a process per stage, a thread per role."""
@@ -163,14 +165,5 @@ def _name(what: str, stage: int, role: int, name: str) -> Mapping[str, Any]:
     return {"name": what, "ph": "M", "pid": stage, "tid": role, "args": {"name": name}}
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> Path:
-    text = json.dumps(content)
-    try:
-        write_file(path, lambda file: _discard(file.write(text.encode())))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be saved: {error.strerror}") from error
-    return path
-
-
-def _discard(_: object) -> None:
-    return None
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_file(path, json.dumps(content).encode())

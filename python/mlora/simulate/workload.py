@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..pipeline.actions import Schedule
 from ..pipeline.schedules import SCHEDULES
 
 
-def _check(thing: object, *, least: float = 0.0) -> None:
-    """Refuses a field that is not a finite number of at least `least`."""
-    for field in fields(thing):  # type: ignore[arg-type]
-        value = getattr(thing, field.name)
-        if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{field.name}: expected a number of at least {least:g}, got {value}")
+def _check(thing: object, least: int, *names: str) -> None:
+    """Refuses fields that are not finite numbers of at least `least`."""
+    for name in names:
+        value = getattr(thing, name)
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}: expected a number of at least {least}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StageTime:
     optimizer: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, 0, "forward", "backward", "forward_row", "backward_row", "optimizer")
 
     def seconds(self, rows: float = 0) -> float:
         """Returns the time of forward and backward together."""
@@ -63,10 +63,7 @@ class SimulatedLink:
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth: expected a number above 0, got {self.bandwidth}")
-        for name in ("latency", "row_bytes", "overhead"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: expected a number of at least 0, got {value}")
+        _check(self, 0, "latency", "row_bytes", "overhead")
 
     def seconds(self, rows: float) -> float:
         """Returns how long a message occupies the link."""
@@ -90,12 +87,10 @@ class Stream:
     start: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        _check(self, 1, "steps", "micro_batches")
         if not self.rows or min(self.rows) < 1:
             raise ValueError(f"rows: expected numbers of at least 1, got {list(self.rows)}")
-        _check(self)
+        _check(self, 0, "start")
 
     def rows_of(self, step: int, micro_batch: int) -> int:
         """Returns the rows of one of its micro-batches."""

@@ -9,11 +9,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mlora.config.sweep_config import SweepConfig
-from mlora.errors import RunError
-from mlora.files.checkpoint import sync_folder, write_file
+from mlora.files.disk import os_errors, sync_folder, write_file
 from mlora.files.run_folder import RunFolder
 from mlora.sweep.plot import plot_trials
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
@@ -22,12 +20,10 @@ from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
 def write_outcome(folder: RunFolder, sweep: SweepConfig) -> None:
     """Writes the table, the plot and the best adapter, as far as there are trials."""
     trials = rank_trials(folder, sweep)
-    try:
-        write_file(folder.trials, lambda file: file.write(_csv(trials, sweep).encode()))
-        if trials and trials[0].rank == 1:
+    write_file(folder.trials, _csv(trials, sweep).encode())
+    if trials and trials[0].rank == 1:
+        with os_errors(f"{folder.best}: cannot be saved"):
             _copy(folder.adapters / trials[0].name, folder.best)
-    except OSError as error:
-        raise RunError(f"{error.filename or folder.trials}: cannot be saved: {error.strerror}") from error
     plot_trials(folder.trials_plot, trials, sweep)
 
 
@@ -37,12 +33,9 @@ def _csv(trials: Sequence[RankedTrial], sweep: SweepConfig) -> str:
     writer.writerow(["rank", "trial", "state", "step", *shown_metrics(sweep), "seconds", *sweep.space])
     for trial in trials:
         facts = [trial.rank, trial.name, trial.state, trial.step, *trial.metrics(sweep), trial.seconds]
-        writer.writerow([*facts, *(_cell(trial.params.get(path)) for path in sweep.space)])
+        values = (trial.params.get(path) for path in sweep.space)
+        writer.writerow([*facts, *(json.dumps(v) if isinstance(v, list | dict) else v for v in values)])
     return text.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -54,11 +47,8 @@ def _copy(source: Path, target: Path) -> None:
     for folder in (scratch, old):
         shutil.rmtree(folder, ignore_errors=True)
     scratch.mkdir()
-    for file in source.iterdir():  # one by one: `copytree` turns several errors into one without a cause
-        shutil.copyfile(file, scratch / file.name)
-        with open(scratch / file.name, "rb") as handle:
-            os.fsync(handle.fileno())
-    sync_folder(scratch)
+    for file in source.iterdir():
+        write_file(scratch / file.name, file.read_bytes())
     if target.exists():
         os.rename(target, old)
     os.rename(scratch, target)

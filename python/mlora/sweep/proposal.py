@@ -1,4 +1,4 @@
-"""What a sweep asks of its run."""
+"""A sweep's proposals to its run: begin a trial, or prune one."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The results of a sweep's trials, from the files of its run."""
+"""The results of a sweep's trials, and how far the sweep has come, from the files of its run."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlora.config.best_rule import METRICS
@@ -27,7 +28,6 @@ class RankedTrial:
         seconds: wall time in training.
         params: values of the search space by their paths.
         curve: steps, and ``eval_loss`` after them.
-        message: why it was refused, stopped or pruned.
     """
 
     rank: int | None
@@ -39,7 +39,6 @@ class RankedTrial:
     seconds: float
     params: Mapping[str, Any]
     curve: Sequence[tuple[int, float]]
-    message: str
 
     def metrics(self, sweep: SweepConfig) -> list[float | None]:
         """Returns the values of `shown_metrics`; None where there is none."""
@@ -54,27 +53,33 @@ def shown_metrics(sweep: SweepConfig) -> list[str]:
 def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
     """Ranks a sweep's trials: the finished ones, best first; then the others, furthest first."""
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for record in read_metrics(folder.metrics):
         if "eval_loss" in record:
-            curves.setdefault(record["adapter"], []).append((record["step"], record["eval_loss"]))
-    trials = []
+            curves[record["adapter"]].append((record["step"], record["eval_loss"]))
+    finished: list[RankedTrial] = []
+    others: list[RankedTrial] = []
     for name, params in _params(folder, sweep).items():
-        entry = summary["adapters"].get(name)
-        if entry is not None:
-            stands = entry["state"] == "running" and summary["status"] != "running"
-            entry = {**entry, "state": "unfinished"} if stands else entry
-            trials.append(_trial(name, params, entry, curves.get(name, []), sweep.metric))
+        entry, curve = summary["adapters"].get(name), curves[name]
+        if entry is None:
+            continue
+        state = entry["state"]
+        after = {key: entry[key]["after"] if state == "finished" else None for key in METRICS}
+        if after["eval_loss"] is None and curve:
+            after["eval_loss"] = curve[-1][1]
+        if state == "running" and summary["status"] != "running":
+            state = "unfinished"
+        value, loss = after[sweep.metric], after["eval_loss"]
+        trial = RankedTrial(None, name, state, entry["step"], value, loss, entry["seconds"], params, curve)
+        (finished if state == "finished" and value is not None else others).append(trial)
     sign = 1 if sweep.metric == "eval_loss" else -1
-    finished = [trial for trial in trials if trial.state == "finished" and trial.value is not None]
     finished.sort(key=lambda trial: sign * (trial.value or 0.0))
-    places = {trial.name: place for place, trial in enumerate(finished, 1)}
-    others = sorted((trial for trial in trials if trial.name not in places), key=lambda trial: -trial.step)
-    return [RankedTrial(**{**vars(trial), "rank": places.get(trial.name)}) for trial in [*finished, *others]]
+    others.sort(key=lambda trial: -trial.step)
+    return [*(replace(trial, rank=rank) for rank, trial in enumerate(finished, 1)), *others]
 
 
 def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:
-    """Returns each begun trial's values by its name."""
+    """Returns the values of each trial that has begun, by its name."""
     space = sweep.space
     if not folder.queue.is_file():
         return {}
@@ -86,42 +91,56 @@ def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def _trial(
-    name: str,
-    params: Mapping[str, Any],
-    entry: Mapping[str, Any],
-    curve: Sequence[tuple[int, float]],
-    metric: str,
-) -> RankedTrial:
-    after = {key: entry[key]["after"] if entry["state"] == "finished" else None for key in METRICS}
-    if after["eval_loss"] is None and curve:
-        after["eval_loss"] = curve[-1][1]
-    return RankedTrial(
-        None,
-        name,
-        entry["state"],
-        entry["step"],
-        after[metric],
-        after["eval_loss"],
-        entry["seconds"],
-        params,
-        curve,
-        entry["message"],
-    )
-
-
 def ranked_table(trials: Sequence[RankedTrial], sweep: SweepConfig) -> list[list[str]]:
     """Returns the rows of a sweep's table, titles first."""
     rows = [["rank", "trial", "state", "step", *shown_metrics(sweep), *sweep.space]]
     for trial in trials:
         numbers = ["" if value is None else f"{value:.4f}" for value in trial.metrics(sweep)]
-        values = [shown(trial.params.get(path)) for path in sweep.space]
+        values = [param_text(trial.params.get(path)) for path in sweep.space]
         rows.append([str(trial.rank or ""), trial.name, trial.state, str(trial.step), *numbers, *values])
     return rows
 
 
-def shown(value: Any) -> str:
+def param_text(value: Any) -> str:
     """Returns a value of a search space as text: numbers in short, lists as JSON."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """How far a sweep has come.
+
+    Attributes:
+        begun: trials that have begun.
+        count: trials that there will be.
+        best: the best of those that have finished; None before there is one.
+    """
+
+    begun: int
+    count: int
+    metric: str
+    best: RankedTrial | None
+
+    @property
+    def line(self) -> str:
+        """One line for the user."""
+        found = f"sweep: {self.begun} of {self.count} trials started"
+        if self.best is None:
+            return f"{found}, none finished yet"
+        params = ", ".join(f"{path} {param_text(value)}" for path, value in self.best.params.items())
+        return f"{found}; best so far {self.best.name}, {self.metric} {self.best.value:.4g}: {params}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the same for scripts, as plain values."""
+        best, metric = self.best, self.metric
+        found = best and {"trial": best.name, metric: best.value, "params": dict(best.params)}
+        return {"begun": self.begun, "trials": self.count, "best": found}
+
+
+def sweep_progress(folder: RunFolder, sweep: SweepConfig) -> SweepProgress:
+    """Reads how far a sweep has come."""
+    trials = rank_trials(folder, sweep)
+    best = trials[0] if trials and trials[0].rank == 1 else None
+    return SweepProgress(len(trials), max(sweep.count, len(trials)), sweep.metric, best)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import optuna
 from optuna.distributions import (
@@ -25,10 +25,6 @@ from mlora.config.search_space import Choice, Leaf, grid_point
 from mlora.config.sweep_config import SweepConfig
 from mlora.data.sampler import task_seed
 from mlora.errors import RunError, first_line
-
-if TYPE_CHECKING:
-    from optuna.pruners import BasePruner
-    from optuna.samplers import BaseSampler
 
 End = Literal["complete", "pruned", "fail"]
 
@@ -61,7 +57,10 @@ class Study:
         self._distributions = {path: _distribution(leaf) for path, leaf in self._space.items()}
         direction = StudyDirection.MINIMIZE if sweep.metric == "eval_loss" else StudyDirection.MAXIMIZE
         self._study = optuna.create_study(
-            direction=direction, sampler=self._sampler(0), pruner=self._pruner(pruning), study_name="sweep"
+            direction=direction,
+            sampler=self._sampler(0),
+            pruner=_made(optuna.pruners, _PRUNERS[sweep.pruner], pruning, "pruner_kwargs"),
+            study_name="sweep",
         )
         for trial in trials:
             self._add(trial)
@@ -128,14 +127,9 @@ class Study:
     def _frozen(self, number: int) -> optuna.trial.FrozenTrial:
         return self._study.get_trials(deepcopy=False)[number]
 
-    def _sampler(self, number: int) -> BaseSampler:
+    def _sampler(self, number: int) -> Any:
         kwargs = {"seed": task_seed(self._seed, f"trial {number}") % 2**32, **self._sweep.sampler_kwargs}
-        made: BaseSampler = _made(optuna.samplers, _SAMPLERS[self._sweep.sampler], kwargs, "sampler_kwargs")
-        return made
-
-    def _pruner(self, kwargs: Mapping[str, Any]) -> BasePruner:
-        made: BasePruner = _made(optuna.pruners, _PRUNERS[self._sweep.pruner], kwargs, "pruner_kwargs")
-        return made
+        return _made(optuna.samplers, _SAMPLERS[self._sweep.sampler], kwargs, "sampler_kwargs")
 
 
 def _made(module: Any, name: str, kwargs: Mapping[str, Any], key: str) -> Any:
@@ -151,7 +145,7 @@ def _refused(key: str) -> Iterator[None]:
             warnings.simplefilter("ignore")  # about experimental features
             yield
     except (TypeError, ValueError) as error:
-        raise RunError(f"sweep.{key}: Optuna refuses them: {first_line(error)}") from error
+        raise RunError(f"sweep.{key}: Optuna rejects these arguments: {first_line(error)}") from error
 
 
 def check_arguments(sweep: SweepConfig, pruning: Mapping[str, Any]) -> None:

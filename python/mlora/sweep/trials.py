@@ -8,7 +8,7 @@ from typing import Any
 from mlora.config.run_config import RunConfig
 from mlora.config.search_space import with_params
 from mlora.sweep.proposal import Proposal
-from mlora.sweep.ranking import shown
+from mlora.sweep.ranking import param_text
 from mlora.sweep.study import Study, check_arguments
 from mlora.tasks.task import Task
 
@@ -42,13 +42,15 @@ class Sweep:
         """Whether there is something to judge or room for a trial; takes microseconds."""
         if self.left and len(self._open) < self._sweep.places:
             return True
-        return any(not task.alive or self._new(name, task) for name, task in self._open.items())
+        prunes = self._sweep.pruner != "none"
+        return any(
+            not task.alive or (prunes and self._new(task, task.progress.evaluations[-1:]))
+            for task in self._open.values()
+        )
 
-    def _new(self, name: str, task: Task) -> bool:
-        if self._sweep.pruner == "none":
-            return False
-        evaluations = task.progress.evaluations
-        return bool(evaluations) and evaluations[-1]["step"] > self._judged[name]
+    def _new(self, task: Task, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns those of a trial's evaluations that were not judged yet."""
+        return [entry for entry in evaluations if entry["step"] > self._judged[task.name]]
 
     def ended(self) -> bool:
         """Whether a trial has ended since the last `judge`."""
@@ -62,7 +64,7 @@ class Sweep:
         else:
             self._open[task.name], self._judged[task.name] = task, 0
         values = {path: self._sweep.space[path].value(param) for path, param in trial["params"].items()}
-        return ", ".join(f"{path} {shown(value)}" for path, value in values.items())
+        return ", ".join(f"{path} {param_text(value)}" for path, value in values.items())
 
     def taken_off(self, name: str, *, pruned: bool = False) -> None:
         """Notes that a trial no longer trains: refused, cancelled or pruned; ignores other tasks."""
@@ -74,27 +76,18 @@ class Sweep:
         """Reports new results to Optuna; returns the names of trials to prune."""
         behind = []
         for name, task in list(self._open.items()):
-            late = self._reports(name, task)
+            number, new = _number(name), self._new(task, task.progress.evaluations)
+            late = [self._study.report(number, entry["step"], entry["eval_loss"]) for entry in new]
             if not task.alive:
-                self._end(task)
+                finished = task.progress.state == "finished"
+                value = task.evaluation(task.saved_step).get(self._sweep.metric) if finished else None
+                self._study.end(number, "fail" if value is None else "complete", value)
                 del self._open[name], self._judged[name]
-            elif late:
-                behind.append(name)
+            elif new:
+                self._judged[name] = new[-1]["step"]
+                if any(late):
+                    behind.append(name)
         return behind
-
-    def _reports(self, name: str, task: Task) -> bool:
-        """Reports a trial's new evaluations after steps; returns whether it falls behind."""
-        new = [entry for entry in task.progress.evaluations if entry["step"] > self._judged[name]]
-        if new:
-            self._judged[name] = new[-1]["step"]
-        return any([self._study.report(_number(name), entry["step"], entry["eval_loss"]) for entry in new])
-
-    def _end(self, task: Task) -> None:
-        value = task.evaluation(task.saved_step).get(self._sweep.metric)
-        if task.progress.state == "finished" and value is not None:
-            self._study.end(_number(task.name), "complete", value)
-        else:
-            self._study.end(_number(task.name), "fail")
 
     def proposals(self, behind: list[str]) -> Iterator[Proposal]:
         """Yields what the sweep asks of its run; each is carried out before the next.
@@ -105,12 +98,10 @@ class Sweep:
             if name in self._open:  # it was not cancelled meanwhile
                 yield Proposal(name, None)
         while self.left and len(self._open) < self._sweep.places:
-            yield self._submission(self._study.propose())
-
-    def _submission(self, trial: Mapping[str, Any]) -> Proposal:
-        name = self._sweep.trial_name(trial["number"])
-        adapter = with_params(self._fields, self._sweep.space, trial["params"]) | {"name": name}
-        return Proposal(name, {"adapter": adapter, "datasets": [], "trial": dict(trial)})
+            trial = self._study.propose()
+            name = self._sweep.trial_name(trial["number"])
+            adapter = with_params(self._fields, self._sweep.space, trial["params"]) | {"name": name}
+            yield Proposal(name, {"adapter": adapter, "datasets": [], "trial": trial})
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint holds, as plain values."""

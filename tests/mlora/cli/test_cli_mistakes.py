@@ -62,7 +62,7 @@ def test_a_run_that_is_none(run: Run, tmp_path: Path, command: str) -> None:
     nowhere = tmp_path / "nowhere"
     line = only_line(run(*arguments(command, nowhere)))
     assert line == f"error: {nowhere}: there is no such folder; give the run's output_dir"
-    assert "is no run's output_dir: it holds no config.yaml" in only_line(run(*arguments(command, tmp_path)))
+    assert "is not a run folder: it has no config.yaml" in only_line(run(*arguments(command, tmp_path)))
     assert "there is no such folder" in only_line(run(*arguments(command, LONG)))
 
 
@@ -128,8 +128,11 @@ def test_help_is_not_cut(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--steps", "9" * 30], "forward passes of stages, 10000000 at most; give fewer --steps, --adapters"),
-        (["--adapters", "9" * 30], "forward passes of stages, 10000000 at most"),
+        (
+            ["--steps", "9" * 30],
+            "forward passes of a stage; the limit is 10000000: lower --steps, --adapters",
+        ),
+        (["--adapters", "9" * 30], "forward passes of a stage; the limit is 10000000"),
         (["--forward", ""], "--forward: expected milliseconds such as 1.5 or 1,2,2,1, got ''"),
         (["--backward", ""], "--backward: expected milliseconds such as 1.5 or 1,2,2,1, got ''"),
     ],

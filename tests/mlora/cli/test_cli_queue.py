@@ -50,7 +50,7 @@ def test_a_task_that_is_submitted_after_the_end_trains_alone(run: Run, done: Pat
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == [
         "third: submitted",
-        f"the run is not at work; `mlora resume {done}` takes this",
+        f"the run is not active; `mlora resume {done}` applies this",
     ]
     shown = run("status", done).stdout.splitlines()
     assert shown[0] == f"finished: {done}; new requests wait; `mlora resume {done}` takes them"
@@ -84,8 +84,8 @@ def test_a_run_whose_tasks_are_all_paused(run: Run, done: Path, task_file: Path)
     assert "resuming" not in again.stdout
     assert run("status", done).stdout.splitlines()[0] == f"paused: {done}; continue with {advice}"
     already = run("pause", done, "third")
-    assert (already.exit_code, already.stdout) == (0, "third: is paused already\n")
-    assert "third: will go on" in run("unpause", done, "third").stdout
+    assert (already.exit_code, already.stdout) == (0, "third: is already paused\n")
+    assert "third: will continue" in run("unpause", done, "third").stdout
     assert run("status", done).stdout.splitlines()[0] == (
         f"paused: {done}; new requests wait; `mlora resume {done}` takes them"
     )
@@ -97,9 +97,9 @@ def test_a_cancelled_task_is_neither_finished_nor_failed(run: Run, done: Path, t
     assert run("submit", done, task_file).exit_code == 0
     assert run("cancel", done, "third").exit_code == 0
     again = run("cancel", done, "third")
-    assert (again.exit_code, again.stdout) == (0, "third: will be cancelled already, as was asked before\n")
+    assert (again.exit_code, again.stdout) == (0, "third: cancel was already requested\n")
     line = only_line(run("pause", done, "third"))
-    assert line == "error: third: cannot be paused: it will be cancelled, as was asked before"
+    assert line == "error: third: cannot be paused: cancel was already requested"
     result = run("resume", done)
     assert result.exit_code == 0
     assert (
@@ -107,7 +107,7 @@ def test_a_cancelled_task_is_neither_finished_nor_failed(run: Run, done: Path, t
     )
     assert json.loads((done / "summary.json").read_text())["status"] == "finished"
     assert not (done / "adapters" / "third").exists()
-    assert run("cancel", done, "third").stdout == "third: is cancelled already\n"
+    assert run("cancel", done, "third").stdout == "third: is already cancelled\n"
 
 
 def test_several_names_and_files_are_taken_together_or_not_at_all(
@@ -118,12 +118,12 @@ def test_several_names_and_files_are_taken_together_or_not_at_all(
     assert "learning_rat: unknown key" in only_line(run("submit", done, *files, bad))
     assert f"{files[0]}: is given twice" in only_line(run("submit", done, files[0], files[0]))
     (tmp_path / "copy.yaml").write_text(files[0].read_text().replace("third", "Third"))
-    assert f"name: {files[0]} has this one, too" in only_line(
+    assert f"name: {files[0]} uses the same name" in only_line(
         run("submit", done, files[0], tmp_path / "copy.yaml")
     )
     assert list(states(done)) == ["first", "second"]
     assert run("submit", done, *files).exit_code == 0
-    assert "has ended: finished" in only_line(run("pause", done, "third", "first"))
+    assert "is already finished" in only_line(run("pause", done, "third", "first"))
     assert read_status(done).tasks["third"].asked == []
     result = run("pause", done, "third", "fourth", "third")
     assert result.stdout.splitlines()[:2] == ["third: will be paused", "fourth: will be paused"]
@@ -154,10 +154,10 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"name": "first"}, "name: the run has had a task 'first'; take another name"),
+        ({"name": "first"}, "name: the run already has a task 'first'; choose another name"),
         (
             {"name": "FIRST"},
-            "name: the run has had a task 'first', which differs from 'FIRST' by case only; take another",
+            "name: the run already has a task 'first', which differs from 'FIRST' only in case; choose",
         ),
         ({"name": "a b"}, "name: 'a b' is not a plain name"),
         ({"name": None}, "name: is missing"),
@@ -167,11 +167,11 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ({"lora": {"rr": 1}}, "lora.rr: unknown key; did you mean 'r'?"),
         ({"lora": {"r": 0}}, "lora.r: must be at least 1, got 0"),
         ({"lora": None}, "needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)"),
-        ({"lora": None, "init_from": "nowhere"}, "nowhere holds no adapter_config.json"),
+        ({"lora": None, "init_from": "nowhere"}, "nowhere has no adapter_config.json"),
         ({"datasets": 3}, "datasets: must be a list, got 3"),
         (
             {"datasets": [{"name": "one"}]},
-            "datasets: the run has a dataset 'one'; leave it out, or take another",
+            "datasets: the run already has a dataset 'one'; remove or rename this one",
         ),
         (
             {"datasets": [{"name": "x", "path": "x", "format": "csv"}]},
@@ -179,9 +179,9 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ),
         (
             {"datasets": [{"name": "x", "path": "x.jsonl", "format": "text"}], "dataset": "x"},
-            "the dataset 'x': there is no file ",
+            "dataset 'x': ",
         ),
-        ({"adapters": []}, "adapters: this file describes one task; write the"),
+        ({"adapters": []}, "adapters: a task file describes one adapter; move its keys"),
     ],
 )
 def test_a_task_that_is_wrong(
@@ -210,7 +210,7 @@ def test_files_that_are_no_tasks(run: Run, done: Path, tmp_path: Path) -> None:
 def test_no_run_there(run: Run, tmp_path: Path, kind: str) -> None:
     line = only_line(run(kind, tmp_path, "third"))
     assert line.startswith(
-        f"error: {tmp_path}: is no run's output_dir: it holds no config.yaml; a run can be asked"
+        f"error: {tmp_path}: is not a run folder: it has no config.yaml; if the run has just started"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -223,19 +223,19 @@ def test_a_run_that_has_just_taken_its_folder(
     with Metrics(done / "metrics.jsonl"):
         with monkeypatch.context() as patch:
             patch.setattr("mlora.queue.requests.PATIENCE", 0.1)
-            assert "holds no config.yaml" in only_line(run("submit", done, task_file))
+            assert "has no config.yaml" in only_line(run("submit", done, task_file))
         writing = threading.Timer(0.3, lambda: config.rename(done / "config.yaml"))
         writing.start()
         result = run("submit", done, task_file)
         writing.join()
     assert result.stdout.splitlines() == [
         "third: submitted",
-        "the run is at work and takes this at its next iteration",
+        "the run is active and applies this at its next iteration",
     ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "verb"), [("cancel", "be cancelled"), ("pause", "be paused"), ("unpause", "go on")]
+    ("kind", "verb"), [("cancel", "be cancelled"), ("pause", "be paused"), ("unpause", "continue")]
 )
 def test_tasks_that_are_not_there_or_have_ended(run: Run, done: Path, kind: str, verb: str) -> None:
     assert only_line(run(kind, done, "frist")) == (
@@ -244,7 +244,7 @@ def test_tasks_that_are_not_there_or_have_ended(run: Run, done: Path, kind: str,
     line = only_line(run(kind, done, "zzz"))
     assert line == "error: zzz: the run has no such task; its tasks: first, second"
     assert only_line(run(kind, done, "first")).startswith(
-        f"error: first: cannot {verb}: it has ended: finished"
+        f"error: first: cannot {verb}: it is already finished"
     )
     assert not read_status(done).news
 
@@ -260,8 +260,8 @@ def test_a_name_that_was_refused_stays_taken(run: Run, done: Path, tmp_path: Pat
     shown = run("status", done).stdout
     assert shown.startswith(f"failed: {done}\n")
     assert shown.splitlines()[-1].startswith("third: refused: ")
-    assert "has had a task 'third'" in only_line(run("submit", done, path))
-    assert "it has ended: refused" in only_line(run("cancel", done, "third"))
+    assert "already has a task 'third'" in only_line(run("submit", done, path))
+    assert "it is already refused" in only_line(run("cancel", done, "third"))
 
 
 def test_a_queue_that_cannot_be_used(run: Run, done: Path, task_file: Path) -> None:
@@ -302,7 +302,8 @@ def test_status_shows_who_waits_and_memory(run: Run, done: Path, task_file: Path
         queue.show(views, {"memory": memory})
     with Metrics(done / "metrics.jsonl"):
         assert (
-            "the run is at work and takes this at its next iteration" in run("submit", done, task_file).stdout
+            "the run is active and applies this at its next iteration"
+            in run("submit", done, task_file).stdout
         )
         run("pause", done, "first")
         shown = run("status", done).stdout.splitlines()

@@ -46,8 +46,8 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     shutil.rmtree(copy / "checkpoints")
     result = run("status", copy)
     assert "continues from the start: it has no checkpoint" in result.stdout
-    assert "holds no config.yaml" in only_line(run("status", tmp_path))
-    assert "holds no config.yaml" in only_line(run("resume", tmp_path))
+    assert "is not a run folder: it has no config.yaml" in only_line(run("status", tmp_path))
+    assert "is not a run folder: it has no config.yaml" in only_line(run("resume", tmp_path))
 
 
 @pytest.mark.parametrize(

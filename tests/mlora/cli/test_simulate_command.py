@@ -14,8 +14,9 @@ from matplotlib.image import imread
 from mlora.errors import RunError
 from mlora.simulate.closed_form import least_bubble
 from mlora.simulate.forecast import GROUPS_OF_A_STAGE
+from mlora.simulate.measures import Window
 from mlora.simulate.plot_timeline import plot_timeline
-from mlora.simulate.timeline import Event
+from mlora.simulate.timeline import Event, Timeline
 from mlora.tasks.groups import group_count, most_under_way
 
 
@@ -83,8 +84,8 @@ def test_it_limits_what_is_in_flight_as_a_run_does(run: Run) -> None:
 
 def test_more_streams_than_a_run_makes_are_told_of(run: Run) -> None:
     line = (
-        "mlora train runs 9 adapters as 8 streams, groups that share batches; to forecast that, give "
-        "--adapters 8 and the times of a group's batch"
+        "mlora train would put 9 adapters into 8 groups that share batches; to forecast that, use "
+        "--adapters 8 with the times of a group's batch"
     )
     assert line in run("simulate", "--stages", 4, "--adapters", 9).stdout.splitlines()
     for arguments in (["--adapters", 8], ["--stages", 1, "--adapters", 9], ["--schedule", "gpipe"]):
@@ -107,8 +108,8 @@ def test_a_bound_that_may_not_be_reached_is_called_one(run: Run) -> None:
     assert "lower bound 32.8%" in said(*flushed, "--latency", 0.3)
     early = ("--forward", "1,2", "--backward", "1,2", "--adapters", 4, "--steps", 3, "--micro-batches", 3)
     assert said(*early) == (
-        "bubble ratio: 24.5% simulated, lower bound 25.0% of an endless run: the begin still shows, more "
-        "--steps come closer"
+        "bubble ratio: 24.5% simulated, lower bound 25.0% of an endless run; this run is too short to show "
+        "it, raise --steps"
     )
     assert said("--steps", 1) == "bubble ratio: no steady window in 1 step, closed form 0.0%"
 
@@ -144,15 +145,20 @@ def test_measured_times(run: Run, tmp_path: Path) -> None:
     }
     assert found["throughput"] == pytest.approx(10 / 2.6e-3, rel=0.01)
     first = run("simulate", "--times", path).stdout.splitlines()[0]
-    assert "3 stages, 4 streams (--adapters says another number; times.json says none) of 1 micro" in first
+    assert (
+        "3 stages, 4 streams (the default, as times.json gives no number; change it with --adapters) of 1"
+        in first
+    )
     path.write_text(json.dumps(data | {"streams": 2}))
     first = run("simulate", "--times", path).stdout.splitlines()[0]
-    assert "3 stages, 2 streams (as in times.json; --adapters says another number) of 1 micro-batch" in first
+    assert "3 stages, 2 streams (from times.json; change it with --adapters) of 1 micro-batch" in first
     assert len(output(run, "--times", path)["streams"]) == 2
     assert "3 stages, 6 streams of 1" in run("simulate", "--times", path, "--adapters", 6).stdout
     assert "3 stages, 1 stream of 1" in run("simulate", "--times", path, "--schedule", "gpipe").stdout
-    assert "--latency: --times says it" in only_line(run("simulate", "--times", path, "--latency", 1))
-    assert "was measured with 10, got 3" in only_line(run("simulate", "--times", path, "--rows", 3))
+    assert "--latency: cannot be used with --times" in only_line(
+        run("simulate", "--times", path, "--latency", 1)
+    )
+    assert "was measured with 10 rows, got 3" in only_line(run("simulate", "--times", path, "--rows", 3))
 
 
 @pytest.mark.parametrize(
@@ -188,21 +194,27 @@ def test_faults_of_measured_times(run: Run, tmp_path: Path, text: str, fault: st
         (["--forward", "1,"], "--forward: expected milliseconds"),
         (["--backward=-1"], "--backward: expected a number of at least 0, got -1.0"),
         (["--forward", "1,nan"], "--forward: expected a number of at least 0, got nan"),
-        (["--forward", "1e9"], "times or rows: too large; a run may take 106 days"),
+        (["--forward", "1e9"], "times or rows: too large; a simulated run may take at most 106 days"),
         (["--forward", "1,2", "--stages", "3"], "--forward: expected 1 value or 3 for 3 stages, got 2"),
         (["--latency=-1"], "--latency: expected a number of at least 0, got -1.0"),
         (["--bandwidth", "0", "--bytes", "1"], "--bandwidth: expected a number above 0, got 0.0"),
-        (["--bandwidth", "1"], "--bandwidth: needs the size of a message"),
+        (["--bandwidth", "1"], "--bandwidth: needs --bytes, or --hidden and --rows"),
         (
             ["--bytes", "1", "--hidden", "2", "--bandwidth", "1"],
-            "--bytes: --hidden says it; give one of them",
+            "--bytes: cannot be used with --hidden",
         ),
         (["--bytes", "nan", "--bandwidth", "1"], "--bytes: expected a number of at least 0, got nan"),
-        (["--bytes", "1"], "--bytes: takes no time without --bandwidth, which is not given"),
-        (["--hidden", "1"], "--hidden: takes no time without --bandwidth, which is not given"),
-        (["--itemsize", "4"], "--itemsize: is that of --hidden, which is not given"),
-        (["--schedule", "1f1b", "--in-flight", "1"], "--in-flight: is for lorapp; 1f1b says itself what"),
-        (["--schedule", "gpipe", "--in-flight", "9"], "--in-flight: is for lorapp; gpipe says itself what"),
+        (["--bytes", "1"], "--bytes: needs --bandwidth"),
+        (["--hidden", "1"], "--hidden: needs --bandwidth"),
+        (["--itemsize", "4"], "--itemsize: needs --hidden"),
+        (
+            ["--schedule", "1f1b", "--in-flight", "1"],
+            "--in-flight: needs --schedule lorapp; 1f1b sets its own",
+        ),
+        (
+            ["--schedule", "gpipe", "--in-flight", "9"],
+            "--in-flight: needs --schedule lorapp; gpipe sets its own",
+        ),
         (["--times", "/no/such"], "/no/such: cannot be read: No such file or directory"),
         (["--out", "a.jpg"], "--out: expected the name of a .png file, got 'a.jpg'"),
         (["--out", "/no/such/a.png"], "/no/such/a.png: cannot be saved: No such file or directory"),
@@ -222,12 +234,12 @@ def test_the_picture(run: Run, tmp_path: Path, arguments: list[object]) -> None:
 
 
 def test_a_measured_timeline_is_drawn(tmp_path: Path) -> None:
-    events = [Event(0, "F", 3, 0, 0, 100.0, 100.5), Event(0, "S", 3, 0, 0, 100.5, 100.6)]
-    plot_timeline(tmp_path / "a.png", events, "measured")
-    plot_timeline(tmp_path / "b.png", events, "measured", window=(100.0, 100.2), until=100.3)
+    timeline = Timeline.of([Event(0, "F", 3, 0, 0, 100.0, 100.5), Event(0, "S", 3, 0, 0, 100.5, 100.6)])
+    plot_timeline(tmp_path / "a.png", timeline, "measured")
+    plot_timeline(tmp_path / "b.png", timeline, "measured", window=Window(100.0, 100.2), until=100.3)
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
     with pytest.raises(RunError, match="cannot be saved"):
-        plot_timeline(tmp_path / "no" / "a.png", events, "measured")
+        plot_timeline(tmp_path / "no" / "a.png", timeline, "measured")
 
 
 def test_it_needs_no_torch() -> None:

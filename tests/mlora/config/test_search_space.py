@@ -232,7 +232,7 @@ def test_arguments_that_optuna_refuses(key: str, kwargs: dict[str, Any]) -> None
         key: kwargs,
     }
     sweep = SweepConfig.model_validate(fields)
-    with pytest.raises(RunError, match=rf"sweep\.{key}: Optuna refuses"):
+    with pytest.raises(RunError, match=rf"sweep\.{key}: Optuna rejects these"):
         check_arguments(sweep, sweep.pruner_arguments({}))
 
 

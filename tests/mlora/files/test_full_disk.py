@@ -70,7 +70,7 @@ def resumes(tmp_path: Path) -> None:
 
 def test_config(run_file: Path, tmp_path: Path, fill: Fill) -> None:
     fill("config.yaml", 1)
-    expected = f"error: output_dir: {tmp_path}/run cannot be written: No space left on device"
+    expected = f"error: {tmp_path}/run/config.yaml: cannot be saved: No space left on device"
     assert fails("train", run_file) == expected
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]  # only the lock
     assert CliRunner().invoke(app, ["train", str(run_file)]).exit_code == 0

@@ -158,7 +158,7 @@ def test_a_run_at_work_takes_requests(run: Run, tiny_base: Path, tmp_path: Path)
     with at_work(tmp_path, write_run(tmp_path, data)) as process:
         until(tmp_path, process, lambda: steps(folder, "second") > 0)
         told = run("pause", folder, "second").stdout.splitlines()
-        assert told == ["second: will be paused", "the run is at work and takes this at its next iteration"]
+        assert told == ["second: will be paused", "the run is active and applies this at its next iteration"]
         assert run("submit", folder, write_task(tmp_path)).exit_code == 0
         until(tmp_path, process, lambda: states(folder).get("third") == "finished")
         assert states(folder) == {"keeper": "running", "second": "paused", "third": "finished"}

@@ -119,7 +119,7 @@ def test_a_locked_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert queue.requests() == []
         with pytest.raises(RunError) as error:
             queue.ask("pause", "a")
-        line = "cannot be used: database is locked; another process keeps it; try again when that has ended"
+        line = "cannot be used: database is locked; another process is using it; try again later"
         assert str(error.value) == f"{path}: {line}"
         other.execute("COMMIT")
         assert queue.ask("pause", "a") == 1
@@ -129,7 +129,7 @@ def test_a_locked_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("content", [b"not a database at all", b"SQLite format 3\0" + bytes(range(256)) * 30])
 def test_a_damaged_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(RunError, match=r"cannot be used: .*; put a whole copy there, or train anew"):
+    with pytest.raises(RunError, match=r"cannot be used: .*; restore an intact copy, or train anew"):
         TaskQueue(path)
     assert path.read_bytes() == content
 

@@ -276,7 +276,9 @@ def test_best_weights_that_are_gone_are_told_of_before_training(tiny_base: Path,
     with pytest.raises(RunError, match=expected):
         resume(tmp_path / "run")
     path.write_bytes(content[:900])
-    with pytest.raises(RunError, match=r"first\.best-00000004\.pt: cannot be read: it is damaged or not"):
+    with pytest.raises(
+        RunError, match=r"first\.best-00000004\.pt: cannot be read: it is damaged or incomplete"
+    ):
         resume(tmp_path / "run")
     path.write_bytes(content)
     assert resume(tmp_path / "run").adapters["first"].saved_step == 4

@@ -204,7 +204,7 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     said = Collector()
     assert resume(tmp_path / "run", reporter=said).exit_code == 0
-    assert said.lines[0] == f"{newest}: cannot be read: it is damaged or not whole; trying the one before"
+    assert said.lines[0] == f"{newest}: cannot be read: it is damaged or incomplete; trying the one before"
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
         path.write_bytes(b"no")
@@ -253,7 +253,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line(whole: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("break_it", "expected"),
     [
-        (dict.clear, "is no checkpoint of a run: iteration: is missing"),
+        (dict.clear, "is not a checkpoint of a run: iteration: is missing"),
         (lambda c: c.update(metrics_bytes="many"), "a run: metrics_bytes: Input should be a valid integer"),
         (lambda c: c.update(metrics_bytes=10**15), "metrics.jsonl: is shorter than its checkpoint says"),
         (lambda c: c["tasks"].pop("first"), "first: cannot be restored: its checkpoint lacks tasks.first"),

@@ -103,9 +103,12 @@ def _foreign(path: Path, other: Path) -> None:
     ("break_it", "expected"),
     [
         (lambda path, _: path.unlink(), "cannot be read: No such file or directory; first cannot go on"),
-        (lambda path, _: path.write_bytes(b""), "cannot be read: it is damaged or not whole; first cannot"),
-        (lambda path, _: path.write_bytes(b"no"), "cannot be read: it is damaged or not whole; first cannot"),
-        (_cut, "cannot be read: it is damaged or not whole; first cannot go on"),
+        (lambda path, _: path.write_bytes(b""), "cannot be read: it is damaged or incomplete; first cannot"),
+        (
+            lambda path, _: path.write_bytes(b"no"),
+            "cannot be read: it is damaged or incomplete; first cannot",
+        ),
+        (_cut, "cannot be read: it is damaged or incomplete; first cannot go on"),
         (_foreign, "is not the state of first after 4 micro-batches"),
         (lambda path, _: torch.save([1], path), "is not the state of first after 4 micro-batches"),
         (
@@ -152,7 +155,7 @@ def test_random_bytes_are_one_line(tiny_base: Path, tmp_path: Path) -> None:
             place = int(torch.randint(len(whole), (), generator=generator))
             head = bytes(torch.randint(256, (12,), generator=generator, dtype=torch.uint8).tolist())
             path.write_bytes(head if place % 2 else whole[:place])
-            with pytest.raises(RunError, match="cannot be read: it is damaged or not whole"):
+            with pytest.raises(RunError, match="cannot be read: it is damaged or incomplete"):
                 bring_back(engine, task, 0, tmp_path / "states")
 
 

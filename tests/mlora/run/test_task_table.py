@@ -228,7 +228,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
 
 
 def _ask(queue: FakeQueue, kind: Any, name: str) -> None:
-    queue.asked.append(Request(len(queue.asked) + 1, kind, name, {}, 0.0))
+    queue.asked.append(Request(len(queue.asked) + 1, kind, name, {}))
 
 
 def _check(task_table: Any, engine: FakeEngine, policy: str) -> None:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.pipeline.actions import ActionType, check_schedule
+from mlora.pipeline.actions import Action, ActionType, Schedule, check_schedule
 from mlora.pipeline.order import order_of
 from mlora.simulate.measures import measure
 from mlora.simulate.simulator import simulate
-from mlora.simulate.timeline import Event, Timeline, action_lists, as_events
+from mlora.simulate.timeline import Event, Timeline, as_events
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 from small_pipeline import by_order, run_slowly
 
@@ -137,6 +137,20 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload(stages, streams, schedule, draw(links), draw(links), limit)
 
 
+def action_lists(timeline: Timeline) -> Schedule:
+    """Returns a whole run's order of work as a fixed schedule of one round.
+
+    All micro-batches of all streams and steps are numbered as they enter stage 0.
+    """
+    numbers: dict[tuple[int, int, int], int] = {}
+    lists: list[list[Action]] = [[] for _ in range(timeline.stages)]
+    for event in as_events(timeline.events[np.isin(timeline.events["kind"], list(ActionType))]):
+        key = (event.stream, event.step, event.micro_batch)
+        number = numbers.setdefault(key, len(numbers))
+        lists[event.stage].append(Action(event.stage, ActionType(event.kind), number))
+    return lists
+
+
 @settings(max_examples=150, deadline=None)
 @given(workloads())
 def test_equal_to_the_oracle(workload: Workload) -> None:
@@ -227,7 +241,7 @@ def test_measured_events_are_a_timeline() -> None:
         (lambda: StageTime(-1, 1), "forward: expected a number of at least 0, got -1"),
         (lambda: SimulatedLink(bandwidth=0), "bandwidth: expected a number above 0, got 0"),
         (lambda: SimulatedLink(latency=float("inf")), "latency: expected a number of at least 0, got inf"),
-        (lambda: Stream(0), "steps: expected at least 1, got 0"),
+        (lambda: Stream(0), "steps: expected a number of at least 1, got 0"),
         (lambda: Stream(1, rows=()), "rows: expected numbers of at least 1"),
         (lambda: Workload([], [Stream(1)]), "stages: expected at least one, got none"),
         (lambda: Workload([StageTime(1, 1)], [Stream(1)], "pipedream"), "schedule: expected one of lorapp"),
@@ -247,13 +261,15 @@ def test_an_order_that_waits_for_ever_is_named() -> None:
         def next_action(self, forward: object, backward: object) -> None:
             return None
 
-    with pytest.raises(ValueError, match="stream 0 stands still in its step 0"):
+    with pytest.raises(ValueError, match="deadlock: stream 0 never finishes its step 0"):
         simulate(Workload([StageTime(1, 1)] * 2, [Stream(1)]), lambda _s, _d: Idle())
 
 
 @pytest.mark.parametrize(("seconds", "rows"), [(1e6, 1), (1e300, 1), (1.0, 10**20)])
 def test_what_does_not_fit_the_clock_is_refused(seconds: float, rows: int) -> None:
-    with pytest.raises(ValueError, match="times or rows: too large; a run may take 106 days"):
+    with pytest.raises(
+        ValueError, match="times or rows: too large; a simulated run may take at most 106 days"
+    ):
         simulate(Workload([StageTime(seconds, 1)] * 2, [Stream(20, rows=(rows,))]))
 
 

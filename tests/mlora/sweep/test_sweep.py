@@ -218,7 +218,7 @@ def test_status_says_how_far_it_has_come(data: dict[str, Any], tmp_path: Path, r
     assert seen[1]["best"]["trial"] in {"trial-0", "trial-1", "trial-2"}
     best = table(folder)[0]
     shown = run("status", folder).output
-    assert f"sweep: 8 of 8 trials begun; best so far {best['trial']}, eval_loss" in shown
+    assert f"sweep: 8 of 8 trials started; best so far {best['trial']}, eval_loss" in shown
     assert f"lora.r {best['lora.r']}" in shown
 
 
@@ -228,7 +228,7 @@ def test_a_submitted_task_has_no_trials_name(data: dict[str, Any], tmp_path: Pat
     (tmp_path / "task.yaml").write_text(yaml.safe_dump({"name": "trial-9", "dataset": "one", "lora": lora}))
     refused = run("submit", tmp_path / "run", tmp_path / "task.yaml")
     assert refused.exit_code == 1
-    assert "trial-9 is a name of the sweep's trials" in refused.output
+    assert "trial-9 is reserved for the sweep's trials" in refused.output
     (tmp_path / "task.yaml").write_text(
         yaml.safe_dump({"name": "extra", "dataset": "one", "max_steps": 2, "lora": lora})
     )
