@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mlora.data.packing import BASE
 from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
 from mlora.scheduler.memory_need import sum_of
 
-if TYPE_CHECKING:
-    from mlora.engine.batcher import MeasuredBatch
-
 T = TypeVar("T")
 STAND_IN = "stand-in"  # the adapter whose memory is asked about where the base model is alone
 FORESEEN = 256  # rows of a sequence that samples reach from the start
 Lengths = Callable[[Sequence[Any]], Sequence[int]]
 """Returns the rows of the sequences of some samples."""
+
+
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """What one micro-batch needed beyond the weights, gradients and moments.
+
+    Attributes:
+        lengths: of its sequences, by adapter name.
+        phases: the most bytes that each stage held at once during forward, loss (0 if it has none) and
+            backward, including the neighbouring stages' activations and gradients.
+    """
+
+    lengths: Mapping[str, tuple[int, ...]]
+    phases: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The most bytes held at once on each stage."""
+        return tuple(max(peaks) for peaks in self.phases)
 
 
 class BatchAdmission:

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,29 +13,9 @@ import torch
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.data.record import sequence_lengths
 from mlora.engine.adapter_state import AdapterStates, BatchResult
-from mlora.engine.batch_admission import BatchAdmission, Lengths, cut_batch
+from mlora.engine.batch_admission import BatchAdmission, Lengths, MeasuredBatch, cut_batch
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.pipeline import Driver, RoundPosition
-
-
-@dataclass(frozen=True)
-class MeasuredBatch:
-    """What one micro-batch needed beyond the weights, gradients and moments.
-
-    Attributes:
-        lengths: of its sequences, by adapter name.
-        phases: the most bytes that each stage held at once during forward, loss (0 if it has none) and
-            backward, including the neighbouring stages' activations and gradients.
-    """
-
-    lengths: Mapping[str, tuple[int, ...]]
-    phases: tuple[tuple[int, ...], ...]
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The most bytes held at once on each stage."""
-        return tuple(max(peaks) for peaks in self.phases)
-
 
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mlora.engine.batcher import MeasuredBatch
+from mlora.engine.batch_admission import MeasuredBatch
 from mlora.engine.engine import Engine
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import next_batch
