@@ -28,12 +28,18 @@ from mlora.cluster.world import PeerError, World
 from mlora.pipeline import connect_neighbours
 world = World.from_launcher(timeout=20)
 rank = world.rank
-def ready():
+def ready(watch=None):
+    # with a watch: when each has read which adapters the others work on
+    peers = watch._beats.others if watch else dict
+    while watch and sum(bool(peer.sign.in_flight) for peer in peers().values()) < world.size - 1:
+        time.sleep(0.01)
     world.agree({}, 60, topic="ready")
     print("ready", flush=True)
 def watch(**options):
     return Watch(world, lambda: f"a{rank}, b{rank}", **options)
 """
+
+SESSION = "import os; os.setsid()\n"
 
 
 def contract(rank: int, size: int, port: int, *, launcher_holds_store: bool = True) -> dict[str, str]:
@@ -56,7 +62,7 @@ def run(body: str, told: dict[str, str], files: list[Path]) -> None:
             os.dup2(stream.fileno(), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.update(told)
-    exec(PREAMBLE + body, {"__name__": "__main__"})
+    exec(body, {"__name__": "__main__"})
 
 
 class Stages:
@@ -65,7 +71,7 @@ class Stages:
     def __init__(self, bodies: Sequence[str], ranks: Sequence[int], told: list[dict[str, str]], folder: Path):
         self.files = {rank: [folder / f"{rank}.out", folder / f"{rank}.err"] for rank in ranks}
         self.processes = {
-            rank: FORKS.Process(target=run, args=(bodies[rank], told[rank], self.files[rank]))
+            rank: FORKS.Process(target=run, args=(PREAMBLE + bodies[rank], told[rank], self.files[rank]))
             for rank in ranks
         }
         for process in self.processes.values():
@@ -121,6 +127,51 @@ def stages(*bodies: str, ranks: Sequence[int] | None = None, holds_store: bool =
                 process.join()
 
 
+class Program:
+    """A Python program in a session of its own, which need not import torch anew.
+
+    Args:
+        body: Python.
+        environment: variables that it is told.
+        folder: of its output.
+    """
+
+    def __init__(self, body: str, environment: dict[str, str], folder: Path) -> None:
+        self.files = [folder / "out", folder / "err"]
+        self.process = FORKS.Process(target=run, args=(SESSION + body, environment, self.files))
+        self.process.start()
+        assert self.process.pid
+        self.pid = self.process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, if it has ended."""
+        return self.process.exitcode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
+        """Wait for it, and return exit code, standard output and standard error."""
+        self.process.join(timeout)
+        output, error = (file.read_text() for file in self.files)
+        assert self.code is not None, (output, error)
+        return self.code, output, error
+
+
+@contextmanager
+def program(body: str, environment: dict[str, str]) -> Iterator[Program]:
+    """Start a program, and leave it not behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        running = Program(body, environment, Path(folder))
+        try:
+            yield running
+        finally:
+            running.process.kill()
+            running.process.join()
+
+
 def free_port() -> int:
     """Return a port that nobody listened on a moment ago."""
     with socket.socket() as listener:
@@ -137,8 +188,13 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> bool:
     return False
 
 
-def is_alive(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """A process's state, as proc(5) has it; Z or X: it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return "X"
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(pid) not in "ZX"

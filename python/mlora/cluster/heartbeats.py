@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -13,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .processes import Process
+from .system import System
 from .world import World
 
 _JOIN = 2.0  # seconds
@@ -86,6 +85,7 @@ class Beats:
         work: returns the number of the current piece of work, 0 = none; called in the thread.
         timeout: seconds in which the store has to answer.
         interval: seconds from one sign to the next.
+        system: the clock and the threads.
 
     Attributes:
         seen: the other processes that have given a sign, by rank.
@@ -98,6 +98,7 @@ class Beats:
     work: Callable[[], int]
     timeout: float
     interval: float
+    system: System = field(default_factory=System)
     seen: dict[int, Seen] = field(default_factory=dict, init=False)
     rounds: int = field(default=0, init=False)
     lost: bool = field(default=False, init=False)
@@ -105,16 +106,15 @@ class Beats:
     def __post_init__(self) -> None:
         self.sign = Sign(self.world.process)
         self._piece = 0
-        self._lock = threading.Lock()
-        self._awake, self._stopped = threading.Event(), False
+        self._lock = self.system.lock()
+        self._awake, self._stopped = self.system.event(), False
         store: Any = self.world.store  # torch's stubs lack `clone`
         self._store = store.clone()
         self._reading = store.clone()  # a frozen store may block this one for ever
         self._reading.set_timeout(timedelta(seconds=self.timeout))
-        self._read_at = time.monotonic()
+        self._read_at = self.system.now()
         self.give()
-        self.thread = threading.Thread(target=self._run, name="mlora-beats", daemon=True)
-        self.thread.start()
+        self.thread = self.system.start(self._run, "mlora-beats")
 
     def give(self, **changes: Any) -> None:
         """Gives a sign now; `changes` of the fields of `Sign` hold from now on."""
@@ -147,7 +147,7 @@ class Beats:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                now = time.monotonic()
+                now = self.system.now()
                 # this process may have been held up or suspended: then it neither worked nor looked
                 since, self._read_at = min(now - self._read_at, 2 * self.interval), now
                 self.give(in_flight=self.describe(), busy=self._busy(since))

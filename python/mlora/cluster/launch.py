@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,8 @@ from torch.distributed.elastic.multiprocessing import (
     SubprocessContext,
     start_processes,
 )
+
+from .system import System
 
 _LOOK_AGAIN = 0.1  # seconds
 _GRACE = 20.0  # seconds for the others to end, once one has failed or the first stage has ended
@@ -106,12 +107,13 @@ def _caught(processes: Sequence[Process]) -> list[int]:
     return caught
 
 
-def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
+def _attend(processes: Sequence[Process], caught: Sequence[int], system: System | None = None) -> int:
     """Passes signals on until every process has ended, and returns the exit code."""
+    system = system or System()
     passed, failed, deadline, patience = 0, None, math.inf, math.inf
     terminated: list[Process] | None = None
     while any(process.poll() is None for process in processes):
-        now = time.monotonic()
+        now = system.now()
         if len(caught) > passed:
             processes[0].send_signal(caught[passed])
             passed += 1
@@ -126,7 +128,7 @@ def _attend(processes: Sequence[Process], caught: Sequence[int]) -> int:
             left = _kill(processes)
             if not passed:
                 print(f"error: {_why(processes, failed)}stages {left} did not end; killed", file=sys.stderr)
-        time.sleep(_LOOK_AGAIN)
+        system.sleep(_LOOK_AGAIN)
     failed = _first_failure(processes) if failed is None else failed
     if terminated and not passed and failed is not None and processes[failed].returncode < 0:
         name = signal.Signals(-processes[failed].returncode).name

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -14,6 +11,7 @@ import torch.distributed as dist
 
 from .heartbeats import Beats, Fault, Sign
 from .processes import Process
+from .system import System
 from .world import PeerError, World
 
 _TICK = 0.25  # seconds between two looks at the processes of this machine
@@ -46,6 +44,7 @@ class Watch:
         limit: seconds at one piece of work that are no fault yet. A process with a hung thread still gives
             signs of life.
         interval: seconds from one sign of life to the next.
+        system: the clock, the threads and the process table.
 
     Example:
         >>> with Watch(world, lambda: ", ".join(running)) as watch:
@@ -62,20 +61,21 @@ class Watch:
         patience: float = 6.0,
         limit: float = 1800.0,
         interval: float = 1.0,
+        system: System | None = None,
     ) -> None:
         self._world = world
+        self._system = system or System()
         self._on_fault = on_fault
         self._patience, self._limit = patience, limit
-        self._beats = Beats(world, describe, work, 10 * patience, interval)
+        self._beats = Beats(world, describe, work, 10 * patience, interval, self._system)
         # held by whatever ends the watch; reentrant: a report that a signal interrupted can be made again
-        self._ends = threading.RLock()
+        self._ends = self._system.rlock()
         self._last_round, self._store_silence, self._lost_for = 0, 0.0, 0.0
         self._has_store = True
         self._gone: dict[int, int] = {}
         self._near_at: dict[int, float] = {}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._guard, name="mlora-watch", daemon=True)
-        self._thread.start()
+        self._stopped = self._system.event()
+        self._thread = self._system.start(self._guard, "mlora-watch")
 
     def __enter__(self) -> Watch:
         return self
@@ -120,8 +120,8 @@ class Watch:
         if self._stopped.is_set():
             return
         self._beats.give(goodbye=True)
-        deadline = time.monotonic() + timeout
-        while self._world.rank == 0 and not self._all_done() and time.monotonic() < deadline:
+        deadline = self._system.now() + timeout
+        while self._world.rank == 0 and not self._all_done() and self._system.now() < deadline:
             self._beats.hurry()
             self._stopped.wait(0.05)
         self.close()
@@ -142,9 +142,9 @@ class Watch:
         return len(seen) == self._world.size - 1 and all(peer.sign.goodbye for peer in seen.values())
 
     def _guard(self) -> None:
-        before = time.monotonic()
+        before = self._system.now()
         while not self._stopped.wait(_TICK):
-            now = time.monotonic()
+            now = self._system.now()
             fault = self._find(min(now - before, 2 * _TICK))
             before = now
             if fault and self._ends.acquire(blocking=False):
@@ -169,9 +169,9 @@ class Watch:
         """Whether a process of this machine has ended, and its last sign has been read after that."""
         if not process.is_near(self._world.process):
             return False
-        if not process.is_gone():
-            if not process.is_stopped():
-                self._near_at[rank] = time.monotonic()
+        if not self._system.is_gone(process):
+            if not self._system.is_stopped(process):
+                self._near_at[rank] = self._system.now()
             return False
         since = self._gone.setdefault(rank, self._beats.rounds)
         self._beats.hurry()
@@ -191,10 +191,13 @@ class Watch:
         silent = "was killed or ended" if lost else f"has not answered for {self._store_silence:.0f} s"
         first = self._beats.others().get(0)
         near = first is not None and first.sign.process.is_near(self._world.process)
-        if first and near and (first.sign.process.is_gone() or first.sign.process.is_stopped()):
+        if first and near and self._is_gone_or_stopped(first.sign.process):
             return self._fault(0, silent)
         who = "its launcher" if self._world.rank == 0 or near else "it or its launcher"
         return self._fault(0, f"cannot be reached: {who} {silent}")
+
+    def _is_gone_or_stopped(self, process: Process) -> bool:
+        return self._system.is_gone(process) or self._system.is_stopped(process)
 
     def _fault(self, rank: int, message: str) -> Fault:
         others = self._beats.others()
@@ -216,50 +219,50 @@ class Watch:
             self._tell(fault)
             stuck = self._beats.others().get(fault.stage)
             if stuck and not fault.own and stuck.sign.process.is_near(self._world.process):
-                stuck.sign.process.kill()
+                self._system.kill(stuck.sign.process)
         finally:
-            os._exit(1)
+            self._system.end(1)
 
     def _tell(self, fault: Fault, *, told: bool = False) -> bool:
         """Tells the others of a fault; returns whether this process is elected to tell the user."""
         elected: list[bool] = []
         if self._has_store:
-            _bounded(lambda: elected.append(self._is_elected(fault, told)), _ELECTION + 1)
+            self._bounded(lambda: elected.append(self._is_elected(fault, told)), _ELECTION + 1)
         mine = elected[0] if elected else self._is_lowest_here(fault)
         if not mine and not self._has_store:
-            time.sleep(_ELECTION)  # the end of this process would look like a fault to the one that tells
-        _bounded(lambda: self._say(fault, aloud=mine and not told), 1.5)
+            self._system.sleep(_ELECTION)  # this process's end would look like a fault to the one that tells
+        self._bounded(lambda: self._say(fault, aloud=mine and not told), 1.5)
         if self._world.rank == 0 and self._has_store:
             self._wait_for_readers(fault)
         return mine
 
     def _wait_for_readers(self, fault: Fault) -> None:
         """Waits until the others have read of the fault: the store may end with this process."""
-        deadline = time.monotonic() + _ELECTION
-        while time.monotonic() < deadline:
+        deadline = self._system.now() + _ELECTION
+        while self._system.now() < deadline:
             signs = [peer.sign for rank, peer in self._beats.others().items() if rank != fault.stage]
             if all(sign.fault or sign.goodbye for sign in signs):
                 return
             self._beats.hurry()
-            time.sleep(_TICK / 4)
+            self._system.sleep(_TICK / 4)
 
     def _is_elected(self, fault: Fault, told: bool) -> bool:
         try:
             self._beats.give(fault=fault)
             others = self._beats.others()
             lower = [rank for rank in others if rank < self._world.rank and rank != fault.stage]
-            deadline = time.monotonic() + (_ELECTION if lower and not told else 0.0)
+            deadline = self._system.now() + (_ELECTION if lower and not told else 0.0)
             while not self._beats.is_claimed():
-                if time.monotonic() >= deadline:
+                if self._system.now() >= deadline:
                     return self._beats.claim()
-                time.sleep(_TICK / 4)
+                self._system.sleep(_TICK / 4)
             return False
         except dist.DistError:
             return self._is_lowest_here(fault)
 
     def _is_lowest_here(self, fault: Fault) -> bool:
         """Whether this is the lowest live stage of its machine. Without a store, that one tells the user."""
-        now = time.monotonic()
+        now = self._system.now()
         alive = [rank for rank, at in self._near_at.items() if now - at < 2 * _ELECTION]
         return not any(rank < self._world.rank and rank != fault.stage for rank in alive)
 
@@ -271,11 +274,8 @@ class Watch:
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
             if aloud:
-                os.write(2, f"error: {fault}\n".encode(errors="backslashreplace"))
+                self._system.write_error(f"error: {fault}\n")
 
-
-def _bounded(work: Callable[[], object], seconds: float) -> None:
-    """Runs work that may block for ever, and goes on without it after some seconds."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    def _bounded(self, work: Callable[[], object], seconds: float) -> None:
+        """Runs work that may block for ever, and goes on without it after some seconds."""
+        self._system.start(work).join(seconds)

@@ -18,7 +18,7 @@ def here() -> str:
     return f"{torch.get_num_threads()} {torch.ops.mlora_ext.cpu_isa()}\n"
 
 
-@pytest.mark.parametrize("sources", [False, True])
+@pytest.mark.parametrize("sources", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_programs(here: str, sources: bool) -> None:
     environment = ENVIRONMENT if sources else dict(os.environ)
     done = subprocess.run([sys.executable, "-c", SAYS], env=environment, capture_output=True, text=True)

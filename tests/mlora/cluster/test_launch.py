@@ -1,4 +1,7 @@
-"""`launch` starts one process per stage, passes signals on, and leaves none behind."""
+"""`launch` starts one process per stage, passes signals on, and leaves none behind.
+
+`test_attend.py` has what it does when, in simulated time.
+"""
 
 import os
 import re
@@ -13,11 +16,15 @@ from pathlib import Path
 import pytest
 
 from tests.mlora.stage_runs import ENVIRONMENT
-from tests.mlora.stages import is_alive, until
+from tests.mlora.stages import Program, is_alive, program, state_of, until
 
-LAUNCHER = (
-    "import sys; from mlora.cluster.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
-)
+LAUNCHER = """
+import sys
+from mlora.cluster import launch
+os.environ.pop("OMP_NUM_THREADS", None)
+launch._GRACE = {grace}
+sys.exit(launch.launch({stages}, {command}))
+"""
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
@@ -45,6 +52,17 @@ with Watch(world, lambda: "a") as watch:
         world.store.set("end", "")
 sys.exit(130 if caught else 0)
 """
+ORDERLY = """
+caught = []
+signal.signal(signal.SIGINT, signal.SIG_IGN if rank else lambda *_: caught.append(1))
+(folder / f"{rank}.ready").touch()
+while not (caught or (folder / "checkpoint").exists()):
+    time.sleep(0.02)
+if not rank:
+    time.sleep(0.5)
+    (folder / "checkpoint").touch()
+sys.exit(130 if caught else 0)
+"""
 HANGS = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 (folder / f"{rank}.ready").touch()
@@ -53,27 +71,15 @@ time.sleep(60)
 
 
 @contextmanager
-def launched(
-    folder: Path, body: str, stages: int = 2, launcher: str = LAUNCHER
-) -> Iterator[subprocess.Popen[str]]:
-    """A launcher at work, in a session of its own."""
+def launched(folder: Path, body: str, stages: int = 2, grace: float = 20.0) -> Iterator[Program]:
+    """A launcher at work."""
     script = folder / "script.py"
     script.write_text(HEAD + body)
-    environment = {key: value for key, value in ENVIRONMENT.items() if key != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", launcher, str(stages), str(script), str(folder)]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [str(script), str(folder)]
     try:
-        yield process
+        with program(LAUNCHER.format(grace=grace, stages=stages, command=command), ENVIRONMENT) as running:
+            yield running
     finally:
-        process.kill()
-        process.communicate()
         assert until(lambda: not any(is_alive(pid) for pid in pids(folder)), 5), "processes are left"
 
 
@@ -97,38 +103,39 @@ def are_ready(folder: Path, stages: int = 2) -> bool:
 )
 def test_exit_code_is_that_of_the_process_that_fails(tmp_path: Path, body: str, code: int) -> None:
     with launched(tmp_path, body) as process:
-        output, error = process.communicate(timeout=60)
-    assert (process.returncode, output, error) == (code, "", "")
+        assert process.end() == (code, "", "")
     assert len(pids(tmp_path)) == 2
 
 
 def test_processes_share_the_cores(tmp_path: Path) -> None:
     with launched(tmp_path, "os.write(1, (os.environ['OMP_NUM_THREADS'] + '\\n').encode())") as process:
-        output, _ = process.communicate(timeout=60)
+        _, output, _ = process.end()
     assert output == f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n" * 2
 
 
-def test_first_signal_ends_the_run_in_order(tmp_path: Path) -> None:
-    with launched(tmp_path, PIPELINE) as process:
-        assert are_ready(tmp_path), process.communicate(timeout=1)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
-        assert (process.returncode, error) == (130, "")
+@pytest.mark.parametrize("body", [ORDERLY, pytest.param(PIPELINE, marks=pytest.mark.nightly)], ids=len)
+def test_first_signal_ends_the_run_in_order(tmp_path: Path, body: str) -> None:
+    with launched(tmp_path, body) as process:
+        assert are_ready(tmp_path), process.end(1)
+        process.signal(signal.SIGINT)
+        assert process.end() == (130, "", "")
     assert (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.nightly
 def test_second_signal_kills(tmp_path: Path) -> None:
     with launched(tmp_path, HANGS) as process:
         assert are_ready(tmp_path)
-        process.send_signal(signal.SIGINT)
+        process.signal(signal.SIGINT)
         time.sleep(1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=15)
-        assert process.returncode != 0
+        assert process.code is None
+        process.signal(signal.SIGINT)
+        code, _, error = process.end(15)
+        assert code != 0
         assert error == ""
 
 
+@pytest.mark.nightly
 def test_killed_stage_is_told_once_and_ends_all(tmp_path: Path) -> None:
     with launched(tmp_path, PIPELINE, stages=3) as process:
         assert are_ready(tmp_path, stages=3)
@@ -136,9 +143,9 @@ def test_killed_stage_is_told_once_and_ends_all(tmp_path: Path) -> None:
         pid = int((tmp_path / "1.pid").read_text())
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        _, error = process.communicate(timeout=15)
+        code, _, error = process.end(15)
         assert time.monotonic() - began < 10
-        assert process.returncode != 0
+        assert code != 0
     assert error.startswith("error: stage 1 (")
     assert error.endswith(f", pid {pid}) was killed or ended; adapters in flight: a\n")
     assert error.count("\n") == 1
@@ -148,24 +155,37 @@ def test_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
     with launched(tmp_path, HANGS) as process:
         assert are_ready(tmp_path)
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
-        process.kill()
+        process.signal(signal.SIGKILL)
         assert until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)), 5)
 
 
+def test_ctrl_z_suspends_all_processes(tmp_path: Path) -> None:
+    with launched(tmp_path, ORDERLY) as process:
+        assert are_ready(tmp_path)
+        every = [process.pid, *pids(tmp_path)]
+        process.signal(signal.SIGTSTP)
+        assert until(lambda: [state_of(pid) for pid in every] == ["T"] * 3)
+        process.signal(signal.SIGCONT)
+        assert until(lambda: "T" not in [state_of(pid) for pid in every])
+        process.signal(signal.SIGINT)
+        assert process.end() == (130, "", "")
+
+
+@pytest.mark.nightly
 def test_suspended_run_goes_on(tmp_path: Path) -> None:
     impatient = PIPELINE.replace('lambda: "a"', 'lambda: "a", patience=2')
     with launched(tmp_path, impatient) as process:
         assert are_ready(tmp_path)
-        process.send_signal(signal.SIGTSTP)
+        process.signal(signal.SIGTSTP)
         time.sleep(4)
-        process.send_signal(signal.SIGCONT)
+        process.signal(signal.SIGCONT)
         time.sleep(1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
-        assert (process.returncode, error) == (130, "")
+        assert process.code is None
+        process.signal(signal.SIGINT)
+        assert process.end() == (130, "", "")
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -183,6 +203,7 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("body", "code", "line"),
     [
@@ -192,10 +213,7 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     ids=["fails", "leaves"],
 )
 def test_who_does_not_end_is_killed_and_told_of_once(tmp_path: Path, body: str, code: int, line: str) -> None:
-    short = LAUNCHER.replace(
-        "sys.exit(", "import mlora.cluster.launch; mlora.cluster.launch._GRACE = 1; sys.exit("
-    )
-    with launched(tmp_path, body + HANGS, stages=3, launcher=short) as process:
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == code
+    with launched(tmp_path, body + HANGS, stages=3, grace=1) as process:
+        ended, _, error = process.end()
+    assert ended == code
     assert re.fullmatch(f"error: {line}stages [012], 2 did not end; killed\n", error), error

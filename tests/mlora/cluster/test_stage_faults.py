@@ -1,7 +1,11 @@
-"""A stage of a run that dies, hangs, fails or runs out of memory: one line, all end, and resume continues."""
+"""A stage of a run that dies, hangs, fails or runs out of memory: one line, all end, and resume continues.
+
+Every kind of fault at every stage is nightly; before each change, every kind once and every stage once.
+"""
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -39,8 +43,8 @@ def begin(*arguments):
     global calls
     calls += 1
     plain(*arguments)
-    if calls == {call}:
-        time.sleep(1.5)  # the others have seen which adapters are under way
+    if calls == 22:
+        time.sleep({seen})  # the others have seen which adapters are under way
         pathlib.Path({mark!r}).touch()
         {fault}
 mlora.engine.stage_worker.StageWorker.begin = begin
@@ -51,10 +55,15 @@ FAULTS = {
     "raises": "raise KeyError('boom')",
     "memory": "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB.')",
 }
+IMPATIENT = """
+import functools, mlora.cluster.watchdog, mlora.run.stages
+mlora.cluster.watchdog._OWN_ERROR = mlora.run.stages.STAGE_0_FIRST = 0.5
+mlora.run.stages.Watch = functools.partial(mlora.cluster.watchdog.Watch, interval=0.2, patience=3.0)
+"""
 FLIGHT = r"; adapters in flight: (wide|queries|head|deep)(, (wide|queries|head|deep))*"
 LINES = {
     "SIGKILL": "{who} was killed or ended" + FLIGHT,
-    "SIGSTOP": r"{who} has not answered for [67] s" + FLIGHT,
+    "SIGSTOP": r"{who} has not answered for {silence} s" + FLIGHT,
     "raises": "{who}: KeyError: 'boom'" + FLIGHT,
     "memory": "{who}: out of memory; lower per_device_train_batch_size or max_length .*`" + FLIGHT,
 }
@@ -82,18 +91,36 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+class Disturbed(NamedTuple):
+    """A run of which one stage met its fault: exit codes, outputs, and a pattern that names the stage."""
+
+    codes: list[Any]
+    outputs: list[str]
+    errors: list[str]
+    who: str
+
+
 def disturbed(
-    base: Path, folder: Path, stage: int, fault: str, call: int = 22
-) -> tuple[list[Any], list[str]]:
-    """Train until a stage meets its fault: exit codes, and what the stages wrote to standard error."""
+    base: Path, folder: Path, stage: int, fault: str, *, impatient: bool = False, told: str = ""
+) -> Disturbed:
+    """Train until a stage meets its fault; `told` is Python that stage 0 runs first."""
     path = write_run(folder, config(base, folder, partition=[1, 1, 2]))
     mark = folder / "mark"
-    before = {stage: AT.format(call=call, mark=str(mark), fault=fault)}
+    before = dict.fromkeys(range(STAGES), IMPATIENT if impatient else "")
+    before[0] += told
+    before[stage] += AT.format(seen=0.5 if impatient else 1.5, mark=str(mark), fault=FAULTS[fault])
     with commands(["train", path], STAGES, before) as running:
-        codes, _, errors = running.end(timeout=60)
+        codes, outputs, errors = running.end(timeout=60)
         assert time.time() - mark.stat().st_mtime < NOTICED
         who = rf"stage {stage} \(\S+, pid {running.processes[stage].pid}\)"
-    return codes, [who, *errors]
+    return Disturbed(codes, outputs, errors, who)
+
+
+@pytest.fixture(scope="module")
+def killed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Disturbed]:
+    """The folder of a run that lost stage 0."""
+    folder = tmp_path_factory.mktemp("killed")
+    return folder / "run", disturbed(base, folder, 0, "SIGKILL", impatient=True)
 
 
 def resumes(folder: Path, whole: Path) -> None:
@@ -106,18 +133,45 @@ def resumes(folder: Path, whole: Path) -> None:
     assert_equal(folder / "run", whole)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("stage", range(STAGES))
-def test_stage_at_fault_is_told_once(base: Path, whole: Path, tmp_path: Path, stage: int, fault: str) -> None:
-    codes, (who, *errors) = disturbed(base, tmp_path, stage, FAULTS[fault])
+def is_told_once(run: Disturbed, stage: int, fault: str, silence: str = "[67]") -> None:
     killed = fault.startswith("SIG")
-    assert codes == [-signal.SIGKILL if killed and rank == stage else 1 for rank in range(STAGES)]
-    (line,) = error_lines(errors)
-    expected = "error: " + LINES[fault].format(who=who)
+    assert run.codes == [-signal.SIGKILL if killed and rank == stage else 1 for rank in range(STAGES)]
+    (line,) = error_lines(run.errors)
+    expected = "error: " + LINES[fault].format(who=run.who, silence=silence)
     if fault == "memory" and stage == 0:
         expected = r"error: out of memory at iteration \d+; lower per_device_train_batch_size .*"
     assert re.fullmatch(expected, line), line
-    assert fault == "raises" or "".join(errors).count("\n") == 1  # an error of ours comes with its traceback
+    # an error of ours comes with its traceback
+    assert fault == "raises" or "".join(run.errors).count("\n") == 1
+
+
+def test_killed_stage_is_told_once_and_the_run_goes_on(
+    whole: Path, killed: tuple[Path, Disturbed], tmp_path: Path
+) -> None:
+    is_told_once(killed[1], 0, "SIGKILL")
+    shutil.copytree(killed[0], tmp_path / "run")
+    resumes(tmp_path, whole)
+
+
+def test_frozen_stage_is_told_once_and_the_terminal_is_put_right(base: Path, tmp_path: Path) -> None:
+    """A frozen stage ends stage 0 from a thread of the watch, which no `finally` sees."""
+    told = "from mlora.run import report\n"
+    told += "report.PlainLines.close = lambda self: print('put right', flush=True)\n"
+    run = disturbed(base, tmp_path, 1, "SIGSTOP", impatient=True, told=told)
+    is_told_once(run, 1, "SIGSTOP", silence="[34]")
+    assert "put right" in run.outputs[0]
+
+
+@pytest.mark.parametrize(("stage", "fault"), [(2, "raises"), (1, "memory")])
+def test_stage_that_fails_is_told_once(base: Path, tmp_path: Path, stage: int, fault: str) -> None:
+    is_told_once(disturbed(base, tmp_path, stage, fault, impatient=True), stage, fault)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_stage_at_fault_is_told_once(base: Path, whole: Path, tmp_path: Path, stage: int, fault: str) -> None:
+    is_told_once(disturbed(base, tmp_path, stage, fault), stage, fault)
     if fault == "SIGKILL":
         resumes(tmp_path, whole)
 
@@ -141,29 +195,38 @@ def fails(arguments: list[Any], before: dict[int, str], size: int = STAGES) -> t
     return codes, line
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
-@pytest.mark.parametrize(
-    ("call", "fault", "expected"),
-    [
-        ("run.stages.stage_of_this_process", "raise KeyError('boom')", "KeyError: 'boom'"),
-        ("run.stages.stage_of_this_process", "os._exit(3)", "was killed or ended"),
-        ("engine.stage_group.make_worker", "raise ValueError('base_model: none\\nmore')", "base_model: none"),
-        ("engine.stage_group.make_worker", "raise MemoryError", "out of memory"),
-    ],
-    ids=["raises", "ends", "weights", "memory"],
-)
-def test_stage_that_fails_at_its_start(
-    base: Path, tmp_path: Path, stage: int, call: str, fault: str, expected: str
-) -> None:
+AT_START = {
+    "raises": ("run.stages.stage_of_this_process", "raise KeyError('boom')", "KeyError: 'boom'"),
+    "ends": ("run.stages.stage_of_this_process", "os._exit(3)", "was killed or ended"),
+    "weights": (
+        "engine.stage_group.make_worker",
+        "raise ValueError('base_model: none\\nmore')",
+        "base_model: none",
+    ),
+    "memory": ("engine.stage_group.make_worker", "raise MemoryError", "out of memory"),
+}
+QUICK = {"raises": 0, "ends": 2, "weights": 1, "memory": 1}
+AT_STARTS = [
+    pytest.param(kind, stage, marks=() if QUICK[kind] == stage else pytest.mark.nightly)
+    for kind in AT_START
+    for stage in range(STAGES)
+]
+
+
+@pytest.mark.parametrize(("kind", "stage"), AT_STARTS)
+def test_stage_that_fails_at_its_start(base: Path, tmp_path: Path, stage: int, kind: str) -> None:
+    call, fault, expected = AT_START[kind]
     module, name = call.rsplit(".", 1)
-    before = {stage: IN_A_CALL.format(module=module, name=name, fault=fault)}
-    codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], before)
+    first = dict.fromkeys(range(STAGES), IMPATIENT if QUICK[kind] == stage else "")
+    first[stage] += IN_A_CALL.format(module=module, name=name, fault=fault)
+    codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], first)
     assert codes == [3 if rank == stage and "_exit" in fault else 1 for rank in range(STAGES)]
     assert expected in line
     assert stage == 0 or line.startswith(f"error: stage {stage} (")
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
     """No file of stage 0 may grow beyond a size that a later checkpoint needs."""
     path = write_run(tmp_path, config(base, tmp_path, partition=[1, 1, 2]))
@@ -177,13 +240,13 @@ def test_full_disk(base: Path, whole: Path, tmp_path: Path) -> None:
 
 
 def test_error_of_stage_0_with_batches_under_way(base: Path, tmp_path: Path) -> None:
-    before = "import mlora.run.loop\nmlora.run.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
+    before = IMPATIENT + "import mlora.run.loop\nmlora.run.loop.TrainingLoop._take = lambda *_: {}['lost']\n"
     codes, line = fails(["train", write_run(tmp_path, config(base, tmp_path))], {0: before})
     assert codes == [1, 1, 1]
     assert re.fullmatch(r"error: stage 0 \(.*\): KeyError: 'lost'" + FLIGHT, line), line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_interrupted_run_goes_on(base: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     path = write_run(tmp_path, config(base, tmp_path, partition=[1, 1, 2]))
     with commands(["train", path], STAGES) as running:
@@ -224,19 +287,6 @@ def launched(path: Path, *options: str) -> Iterator["tuple[subprocess.Popen[str]
         assert until(lambda: not any(is_alive(pid) for pid in pids), 5), "processes are left"
 
 
-def test_what_the_terminal_shows_is_put_right(base: Path, tmp_path: Path) -> None:
-    """A frozen stage ends stage 0 from a thread of the watch, which no `finally` sees."""
-    stuck = AT.format(call=5, mark=str(tmp_path / "mark"), fault=FAULTS["SIGSTOP"])
-    told = "from mlora.run import report\n"
-    told += "report.PlainLines.close = lambda self: print('put right', flush=True)"
-    with commands(
-        ["train", write_run(tmp_path, config(base, tmp_path))], STAGES, {0: told, 1: stuck}
-    ) as running:
-        codes, outputs, _ = running.end(timeout=60)
-    assert codes == [1, -signal.SIGKILL, 1]
-    assert "put right" in outputs[0]
-
-
 @contextmanager
 def starting(path: Path) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
     """`mlora train` with its own launcher, whose processes have not met each other."""
@@ -255,6 +305,7 @@ def starting(path: Path) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
         process.communicate()
 
 
+@pytest.mark.nightly
 def test_stage_killed_before_all_have_met(base: Path, tmp_path: Path) -> None:
     with starting(long_run(base, tmp_path)) as (process, pids):
         began = time.monotonic()
@@ -265,6 +316,7 @@ def test_stage_killed_before_all_have_met(base: Path, tmp_path: Path) -> None:
     assert errors == f"error: stage 1 (pid {pids[1]}) was ended by SIGKILL\n"
 
 
+@pytest.mark.nightly
 def test_launcher_interrupted_before_all_have_met(base: Path, tmp_path: Path) -> None:
     with starting(long_run(base, tmp_path)) as (process, _):
         began = time.monotonic()
@@ -283,6 +335,7 @@ def long_run(base: Path, folder: Path) -> Path:
     return write_run(folder, data)
 
 
+@pytest.mark.nightly
 def test_interrupted_launcher(base: Path, tmp_path: Path) -> None:
     with launched(long_run(base, tmp_path)) as (process, pids):
         assert len(pids) == 2
@@ -293,6 +346,7 @@ def test_interrupted_launcher(base: Path, tmp_path: Path) -> None:
     assert output.endswith(f"interrupted; continue with: mlora resume {tmp_path / 'run'}\n")
 
 
+@pytest.mark.nightly
 def test_a_killed_stage_leaves_a_run_that_goes_on(base: Path, tmp_path: Path) -> None:
     with launched(long_run(base, tmp_path)) as (process, pids):
         os.kill(pids[1], signal.SIGKILL)
@@ -303,6 +357,7 @@ def test_a_killed_stage_leaves_a_run_that_goes_on(base: Path, tmp_path: Path) ->
     assert way_on == f"continue with: mlora resume {tmp_path / 'run'}"
 
 
+@pytest.mark.nightly
 def test_killed_launcher(base: Path, tmp_path: Path) -> None:
     with launched(long_run(base, tmp_path)) as (process, pids):
         assert len(pids) == 2
@@ -318,9 +373,13 @@ def test_resume_of_a_finished_run_ends_at_once(whole: Path) -> None:
     assert time.monotonic() - began < 25, "who waits for another one's goodbye waits for 30 s"
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_another_number_of_stages_continues(base: Path, whole: Path, tmp_path: Path, count: int) -> None:
-    disturbed(base, tmp_path, 1, FAULTS["SIGKILL"])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
+)
+def test_another_number_of_stages_continues(
+    whole: Path, killed: tuple[Path, Disturbed], tmp_path: Path, count: int
+) -> None:
+    shutil.copytree(killed[0], tmp_path / "run")
     file = tmp_path / "run" / "config.yaml"
     written = yaml.safe_load(file.read_text())
     written["pipeline"]["stages"] = count

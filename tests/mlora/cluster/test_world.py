@@ -2,7 +2,8 @@
 
 import pytest
 from mlora.cluster.processes import Process
-from mlora.cluster.world import World
+from mlora.cluster.world import PeerError, World
+from torch.distributed import HashStore
 
 from tests.mlora.stages import stages
 
@@ -60,7 +61,18 @@ def test_fact_that_only_one_has_is_a_difference() -> None:
     assert "has nothing;" in second
 
 
-def test_missing_stage_is_named_once() -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_missing_stage_is_named_once(rank: int) -> None:
+    """By the first of those that have come."""
+    store = HashStore()
+    store.set(f"facts/{2 - rank}", "{}")
+    with pytest.raises((ValueError, PeerError), match=r"^stage 1 has not come up within 0.05 s$") as caught:
+        World(rank, 3, rank, store, Process.this()).agree({}, 0.05)
+    assert caught.type is (PeerError if rank else ValueError)
+
+
+@pytest.mark.nightly
+def test_missing_process_is_named_once() -> None:
     first, second = told(AGREE, "", "", "", ranks=[0, 2], timeout=3)
     assert first == "ValueError stage 1 has not come up within 3 s\n"
     assert second == "PeerError stage 1 has not come up within 3 s\n"
@@ -80,7 +92,7 @@ def test_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         ValueError, match=r"^the launcher's store cannot be reached: [^\n]*127\.0\.0\.1"
     ) as caught:
-        World.from_launcher(timeout=1)
+        World.from_launcher(timeout=0.1)
     assert "\n" not in str(caught.value)
 
 

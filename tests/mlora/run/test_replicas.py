@@ -1,7 +1,5 @@
 """Replicas: several pipelines that train adapters of their own, led from one process."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +14,8 @@ from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
 from mlora.pipeline.port import LocalPort
 from mlora.run.run import resume, train
 from safetensors.torch import load_file
-from stage_runs import ENVIRONMENT, run_stages
+from stage_runs import run_stages
 from tiny_run import lines, run_data, write_run
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def mlora(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlora", *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
 
 
 def data(base: Path, folder: Path) -> dict[str, Any]:
@@ -70,8 +61,9 @@ def test_two_pipelines_train_as_one_device_and_go_on_on_one(
     tiny_base: Path, alone: Path, tmp_path: Path
 ) -> None:
     path = write_run(tmp_path, data(tiny_base, tmp_path))
-    done = mlora("train", path, "--trace", "--set", "pipeline={stages: 2, replicas: 2}")
-    assert done.returncode == 0, done.stderr
+    command = ["train", path, "--trace", "--set", "pipeline={stages: 2, replicas: 2}"]
+    codes, _, errors = run_stages(command, 4)
+    assert codes == [0] * 4, errors
     run = tmp_path / "run"
     assert_same_run(run, alone)
     assert (run / "timeline.png").is_file()

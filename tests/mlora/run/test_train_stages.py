@@ -16,6 +16,7 @@ from mlora.run.run import train
 from mlora.run.validation import validate
 from mlora.tasks.result import RunResult
 from stage_runs import (
+    COMMAND,
     ENVIRONMENT,
     LASTING,
     assert_alike,
@@ -26,6 +27,8 @@ from stage_runs import (
     tensors,
 )
 from tiny_run import write_run
+
+from tests.mlora.stages import program
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +62,10 @@ def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        {"stages": 2},
-        {"stages": 3},
+        pytest.param({"stages": 2}, marks=pytest.mark.nightly),  # also a process each, below
+        pytest.param(
+            {"stages": 3}, marks=pytest.mark.nightly
+        ),  # also checkpointed, and a process each, below
         {"stages": 4},
         {"stages": 2, "partition": [1, 3], "micro_batches": 3},
         {"stages": 2, "schedule": "gpipe", "micro_batches": 2},
@@ -88,7 +93,7 @@ def test_bf16_of_the_same_batches_is_the_same(base: Path, tmp_path: Path) -> Non
     for name, pipeline in (("one", {}), ("two", {"stages": 2, "schedule": "gpipe"})):
         (tmp_path / name).mkdir()
         data = many_kinds(base, tmp_path / name, pipeline=pipeline, bf16=True)
-        data["adapters"] = [adapter | {"max_grad_norm": 0} for adapter in data["adapters"]]
+        data["adapters"] = [adapter | {"max_grad_norm": 0, "max_steps": 4} for adapter in data["adapters"]]
         train(resolve_config(data, folder=tmp_path / name))
         metrics = by_adapter(tmp_path / name / "run")
         norms = [record.pop("grad_norm", 0.0) for records in metrics.values() for record in records]
@@ -107,7 +112,7 @@ def stage_threads() -> list[str]:
 def test_threads_end_with_a_run_that_does_not_begin(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = many_kinds(base, tmp_path, pipeline={"stages": 3})
+    data = many_kinds(base, tmp_path, pipeline={"stages": 2})
     data["adapters"] = data["adapters"][1:2]
     data["adapters"][0]["lora"] = {"target_modules": ["nothing"]}
     with pytest.raises(RunError, match="every adapter was refused"):
@@ -125,7 +130,9 @@ def not_served(engine: Engine, library: str) -> None:
     raise ValueError("base_gemm: not here")
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_processes(base: Path, alone: Path, tmp_path: Path, count: int) -> None:
     path = write_run(tmp_path, many_kinds(base, tmp_path))
     codes, outputs, errors = run_stages(["train", path, "--set", f"pipeline.stages={count}"], count)
@@ -136,28 +143,24 @@ def test_processes(base: Path, alone: Path, tmp_path: Path, count: int) -> None:
     assert_alike(tmp_path / "run", alone)
 
 
-def command(*words: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_command_line(base: Path, alone: Path, tmp_path: Path) -> None:
-    done = command("mlora", "train", write_run(tmp_path, many_kinds(base, tmp_path)), "--stages", 2)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 2, done.stderr
+    """With its own launcher."""
+    path = write_run(tmp_path, many_kinds(base, tmp_path))
+    body = COMMAND.format(before="import sys", arguments=["train", str(path), "--stages", "2"])
+    with program(body, ENVIRONMENT) as running:
+        code, _, errors = running.end(120)
+    assert code == 1
+    assert len(errors.splitlines()) == 2, errors
     assert_alike(tmp_path / "run", alone)
 
 
+@pytest.mark.nightly
 def test_torchrun(base: Path, alone: Path, tmp_path: Path) -> None:
     data = many_kinds(base, tmp_path, pipeline={"stages": 2})
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mlora"]
     data["adapters"] = data["adapters"][:4]
-    done = command(*torchrun, "train", write_run(tmp_path, data))
+    command = [sys.executable, "-m", *torchrun, "train", str(write_run(tmp_path, data))]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found, expected = tensors(tmp_path / "run"), tensors(alone)
     assert found.keys() == expected.keys()
