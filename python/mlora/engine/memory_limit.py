@@ -283,9 +283,10 @@ class MemoryLimit:
         would = math.ceil(max(self._together(one, bounds, used)) / MIB)
         fits = self._most_that_fit(one, used, bounds_of)
         lower = f"lower {self._words.batch} to {fits}, or" if fits else "even one sequence is too much;"
+        batch = f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} with {sum(lengths)} tokens"
         return (
-            f"needs {in_units(max(needs))} for its largest micro-batch of {len(lengths)} sequences with "
-            f"{sum(lengths)} tokens; {taken}; {lower} raise the limit to {would} MiB"
+            f"needs {in_units(max(needs))} for its largest micro-batch of {batch}; {taken}; {lower} "
+            f"raise the limit to {would} MiB"
         )
 
     def taken(self, base: Sequence[int], reserved: int) -> str:

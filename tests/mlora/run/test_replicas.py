@@ -92,8 +92,8 @@ def test_replicas_need_processes(tiny_base: Path, tmp_path: Path) -> None:
 
 def test_results_give_credit_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than its credit comes back from another pipeline, as with a few checkpoints."""
-    monkeypatch.setattr("mlora.pipeline.across._port", lambda way, device: way.port)
-    there, back = (SimpleNamespace(peer=1, port=LocalPort(torch.device("cpu"))) for _ in range(2))
+    monkeypatch.setattr("mlora.pipeline.across.WirePort", lambda wire, device, nccl: wire)
+    there, back = (SimpleNamespace(peer=1, nccl=None, wire=LocalPort(torch.device("cpu"))) for _ in range(2))
     links = [Neighbours(replicas=((there, back),)), Neighbours(from_previous=there, to_previous=back)]
     first, other = (
         StageProcess(

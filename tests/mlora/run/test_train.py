@@ -323,7 +323,7 @@ def test_exact_match_needs_prompts_with_tokens(tiny_base: Path, tmp_path: Path) 
     data["defaults"]["max_length"] = 2
     write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "completion": "xyz"}])
     result = train(resolve_config(data | {"output_dir": "again"}, folder=tmp_path))
-    assert "has no sample within max_length" in result.adapters["first"].message
+    assert "has no sample that fits in max_length" in result.adapters["first"].message
 
 
 def test_bf16_and_gradient_checkpointing_train(tiny_base: Path, tmp_path: Path) -> None:
