@@ -2,6 +2,7 @@
 everything left as it was found.
 """
 
+import gc
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import leave_the_rest_to_the_night
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, as by torch for `mlora_ext`: then kernels run in its interpreter.
@@ -43,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_the_rest_to_the_night(items)
+
+
+def pytest_collection_finish() -> None:
+    """A run collects garbage, which would look at all that was imported: half of a small run's time."""
+    gc.collect()
+    gc.freeze()
 
 
 def use_cpu_isa(name: str) -> None:

@@ -88,7 +88,6 @@ def test_each_layer_draws_masks_of_its_own() -> None:
         assert torch.equal(attention.k_proj(x), attention.v_proj(x))
 
 
-@pytest.mark.soak_interpreted(reentrant=[True])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(launches: Counter, reentrant: bool) -> None:
     model = converted(1, **CONFIGS).train()

@@ -18,11 +18,6 @@ from mlora_ext.ops.functional import lora_linear_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
-# The Triton kernels tell 16-bit from 32-bit rows, not fp16 from bf16.
-# Without dropout they only leave out the mask.
-MOST = [name for name in CASES if name not in ("any rank", "wide")]
-FP16_IS_SOAK = pytest.mark.soak_interpreted(dtype=[torch.float16], name=MOST)
-NO_DROPOUT_IS_SOAK = pytest.mark.soak_interpreted(p=[None], name=MOST)
 CPU_ONLY = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 
 
@@ -32,8 +27,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield name
 
 
-@FP16_IS_SOAK
-@NO_DROPOUT_IS_SOAK
 @pytest.mark.parametrize("p", [None, 0.2], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -41,8 +34,6 @@ def test_values(name: str, dtype: torch.dtype, p: float | None) -> None:
     assert_right(CASES[name](dtype=dtype, p=p))
 
 
-@FP16_IS_SOAK
-@NO_DROPOUT_IS_SOAK
 @pytest.mark.parametrize("p", [None, 0.2], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), MIXED, ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -80,7 +71,6 @@ def test_intermediate(backend: Backend, dtype: torch.dtype) -> None:
     assert (s[6:10] == 0).all()
 
 
-@pytest.mark.soak_interpreted(dtype=[torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_batch_mates_change_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     """s, dA and dB of an adapter are bit-equal alone and beside others, wherever its rows lie."""
@@ -100,7 +90,6 @@ def test_batch_mates_change_no_bit(backend: Backend, dtype: torch.dtype) -> None
             assert torch.equal(one, other)
 
 
-@pytest.mark.soak_interpreted(dtype=[torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_batch_mates_between_segments_change_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     """The sum over several segments of an adapter is the same with and without others between them."""
@@ -171,7 +160,6 @@ def test_dropped_elements_are_selected_not_multiplied(backend: Backend) -> None:
     assert s.isfinite().all()
 
 
-@pytest.mark.soak_interpreted(dtype=[torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_input_same_bits(dtype: torch.dtype) -> None:
     case = make([5, 16, 8], [37, 150, 61], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)

@@ -140,7 +140,11 @@ class Engine:
         )
         self.memory: MemoryLimit | None = None
         if memory_limit is not None:
-            self.limit_memory(memory_limit)
+            try:
+                self.limit_memory(memory_limit)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def adapters(self) -> list[str]:

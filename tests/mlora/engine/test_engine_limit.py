@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -231,6 +232,7 @@ def _run_out(*_: Any) -> None:
 def test_limits_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(llama(num_hidden_layers=2), **{"memory_limit": "1GiB", **options})
+    assert not [thread for thread in threading.enumerate() if "stage" in thread.name]
 
 
 def test_a_limit_comes_before_the_adapters() -> None:

@@ -1,0 +1,64 @@
+"""Which parameters of a test run before each change where kernels are interpreted or emulated, and so slow.
+
+A test over backends runs whole on `cpu`. On `triton` (interpreted) and `cuda` (emulated) it runs a pairwise
+cover: every value of every parameter meets the backend, and every two values meet on some backend. The rest
+is marked `nightly`. On a GPU every test runs whole.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import pytest
+
+SLOW = ("triton", "cuda")
+Setting = tuple[str, int]
+"""A parameter's name and the number of its value."""
+
+
+def settings_of(item: pytest.Item) -> frozenset[Setting]:
+    """The parameters of a test, backend included."""
+    return frozenset(item.callspec.indices.items())
+
+
+def pairs_of(settings: Iterable[Setting]) -> set[frozenset[Setting]]:
+    """All pairs that a test covers."""
+    return {frozenset(pair) for pair in combinations(sorted(settings), 2)}
+
+
+def cover(fast: Sequence[frozenset[Setting]], slow: Sequence[frozenset[Setting]]) -> list[int]:
+    """Indices of those of `slow` that cover every pair which `fast` leaves out, chosen greedily.
+
+    Of two that cover as many new pairs, the one whose pairs have been chosen less often goes first, then the
+    first.
+    """
+    left = set().union(*map(pairs_of, slow)) - set().union(*map(pairs_of, fast))
+    if not left:  # a single parameter has no pairs
+        return list(range(len(slow)))
+    used: Counter[frozenset[Setting]] = Counter()
+    chosen: list[int] = []
+    while left:
+        gains = [(len(pairs_of(one) & left), -sum(used[pair] for pair in pairs_of(one))) for one in slow]
+        best = max(range(len(slow)), key=lambda index: (gains[index], -index))
+        chosen.append(best)
+        left -= pairs_of(slow[best])
+        used.update(pairs_of(slow[best]))
+    return sorted(chosen)
+
+
+def leave_the_rest_to_the_night(items: Sequence[pytest.Item]) -> None:
+    """Mark `nightly` what no cover needs, for each test that is parametrised by `backend`."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        kept = not any(item.get_closest_marker(name) for name in ("nightly", "soak", "gpu"))
+        if callspec is not None and "backend" in callspec.params and kept:
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        slow = [item for item in family if item.callspec.params["backend"] in SLOW]
+        fast = [item for item in family if item not in slow]
+        if not slow:
+            continue
+        chosen = cover([settings_of(item) for item in fast], [settings_of(item) for item in slow])
+        for index in set(range(len(slow))) - set(chosen):
+            slow[index].add_marker(pytest.mark.nightly)
