@@ -58,6 +58,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 def use_cpu_isa(name: str) -> None:
     """In this process and in those that tests start."""
     torch.ops.mlora_ext.use_cpu_isa(name)
