@@ -273,6 +273,7 @@ def test_what_does_not_fit_the_clock_is_refused(seconds: float, rows: int) -> No
         simulate(Workload([StageTime(seconds, 1)] * 2, [Stream(20, rows=(rows,))]))
 
 
+@pytest.mark.nightly  # half a million actions; fewer are simulated in all other tests
 def test_many_stages_and_streams() -> None:
     numbers = measure(simulate(Workload([StageTime(1, 1)] * 256, [Stream(2)] * 1000)))
     assert numbers.bubble_ratio == pytest.approx(0, abs=0.005)

@@ -46,7 +46,16 @@ def assert_alike(run: Path, other: Path) -> None:
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize("pruner", ["none", "median", "successive_halving", "hyperband"])
+@pytest.mark.parametrize(
+    "pruner",
+    [
+        "median",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("none", "successive_halving", "hyperband")
+        ),
+    ],
+)
 def test_interrupted_and_killed_sweeps_end_as_undisturbed_ones(
     data: dict[str, Any], tmp_path: Path, pruner: str
 ) -> None:
@@ -69,7 +78,7 @@ def test_an_end_of_a_trial_is_saved(data: dict[str, Any], tmp_path: Path) -> Non
     assert_alike(tmp_path / "run", tmp_path / "calm")
 
 
-@pytest.mark.parametrize("pruner", ["none", "median"])
+@pytest.mark.parametrize("pruner", [pytest.param("none", marks=pytest.mark.nightly), "median"])
 def test_a_sweep_goes_on_with_other_places_and_another_policy(
     data: dict[str, Any], tmp_path: Path, pruner: str
 ) -> None:
