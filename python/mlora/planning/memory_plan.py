@@ -132,4 +132,4 @@ def _admission(
     ]
     scheduler = config.scheduler
     order, placement = ORDERS[scheduler.policy], PLACEMENTS[scheduler.placement]
-    return admit(needs, room, slot_count(config), order, placement, adapters.estimate)
+    return admit(needs, room, slot_count(config), order, placement, adapters.estimate.activations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.run.journal import Journal, journal_key
 from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
+from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit
 from mlora.scheduler.memory_need import sum_of
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
@@ -97,7 +97,7 @@ class Decisions:
         admission = replace(admission, slots=slots)
         if state["slots"] != slot_count(self._config):  # the pipeline has changed
             admitted = [task for task in self._table.running() if task.name in admission.slots]
-            slots = self._placement.place(self._table.needs(admitted), slot_count(self._config), {})
+            slots = self._placement(self._table.needs(admitted), slot_count(self._config), {})
             admission = replace(admission, slots=slots, count=len(set(slots.values())))
         if other:  # valid until the next decision, which is due at once
             admission = replace(admission, budget=self._budget(admission))
@@ -218,10 +218,10 @@ class Decisions:
     def _admission(self) -> Admission:
         fixed = self._table.admission.slots if self._engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
-        slots = slot_count(self._config)
-        room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
+        room = self._memory.room() if self._memory else Room()
+        bounds: Bounds = self._memory.estimate.activations if self._memory else lambda lengths, among: ()
         needs = self._table.needs(self._table.candidates())
-        found = admit(needs, room, slots, order, self._placement, estimate, fixed)
+        found = admit(needs, room, slot_count(self._config), order, self._placement, bounds, fixed)
         self._warn_beyond(found)
         return found
 
@@ -257,14 +257,6 @@ class Decisions:
         states = [self._memory.adapters.admitted(name) for name in admission.slots]
         room = self._memory.room()
         return room.budget(sum_of(states, len(room.held)), admission.count)
-
-
-class _NoLimit:
-    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
-        return (0.0,)
-
-
-NO_LIMIT = _NoLimit()
 
 
 def _admission_of(values: Mapping[str, Any]) -> Admission:

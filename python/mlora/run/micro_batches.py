@@ -26,9 +26,8 @@ class MicroBatches:
             return running
         admission = self._table.admission
         lengths = {task.name: task.next_lengths() for task in running}
-        chosen = next_batch(
-            lengths, admission.budget, self._memory.estimate.as_adopted, list(admission.slots)
-        )
+        bounds = self._memory.estimate.as_adopted.activations
+        chosen = next_batch(lengths, admission.budget, bounds, list(admission.slots))
         return [task for task in running if task.name in chosen]
 
     def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:

@@ -30,7 +30,7 @@ from mlora.run.preflight import check_blocks
 from mlora.run.report import Reporter
 from mlora.run.stages import Member, own_stage, stage_group_of, usual_lengths_of
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import TokenBalanced
+from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
 
@@ -288,7 +288,7 @@ def _stage_group(config: RunConfig, tasks: Sequence[Task], member: Member, trace
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
     """Returns the sequence lengths, in rows, of one usual micro-batch of the run."""
     needs = [memory_need(task, 0) for task in tasks if task.data.samples]
-    slots = TokenBalanced().place(needs, slot_count(config), {})
+    slots = token_balanced(needs, slot_count(config), {})
     lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
     return lengths[:: config.pipeline.micro_batches] or [512]
 

@@ -2,16 +2,16 @@
 
 from mlora.memory.estimate import MemoryEstimate
 from mlora.memory.memory_model import MemoryModel, PeakModel
-from mlora.scheduler.admission import NOBODY, Admission, Estimate, admit, next_batch
+from mlora.scheduler.admission import NOBODY, Admission, Bounds, admit, next_batch
 from mlora.scheduler.memory_need import MemoryNeed, Room
-from mlora.scheduler.policy import ORDERS, PLACEMENTS, Order, Placement, TokenBalanced
+from mlora.scheduler.policy import ORDERS, PLACEMENTS, Order, Placement, token_balanced
 
 __all__ = [
     "NOBODY",
     "ORDERS",
     "PLACEMENTS",
     "Admission",
-    "Estimate",
+    "Bounds",
     "MemoryEstimate",
     "MemoryModel",
     "MemoryNeed",
@@ -19,7 +19,7 @@ __all__ = [
     "PeakModel",
     "Placement",
     "Room",
-    "TokenBalanced",
     "admit",
     "next_batch",
+    "token_balanced",
 ]

@@ -49,17 +49,12 @@ class Room:
     held: tuple[int, ...] = (1,)
 
     def budget(self, states: Sequence[int], slots: int) -> tuple[float, ...]:
-        """Returns what one micro-batch may use.
+        """Returns the bytes that one micro-batch may use at each stage, if there is a limit.
 
-        Args:
-            states: bytes that the states of all admitted tasks take at each stage.
-            slots: slots in use.
-
-        Returns:
-            Bytes at each stage; infinite without a limit, negative if the states alone are too much.
+        `states` are the bytes of all admitted tasks' states at each stage. If they alone are too much, the
+        result is negative.
         """
-        if self.free is None:
-            return (float("inf"),) * len(self.held)
+        assert self.free is not None
         return tuple(
             (free - used) / min(held, slots)
             for free, used, held in zip(self.free, states, self.held, strict=True)
