@@ -17,7 +17,7 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, limit_memory, make_engine
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.tasks.task import Task, TaskBuilder
 
@@ -76,7 +76,7 @@ class TurnRun:
             self._prepared.decisions.begin(self._queue, 0)
             writer = CheckpointWriter(folder.checkpoints, 1, metrics.sync)
             self._stack.enter_context(writer)
-            self._loop = TrainingLoop(self._prepared, folder, metrics, Silent(), writer)
+            self._loop = TrainingLoop(self._prepared, folder, metrics, Reporter(), writer)
             self._time(folder)
             unless_made.pop_all()
         self._caught: list[int] = []
@@ -90,8 +90,8 @@ class TurnRun:
         tasks = [builder.build(adapter) for adapter in config.adapters]
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
         memory = limit_memory(config, engine)
-        table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
-        decisions = Decisions(config, engine, table, Silent())
+        table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Reporter(), memory)
+        decisions = Decisions(config, engine, table, Reporter())
         watch = Stopwatch()
         watch.begin()
         if memory is not None and limit is not None:

@@ -1,16 +1,16 @@
-"""Reports what a run does: as plain lines or not at all. `mlora.cli.live_table` draws a table."""
+"""Reports what a run does: not at all, or as plain lines. `mlora.cli.live_table` draws a table."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from mlora.tasks.task import Task
 
 
-class Reporter(Protocol):
-    """Receives the events of a run."""
+class Reporter:
+    """Receives the events of a run, and ignores them."""
 
     def start(self, tasks: Sequence[Task]) -> None:
         """The run starts or continues with these tasks, in the order of its config."""
@@ -41,40 +41,6 @@ class Reporter(Protocol):
 
     def close(self) -> None:
         """No more events follow."""
-
-
-class Silent:
-    """Ignores all events."""
-
-    def start(self, tasks: Sequence[Task]) -> None:
-        """Does nothing."""
-
-    def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Does nothing."""
-
-    def changed(self, task: Task) -> None:
-        """Does nothing."""
-
-    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Does nothing."""
-
-    def note(self, line: str) -> None:
-        """Does nothing."""
-
-    def warn(self, line: str) -> None:
-        """Does nothing."""
-
-    def fault(self, line: str) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 class Pace:
@@ -115,7 +81,7 @@ def some(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-class PlainLines:
+class PlainLines(Reporter):
     """Prints one line for each event. Steps are printed every ``logging_steps`` of their task."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -186,6 +152,3 @@ class PlainLines:
     def fault(self, line: str) -> None:
         """Prints a fault to ``err``."""
         print(f"error: {line}", file=self._err, flush=True)
-
-    def close(self) -> None:
-        """Does nothing."""

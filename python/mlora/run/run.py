@@ -16,7 +16,7 @@ from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.journal import journaled
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.report import Reporter, Silent, some
+from mlora.run.report import Reporter, some
 from mlora.run.stages import Member, check_replicas
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
@@ -77,7 +77,7 @@ def train(
     """
     config = _read(config)
     check_replicas(config, member)
-    reporter = reporter or Silent()
+    reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
     folder.check_free(overwrite=overwrite, inputs=config.inputs)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
@@ -132,7 +132,7 @@ def resume(
         RunError: the folder holds no run, another process is working on the run, its data changed, or for a
             reason given at :func:`train`.
     """
-    reporter = reporter or Silent()
+    reporter = reporter or Reporter()
     folder = RunFolder(Path(run_dir).resolve())
     folder.read_config()  # before `take`, which creates the folder
     done = finished_result(folder)

@@ -8,7 +8,7 @@ import pytest
 from mlora.engine.memory_limit import MIB, Candidate, MemoryLimit
 from mlora.memory.estimate import DryRun
 from mlora.queue.status_publisher import StatusPublisher
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.scheduler import Admission, MemoryEstimate
 
 ONE = Candidate("a", [80], lambda count: [80] * min(count, 1))
@@ -66,7 +66,7 @@ def test_what_is_published_samples_nothing() -> None:
     shown: list[Any] = []
     queue: Any = SimpleNamespace(show=lambda *views: shown.append(views))
     engine: Any = SimpleNamespace(peak_memory=0)
-    publisher = StatusPublisher(queue, engine, memory_of(estimate), 4 << 30, Silent().warn)
+    publisher = StatusPublisher(queue, engine, memory_of(estimate), 4 << 30, Reporter().warn)
     tasks: Any = [
         SimpleNamespace(name=name, usual_lengths=[6], progress=SimpleNamespace(state="running"))
         for name in "ab"

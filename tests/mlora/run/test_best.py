@@ -34,9 +34,9 @@ from tests.tolerances import STEADY_EPSILON
 
 KILLED = """
 import os, signal, sys
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import train
-class Killed(Silent):
+class Killed(Reporter):
     left = int(sys.argv[2])
     def evaluation(self, task, record):
         self.left -= 1

@@ -13,7 +13,7 @@ from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints, save_checkpoint
 from mlora.files.state_files import StateFiles
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import resume, train
 from mlora.run.set_aside import bring_back, set_aside
 from mlora.tasks.task import Task
@@ -33,7 +33,7 @@ def prepared(base: Path, folder: Path, **fields: Any) -> Prepared:
     data = run_data(base, folder)
     fp16 = fields.pop("fp16", False)
     data["adapters"] = [data["adapters"][0] | fields]
-    return prepare(resolve_config(data | {"fp16": fp16}, folder=folder), Silent())
+    return prepare(resolve_config(data | {"fp16": fp16}, folder=folder), Reporter())
 
 
 def advance(engine: Engine, task: Task, batches: int) -> list[float]:

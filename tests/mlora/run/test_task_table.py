@@ -18,7 +18,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.micro_batches import MicroBatches
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Room
 from mlora.tasks.groups import Group
@@ -183,10 +183,10 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
         [coming[n] for n in first],
         {},
         folder,
-        Silent(),
+        Reporter(),
         FakeMemory(),  # type: ignore[arg-type]
     )
-    decisions = Decisions(config, engine, task_table, Silent())  # type: ignore[arg-type]
+    decisions = Decisions(config, engine, task_table, Reporter())  # type: ignore[arg-type]
     with patch.context() as patched:
         patched.setattr("mlora.planning.task_memory.read_config", lambda _: None)
         patched.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
