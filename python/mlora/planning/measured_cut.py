@@ -41,7 +41,7 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
         cut = partition(_tables(found, config.pipeline), _limits(found, config.pipeline), held_by(config))
     except ValueError as error:
         raise ValueError(f"{error}; name pipeline.partition to try one all the same") from error
-    return [last - first for first, last in cut.blocks]
+    return [last - first for first, last in cut]
 
 
 def _tables(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[Table]:
@@ -50,7 +50,11 @@ def _tables(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> lis
     # differences between devices of one kind are noise
     least = {kind: fastest([table for other, table in measured if other == kind]) for kind, _ in measured}
     tables = [least[kind] for kind, _ in measured]
-    return [max(tables[stage :: pipeline.stages], key=_seconds) for stage in range(pipeline.stages)]
+
+    def seconds(table: Table) -> float:
+        return sum(block.seconds for block in table.blocks)
+
+    return [max(tables[stage :: pipeline.stages], key=seconds) for stage in range(pipeline.stages)]
 
 
 def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[int | None]:
@@ -62,6 +66,3 @@ def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> lis
     stages = [shares[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     return [min((share for share in stage if share is not None), default=None) for stage in stages]
 
-
-def _seconds(table: Table) -> float:
-    return sum(block.seconds for block in table.blocks)
