@@ -22,8 +22,7 @@ from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.planning.memory_needs import memory_need
-from mlora.planning.task_memory import WORDS
+from mlora.planning.task_memory import WORDS, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks

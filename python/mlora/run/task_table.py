@@ -11,8 +11,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
-from mlora.planning.memory_needs import memory_need
-from mlora.planning.task_memory import TaskMemory
+from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.run.best import check_best_file
@@ -125,14 +124,9 @@ class TaskTable:
 
     def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
         """Returns the scheduler's view of tasks."""
-        arrivals = {task.name: number for number, task in enumerate(self.tasks)}
-        if self.memory is None:
-            return [memory_need(task, arrivals[task.name]) for task in tasks]
-        states = self.memory.adapters.admitted
-        return [
-            memory_need(task, arrivals[task.name], states(task.name), self.candidate(task).largest)
-            for task in tasks
-        ]
+        need = self._task_memory.need if self._task_memory else memory_need
+        names = {task.name for task in tasks}
+        return [need(task, arrival) for arrival, task in enumerate(self.tasks) if task.name in names]
 
     def know(self, task: Task) -> None:
         """Tells the memory model of a task; raises ValueError if the base takes no such adapter."""
