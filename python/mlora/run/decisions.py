@@ -12,6 +12,7 @@ from mlora.queue.status_publisher import StatusPublisher
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.journal import Journal, journal_key
 from mlora.run.report import Reporter
+from mlora.run.task_states import state_file
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit
 from mlora.scheduler.memory_need import sum_of
@@ -72,7 +73,7 @@ class Decisions:
             "memory": self._memory.state() if self._memory else None,
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
-            "kept": {task.name: task.kept for task in self._table.alive() if task.kept is not None},
+            "kept": {task.name: state_file(task) for task in self._table.aside()},
             "sweep": self._sweep.state() if self._sweep else None,
         }
 
@@ -102,7 +103,7 @@ class Decisions:
         if other:  # valid until the next decision, which is due at once
             admission = replace(admission, budget=self._budget(admission))
             self._sample(admission)
-        self._table.restore(admission, state["kept"], checkpoint["adapters"])
+        self._table.restore(admission, checkpoint["adapters"])
 
     def begin(
         self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]] | None = None

@@ -21,14 +21,14 @@ from mlora.errors import RunError, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
-from mlora.files.state_files import StateFiles, files_named
+from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.pipeline import PipelineError
-from mlora.run.best import BestWeights
 from mlora.run.evaluation import evaluate_losses, exact_matches
 from mlora.run.micro_batches import MicroBatches
 from mlora.run.prepare import Prepared, fingerprints
 from mlora.run.report import Reporter
 from mlora.run.stages import less_memory
+from mlora.run.task_states import compare, read_best, write_best
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
@@ -89,7 +89,6 @@ class TrainingLoop:
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
         self._states = StateFiles(folder.states, folder.checkpoints)
-        self._best = BestWeights(prepared.engine, folder.states, self._states)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
@@ -283,12 +282,23 @@ class TrainingLoop:
             record = {"adapter": task.name, **entry, "eval_tokens": losses[task.name].tokens}
             record |= {f"eval_{name}": value for name, value in losses[task.name].metrics.items()}
             rule = task.config.best_rule
-            if rule is not None and self._best.evaluated(task, entry):
+            if rule is not None and self._is_best(task, entry):
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
         for task in tasks:
             self._stop_early(task)
+
+    def _is_best(self, task: Task, entry: Mapping[str, Any]) -> bool:
+        """Counts an evaluation and returns whether it is the best so far; if so, keeps the weights."""
+        before = task.progress.best_step
+        if not compare(task, entry):
+            return False
+        if task.kept_step is not None:
+            write_best(self._engine, task, self._folder.states)
+            if before is not None:
+                self._states.drop(best_file(task.name, before))
+        return True
 
     def _exact_matches(self, tasks: Sequence[Task]) -> Mapping[str, float]:
         asked = [
@@ -322,7 +332,7 @@ class TrainingLoop:
     def _save(self, task: Task) -> None:
         folder = self._folder.adapters / task.name
         try:
-            self._engine.save(task.name, folder, self._best.weights(task))
+            self._engine.save(task.name, folder, read_best(task, self._folder.states))
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or first_line(error)
             raise RunError(f"{folder}: cannot be saved: {reason}") from error

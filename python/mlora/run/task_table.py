@@ -14,9 +14,8 @@ from mlora.files.run_folder import RunFolder
 from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
-from mlora.run.best import check_best_file
 from mlora.run.report import Reporter, some
-from mlora.run.set_aside import bring_back, restore_adapter, set_aside
+from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.task import State, Task, TaskBuilder
@@ -76,6 +75,11 @@ class TaskTable:
         """Returns the tasks that would train if there were room."""
         return [task for task in self.running() if task.name not in self.admission.slots]
 
+    def aside(self) -> list[Task]:
+        """Returns the tasks that have begun and are not on the engine; a file holds the state of each."""
+        on_engine = set(self._engine.adapters)
+        return [task for task in self.alive() if task.progress.batches and task.name not in on_engine]
+
     def members(self) -> dict[int, list[Task]]:
         """Returns the running, admitted tasks of each group, by the group's slot."""
         found: dict[int, list[Task]] = {}
@@ -100,7 +104,7 @@ class TaskTable:
             return running
         begun = set(self._engine.adapters)
         fits, fits_barely = self.memory.fits, self.memory.fits_barely
-        found = [t for t in running if t.kept is not None or t.name in begun or fits(self.candidate(t))]
+        found = [t for t in running if t.progress.batches or t.name in begun or fits(self.candidate(t))]
         if found:
             return found
         self.memory.look_again([task.name for task in self.admitted()])
@@ -227,7 +231,7 @@ class TaskTable:
     def _end(self, task: Task, state: State, message: str) -> None:
         if task.name in self._engine.adapters:
             self._engine.remove_adapter(task.name)
-        task.progress.state, task.progress.message, task.kept = state, message, None
+        task.progress.state, task.progress.message = state, message
         if self._sweep:
             self._sweep.taken_off(task.name, pruned=state == "pruned")
         self._reporter.changed(task)
@@ -250,11 +254,10 @@ class TaskTable:
             self._waited = waiting
             self._reporter.waits(waiting, went_on)
 
-    def restore(self, admission: Admission, kept: Mapping[str, str], adapters: Mapping[str, Any]) -> None:
-        """Puts admitted tasks back on the engine; `kept` names the state files of the other tasks."""
+    def restore(self, admission: Admission, adapters: Mapping[str, Any]) -> None:
+        """Puts admitted tasks back on the engine, with their states from a checkpoint."""
         self.admission = admission
         for task in self.alive():
-            task.kept = kept.get(task.name)
             check_best_file(task, self._folder.states)
             if task.name in admission.slots:
                 if task.name not in adapters:
@@ -265,7 +268,7 @@ class TaskTable:
         self._tell_who_waits()
 
     def _put_on(self, task: Task) -> bool:
-        begins = task.kept is None
+        begins = not task.progress.batches
         try:
             bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
         except ValueError as error:

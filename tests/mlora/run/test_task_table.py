@@ -113,7 +113,6 @@ def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
         lora=None,
         optim=takes,
         seed=0,
-        kept=None,
         eval_data=None,
         data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
         usual_lengths=[rows],
