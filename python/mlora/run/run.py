@@ -13,7 +13,7 @@ from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.queue.task_queue import TaskQueue, has_news
-from mlora.run.journal import journaled
+from mlora.run.decisions import journaled
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.report import Reporter, some

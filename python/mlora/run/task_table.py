@@ -23,9 +23,6 @@ from mlora.tasks.task import State, Task, TaskBuilder
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
 
-Unfit = Mapping[str, str] | None
-"""Why tasks do not fit, by name, as a journaled decision says; None = check them now."""
-
 
 class TaskTable:
     """The tasks of a run.
@@ -34,6 +31,7 @@ class TaskTable:
         tasks: all but the refused.
         refused: why, by name.
         unfit: those of the refused that do not fit into memory.
+        unfit_then: the same as the journaled decision says that is repeated; None = check new tasks.
         memory: None = there is no limit.
         admission: the admitted tasks and their groups.
     """
@@ -51,6 +49,7 @@ class TaskTable:
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
         self.unfit: dict[str, str] = {}
+        self.unfit_then: Mapping[str, str] | None = None
         self.memory, self._sweep = memory, sweep
         self._task_memory = TaskMemory(memory.adapters) if memory else None
         self.admission: Admission = NOBODY
@@ -142,16 +141,15 @@ class TaskTable:
         assert self._task_memory is not None
         return self._task_memory.candidate(task)
 
-    def look_at(self, tasks: Sequence[Task], unfit: Unfit) -> None:
-        """Learns what new tasks need and refuses those that never fit, or those that `unfit` names."""
+    def look_at(self, tasks: Sequence[Task]) -> None:
+        """Learns what new tasks need and refuses those that never fit, or did not `unfit_then`."""
         if self.memory is None:
             return
         for task in [task for task in tasks if self._is_known(task)]:
-            if unfit is not None:
-                if task.name in unfit:
-                    self.unfits(task, unfit[task.name])
-                continue
-            self._check(task)
+            if self.unfit_then is None:
+                self._check(task)
+            elif task.name in self.unfit_then:
+                self.unfits(task, self.unfit_then[task.name])
 
     def _check(self, task: Task) -> None:
         """Refuses a task that never fits."""
@@ -176,11 +174,11 @@ class TaskTable:
         self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
         self._refuse(task.name, self.unfit[task.name])
 
-    def take(self, request: Request, unfit: Unfit) -> None:
+    def take(self, request: Request) -> None:
         """Carries out a user's request, as far as still possible."""
         task = self.named(request.task)
         if request.kind == "submit":
-            self._add(request.task, request.content, unfit)
+            self._add(request.task, request.content)
         elif task is None or not task.alive:
             self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
@@ -192,15 +190,15 @@ class TaskTable:
             task.progress.state = "running"
             self._reporter.changed(task)
 
-    def accept(self, proposal: Proposal, unfit: Unfit) -> None:
+    def accept(self, proposal: Proposal) -> None:
         """Carries out a proposal of the sweep: prunes a trial or begins the next one."""
         task = self.named(proposal.task)
         if proposal.trial is not None:
-            self._add(proposal.task, proposal.trial, unfit)
+            self._add(proposal.task, proposal.trial)
         elif task is not None and task.alive:
             self._end(task, "pruned", "fell behind the other trials")
 
-    def _add(self, name: str, content: Mapping[str, Any], unfit: Unfit) -> None:
+    def _add(self, name: str, content: Mapping[str, Any]) -> None:
         """Adds a submitted task or a trial, or refuses it."""
         task, told = None, len(self._builder.warnings)
         if self.named(name) is not None or name in self.refused:
@@ -217,7 +215,7 @@ class TaskTable:
         for line in self._builder.warnings[told:]:
             self._reporter.warn(line)
         self.tasks.append(task)
-        self.look_at([task], unfit)
+        self.look_at([task])
         if task in self.tasks:
             self._reporter.joined(task, self.tasks)
 
