@@ -65,4 +65,3 @@ def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> lis
     shares = [None if f is None else f // sharing[place] for f, place in zip(free, places, strict=True)]
     stages = [shares[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     return [min((share for share in stage if share is not None), default=None) for stage in stages]
-

@@ -134,12 +134,10 @@ class TrainingLoop:
         """Whether a task other than a trial was refused or stopped, or no trial of a sweep finished."""
         states: dict[str, str] = {task.name: task.progress.state for task in self._table.tasks}
         states |= dict.fromkeys(self._table.refused, "refused")
-        trials = {name: states.pop(name) for name in list(states) if self._is_trial(name)}
+        names = filter(is_trial, list(states)) if self._run.config.sweep else ()
+        trials = {name: states.pop(name) for name in names}
         failed = not {"refused", "stopped"}.isdisjoint(states.values())
         return failed or (bool(trials) and "finished" not in trials.values())
-
-    def _is_trial(self, name: str) -> bool:
-        return self._run.config.sweep is not None and is_trial(name)
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
         done = {task.name: adapter_result(task) for task in self._table.tasks}
@@ -273,14 +271,24 @@ class TrainingLoop:
             if not losses[task.name].finite:
                 self._stop_task(task, f"the eval_loss after step {task.progress.step} is not a number")
         tasks = [task for task in tasks if task.progress.state == "running"]
-        exact = self._exact_matches([task for task in tasks if task.config.eval_exact_match])
+        asked = [
+            task
+            for task in tasks
+            if task.config.eval_exact_match
+            and (task.progress.step in (0, task.total_steps) or task.config.best_rule is not None)
+        ]
+        exact: Mapping[str, float] = {}
+        if asked:
+            tokenizer = self._run.base.tokenizer()
+            exact = exact_matches(self._engine, asked, tokenizer, self._micro_batches.fits)
         for task in tasks:
-            entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": losses[task.name].loss}
+            found = losses[task.name]
+            entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}
             if task.name in exact:
                 entry["eval_exact_match"] = exact[task.name]
             task.progress.evaluations.append(entry)
-            record = {"adapter": task.name, **entry, "eval_tokens": losses[task.name].tokens}
-            record |= {f"eval_{name}": value for name, value in losses[task.name].metrics.items()}
+            record = {"adapter": task.name, **entry, "eval_tokens": found.tokens}
+            record |= {f"eval_{name}": value for name, value in found.mean_metrics().items()}
             rule = task.config.best_rule
             if rule is not None and self._is_best(task, entry):
                 record["best"] = rule.metric
@@ -299,16 +307,6 @@ class TrainingLoop:
             if before is not None:
                 self._states.drop(best_file(task.name, before))
         return True
-
-    def _exact_matches(self, tasks: Sequence[Task]) -> Mapping[str, float]:
-        asked = [
-            task
-            for task in tasks
-            if task.progress.step in (0, task.total_steps) or task.config.best_rule is not None
-        ]
-        if not asked:
-            return {}
-        return exact_matches(self._engine, asked, self._run.base.tokenizer(), self._micro_batches.fits)
 
     def _stop_early(self, task: Task) -> None:
         patience, rule, progress = task.config.early_stopping_patience, task.config.best_rule, task.progress
