@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
@@ -117,7 +117,7 @@ class TaskTable:
         """Refuses tasks that fit in no process, and warns that a new process may train the rest."""
         assert self.memory is not None
         for task in tasks:
-            self._check(task)
+            self._passes(self._check, task)
         left = [task for task in tasks if task.name not in self.unfit]
         names = [task.name for task in left]
         if left and names != self._left:
@@ -145,25 +145,20 @@ class TaskTable:
         """Learns what new tasks need and refuses those that never fit, or did not `unfit_then`."""
         if self.memory is None:
             return
-        for task in [task for task in tasks if self._is_known(task)]:
+        for task in [task for task in tasks if self._passes(self.know, task)]:
             if self.unfit_then is None:
-                self._check(task)
+                self._passes(self._check, task)
             elif task.name in self.unfit_then:
                 self.unfits(task, self.unfit_then[task.name])
 
     def _check(self, task: Task) -> None:
-        """Refuses a task that never fits."""
         assert self.memory is not None
-        try:
-            self.memory.check(self.candidate(task))
-        except ValueError as error:
-            self.unfits(task, str(error))
+        self.memory.check(self.candidate(task))
 
-    def _is_known(self, task: Task) -> bool:
-        """Adds a task to the memory model; if the base takes no such adapter, refuses it. False = refused."""
-        assert self.memory is not None
+    def _passes(self, check: Callable[[Task], None], task: Task) -> bool:
+        """Refuses a task for which a check raises ValueError."""
         try:
-            self.know(task)
+            check(task)
         except ValueError as error:
             self.unfits(task, str(error))
             return False
