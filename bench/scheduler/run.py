@@ -103,7 +103,7 @@ class TurnRun:
 
     def _time(self, folder: RunFolder) -> None:
         decisions, engine, rounds = self._prepared.decisions, self._prepared.engine, self._loop._rounds
-        batches = self._loop._micro_batches
+        batches = self._prepared.table
         owners = {"asked": decisions, "next": rounds, "ended": rounds}
         for name in EACH:
             self.stopwatch.time(owners.get(name, batches), name)

@@ -19,7 +19,6 @@ from mlora.memory.estimate import DryRun
 from mlora.planning.task_memory import WORDS
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
-from mlora.run.micro_batches import MicroBatches
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.groups import Group
@@ -211,16 +210,15 @@ class _Run:
         return bool(self.task_table.members())
 
     def _iterate(self) -> None:
-        micro_batches = MicroBatches(self.task_table, self.engine)  # type: ignore[arg-type]
         for slot, members in self.task_table.members().items():
-            chosen = micro_batches.next_batch(Group(slot, members, self.iteration))
+            chosen = self.task_table.next_batch(Group(slot, members, self.iteration))
             new = [task for task in chosen if not task.progress.batches]
             self.outcome.tried += any(not self.memory.fits(self.task_table.candidate(task)) for task in new)
-            micro_batches.worth_measuring(chosen)
+            self.task_table.worth_measuring(chosen)
             used = self.engine.train(sum(task.next_lengths()[0] for task in chosen))
             if new:
                 self.outcome.beginnings.append(used / self.limit)
-            micro_batches.passed([])
+            self.task_table.passed([])
             for task in chosen:
                 self._step(task)
         self.iteration += 1

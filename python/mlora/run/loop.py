@@ -24,7 +24,6 @@ from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
-from mlora.run.micro_batches import MicroBatches
 from mlora.run.prepare import Prepared, fingerprints
 from mlora.run.report import Reporter
 from mlora.run.stages import less_memory
@@ -79,7 +78,6 @@ class TrainingLoop:
         self._run = prepared
         self._table, self._decisions = prepared.table, prepared.decisions
         self._engine = prepared.engine
-        self._micro_batches = MicroBatches(prepared.table, prepared.engine)
         self._folder = folder
         self._metrics = metrics
         self._reporter = reporter
@@ -190,17 +188,17 @@ class TrainingLoop:
         return iteration
 
     def _start(self, group: Group) -> BatchFuture:
-        running = group.batched = self._micro_batches.next_batch(group)
+        running = group.batched = self._table.next_batch(group)
         batches = {
             task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
             for task in running
         }
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
-        return self._engine.start(batches, ends=ends, measure=self._micro_batches.worth_measuring(running))
+        return self._engine.start(batches, ends=ends, measure=self._table.worth_measuring(running))
 
     def _finish(self, group: Group, future: BatchFuture) -> None:
         results = self._engine.finish(future)
-        self._micro_batches.passed(future.measured)
+        self._table.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
@@ -266,7 +264,7 @@ class TrainingLoop:
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
-        losses = evaluate_losses(self._engine, tasks, self._micro_batches.fits)
+        losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
                 self._stop_task(task, f"the eval_loss after step {task.progress.step} is not a number")
@@ -280,7 +278,7 @@ class TrainingLoop:
         exact: Mapping[str, float] = {}
         if asked:
             tokenizer = self._run.base.tokenizer()
-            exact = exact_matches(self._engine, asked, tokenizer, self._micro_batches.fits)
+            exact = exact_matches(self._engine, asked, tokenizer, self._table.fits)
         for task in tasks:
             found = losses[task.name]
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}

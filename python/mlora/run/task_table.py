@@ -1,4 +1,4 @@
-"""The table of a run's tasks: which there are, which wait, and which are on the engine."""
+"""The table of a run's tasks: which wait, which are on the engine, and what memory allows them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.lora_warnings import lora_warnings
+from mlora.engine.batch_admission import MeasuredBatch
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
@@ -16,8 +17,10 @@ from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.run.report import Reporter, some
 from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
-from mlora.scheduler import NOBODY, Admission, MemoryNeed
+from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch
+from mlora.scheduler.memory_need import within
 from mlora.sweep.proposal import Proposal
+from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder
 
 if TYPE_CHECKING:
@@ -278,3 +281,49 @@ class TaskTable:
             for line in lora_warnings(self._engine.registry, task.name, task.lora):
                 self._reporter.warn(line)
         return True
+
+    def next_batch(self, group: Group) -> list[Task]:
+        """Returns the tasks for a group's next micro-batch; none of its batches may be under way."""
+        running = group.running()
+        if self.memory is None:
+            return running
+        lengths = {task.name: task.next_lengths() for task in running}
+        bounds = self.memory.estimate.as_adopted.activations
+        chosen = next_batch(lengths, self.admission.budget, bounds, list(self.admission.slots))
+        return [task for task in running if task.name in chosen]
+
+    def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
+        """Whether memory holds a micro-batch of admitted tasks with these sequence lengths."""
+        if self.memory is None:
+            return True
+        bounds = self.memory.estimate.as_adopted.activations(lengths, list(self.admission.slots))
+        return within(bounds, self.admission.budget)
+
+    def worth_measuring(self, chosen: Sequence[Task]) -> bool:
+        """Whether the memory of the next micro-batch of these tasks should be measured."""
+        if self.memory is None:
+            return False
+        lengths = {task.name: task.next_lengths() for task in chosen}
+        return self.memory.estimate.worth_measuring(lengths, list(self.admission.slots))
+
+    def passed(self, measured: Sequence[MeasuredBatch]) -> None:
+        """Learns from a batch that has passed: measured micro-batches, memory kept and peak.
+
+        Micro-batches under way may take their budgets. A task that goes on alone beyond the limit counts with
+        its need where that is more.
+        """
+        if self.memory is None:
+            return
+        admission, here = self.admission, self.admitted()
+        for one in measured:
+            together = [length for own in one.lengths.values() for length in own]
+            self.memory.estimate.observe(together, list(admission.slots), one.phases)
+        sizes: Sequence[float] = admission.budget
+        if len(admission.slots) == 1 and here:
+            largest = {here[0].name: self.candidate(here[0]).largest}
+            needs = self.memory.estimate.as_adopted.activations(largest, list(largest))
+            sizes = list(map(max, sizes, needs))
+        held = self.memory.room().held
+        foreseen = [size * min(most, admission.count) for size, most in zip(sizes, held, strict=True)]
+        after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
+        self.memory.took([task.name for task in here], foreseen, self._engine.peak_memory, after)

@@ -17,7 +17,6 @@ from mlora.engine.memory_limit import Candidate
 from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
-from mlora.run.micro_batches import MicroBatches
 from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Room
@@ -215,7 +214,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
                 if waited > 20:
                     break
             for slot, members in task_table.members().items():
-                batch = MicroBatches(task_table, engine).next_batch(Group(slot, members, iteration))
+                batch = task_table.next_batch(Group(slot, members, iteration))
                 assert batch[0] is members[0]  # the first always goes on: nobody starves
                 for one in batch:
                     one.progress.step += 1
