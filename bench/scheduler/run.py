@@ -68,7 +68,7 @@ class TurnRun:
         with ExitStack() as unless_made:
             unless_made.push(self._stack)
             self._prepared = self._prepare(config, limit)
-            folder = RunFolder(config.output_dir)
+            folder = self._prepared.table.folder
             metrics = self._stack.enter_context(folder.take())
             folder.write_config(config)
             self._queue = self._stack.enter_context(TaskQueue(folder.queue))
@@ -76,7 +76,7 @@ class TurnRun:
             self._prepared.decisions.begin(self._queue, 0)
             writer = CheckpointWriter(folder.checkpoints, 1, metrics.sync)
             self._stack.enter_context(writer)
-            self._loop = TrainingLoop(self._prepared, folder, metrics, Reporter(), writer)
+            self._loop = TrainingLoop(self._prepared, metrics, writer)
             self._time(folder)
             unless_made.pop_all()
         self._caught: list[int] = []
@@ -91,7 +91,7 @@ class TurnRun:
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
         memory = limit_memory(config, engine)
         table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Reporter(), memory)
-        decisions = Decisions(config, engine, table, Reporter())
+        decisions = Decisions(config, table)
         watch = Stopwatch()
         watch.begin()
         if memory is not None and limit is not None:

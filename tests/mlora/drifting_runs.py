@@ -185,7 +185,7 @@ class _Run:
         memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, words=WORDS)
         parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
         self.task_table, self.memory, self.engine = TaskTable(*parts), memory, engine
-        self.decisions = Decisions(self.config, engine, self.task_table, self.told)  # type: ignore[arg-type]
+        self.decisions = Decisions(self.config, self.task_table)  # type: ignore[arg-type]
         if checkpoint is None:
             self.decisions.start()
         else:

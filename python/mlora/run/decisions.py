@@ -6,12 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlora.config.run_config import RunConfig
-from mlora.engine.engine import Engine
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.report import Reporter
 from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import state_file
 from mlora.run.task_table import TaskTable
@@ -20,9 +18,6 @@ from mlora.scheduler.memory_need import sum_of
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
-
-if TYPE_CHECKING:
-    from mlora.sweep.trials import Sweep
 
 
 class Decisions:
@@ -40,17 +35,9 @@ class Decisions:
         taken: the number of the last request that was taken.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        table: TaskTable,
-        reporter: Reporter,
-        sweep: Sweep | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, table: TaskTable) -> None:
         self.taken = 0
-        self._config, self._engine, self._table, self._reporter = config, engine, table, reporter
-        self._memory, self._sweep = table.memory, sweep
+        self._config, self._table, self._memory, self._sweep = config, table, table.memory, table.sweep
         self._placement = PLACEMENTS[config.scheduler.placement]
         self._queue: TaskQueue | None = None
         self._publisher: StatusPublisher | None = None
@@ -121,7 +108,7 @@ class Decisions:
         self._queue, self._again, self._decided = queue, dict(entries or {}), iteration
         queue.changed()
         self._asked |= bool(queue.requests(self.taken))
-        self._publisher = StatusPublisher(queue, self._engine, self._table, self._reporter.warn)
+        self._publisher = StatusPublisher(queue, self._table)
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:
@@ -226,7 +213,7 @@ class Decisions:
             return _admission_of(again["admission"])
         if self._memory:
             self._memory.estimate.adopt()
-        fixed = self._table.admission.slots if self._engine.replicas > 1 else {}
+        fixed = self._table.admission.slots if self._table.engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
         room = self._memory.room() if self._memory else Room()
         bounds: Bounds = self._memory.estimate.activations if self._memory else lambda lengths, among: ()
@@ -248,7 +235,7 @@ class Decisions:
             one = self._table.candidate(task)
             if not (self._memory.fits(one) or self._memory.fits_barely(one)):
                 self._beyond.add(task.name)
-                self._reporter.warn(
+                self._table.reporter.warn(
                     f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(one)}"
                 )
 

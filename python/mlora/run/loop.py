@@ -20,12 +20,11 @@ from mlora.engine.batcher import BatchFuture
 from mlora.errors import RunError, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
-from mlora.files.run_folder import Metrics, RunFolder, read_metrics
+from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
 from mlora.run.prepare import Prepared, fingerprints
-from mlora.run.report import Reporter
 from mlora.run.stages import less_memory
 from mlora.run.task_states import compare, read_best, write_best
 from mlora.sweep.outcome import write_outcome
@@ -67,26 +66,15 @@ class TrainingLoop:
     iterations, never on timing.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        folder: RunFolder,
-        metrics: Metrics,
-        reporter: Reporter,
-        writer: CheckpointWriter,
-    ) -> None:
-        self._run = prepared
+    def __init__(self, prepared: Prepared, metrics: Metrics, writer: CheckpointWriter) -> None:
+        self._run, self._metrics, self._writer = prepared, metrics, writer
         self._table, self._decisions = prepared.table, prepared.decisions
-        self._engine = prepared.engine
-        self._folder = folder
-        self._metrics = metrics
-        self._reporter = reporter
-        self._writer = writer
+        self._engine, self._folder, self._reporter = prepared.engine, self._table.folder, self._table.reporter
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
-        self._states = StateFiles(folder.states, folder.checkpoints)
+        self._states = StateFiles(self._folder.states, self._folder.checkpoints)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""

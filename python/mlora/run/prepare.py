@@ -97,7 +97,7 @@ def prepare(
             memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
             table = TaskTable(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
-            decisions = Decisions(config, engine, table, reporter, sweep)
+            decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:

@@ -90,7 +90,7 @@ def train(
         folder.write_config(prepared.config)
         with TaskQueue(folder.queue) as queue:
             prepared.decisions.begin(queue, prepared.iteration)
-            return _run(prepared, folder, metrics, reporter, member, trace=trace)
+            return _run(prepared, metrics, member, trace=trace)
 
 
 def _read(config: RunConfig | Path | str) -> RunConfig:
@@ -177,7 +177,7 @@ def _go_on(folder: RunFolder, metrics: Metrics, reporter: Reporter, member: Memb
                 folder.write_config(prepared.config)
             metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
-            return _run(prepared, folder, metrics, reporter, member)
+            return _run(prepared, metrics, member)
 
 
 def _came(
@@ -245,21 +245,13 @@ def _more_trials(folder: RunFolder) -> bool:
         return sum(1 for _ in trials_begun(queue)) < sweep.count
 
 
-def _run(
-    prepared: Prepared,
-    folder: RunFolder,
-    metrics: Metrics,
-    reporter: Reporter,
-    member: Member | None,
-    *,
-    trace: bool = False,
-) -> RunResult:
+def _run(prepared: Prepared, metrics: Metrics, member: Member | None, *, trace: bool = False) -> RunResult:
+    folder, reporter, engine = prepared.table.folder, prepared.table.reporter, prepared.engine
     writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
-    loop = TrainingLoop(prepared, folder, metrics, reporter, writer)
+    loop = TrainingLoop(prepared, metrics, writer)
     if member:
         member.put_right = reporter.close
     reporter.start(prepared.table.tasks)
-    engine = prepared.engine
     if not engine.alone:
         times = f"{engine.replicas} pipelines of " if engine.replicas > 1 else ""
         blocks = ", ".join(map(str, engine.blocks))

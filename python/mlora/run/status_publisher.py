@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.task_table import TaskTable
@@ -18,14 +17,12 @@ EVERY = 5.0  # seconds between two publications, at least
 class StatusPublisher:
     """Publishes changes in the run's queue; no decision of the run depends on it.
 
-    Predictions ask only fits that exist already. `warn` is called once if the queue cannot be written;
-    nothing more is published then.
+    Predictions ask only fits that exist already. If the queue cannot be written, a warning says so once, and
+    nothing more is published.
     """
 
-    def __init__(
-        self, queue: TaskQueue, engine: Engine, table: TaskTable, warn: Callable[[str], None]
-    ) -> None:
-        self._queue, self._engine, self._table, self._warn = queue, engine, table, warn
+    def __init__(self, queue: TaskQueue, table: TaskTable) -> None:
+        self._queue, self._table = queue, table
         self._next, self._failed = 0.0, False
         self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -38,7 +35,9 @@ class StatusPublisher:
             if shown != self._shown:
                 self._queue.show(*shown)
         except RunError as error:
-            self._warn(f"{error}; `mlora status` does not show who waits, nor memory, any more")
+            self._table.reporter.warn(
+                f"{error}; `mlora status` does not show who waits, nor memory, any more"
+            )
             self._failed = True
             return
         self._shown = shown
@@ -77,6 +76,6 @@ class StatusPublisher:
                 "base_bytes": memory.base[fullest],
                 "reserved_bytes": memory.reserved,
                 "predicted_bytes": int(used[fullest]),
-                "peak_bytes": self._engine.peak_memory,
+                "peak_bytes": self._table.engine.peak_memory,
             }
         }

@@ -53,10 +53,10 @@ class TaskTable:
         self.tasks, self.refused = list(tasks), dict(refused)
         self.unfit: dict[str, str] = {}
         self.unfit_then: Mapping[str, str] | None = None
-        self.memory, self._sweep = memory, sweep
+        self.memory, self.sweep = memory, sweep
         self._task_memory = TaskMemory(memory.adapters) if memory else None
         self.admission: Admission = NOBODY
-        self._engine, self._builder, self._reporter, self._folder = engine, builder, reporter, folder
+        self.engine, self._builder, self.reporter, self.folder = engine, builder, reporter, folder
         self._waited: list[str] = []
         self._left: list[str] = []
 
@@ -70,7 +70,7 @@ class TaskTable:
 
     def admitted(self) -> list[Task]:
         """Returns the tasks that are on the engine."""
-        on_engine = set(self._engine.adapters)
+        on_engine = set(self.engine.adapters)
         return [task for task in self.tasks if task.name in on_engine]
 
     def waiting(self) -> list[Task]:
@@ -79,7 +79,7 @@ class TaskTable:
 
     def aside(self) -> list[Task]:
         """Returns the tasks that have begun and are not on the engine; a file holds the state of each."""
-        on_engine = set(self._engine.adapters)
+        on_engine = set(self.engine.adapters)
         return [task for task in self.alive() if task.progress.batches and task.name not in on_engine]
 
     def members(self) -> dict[int, list[Task]]:
@@ -104,7 +104,7 @@ class TaskTable:
         running = self.running()
         if self.memory is None or not running:
             return running
-        begun = set(self._engine.adapters)
+        begun = set(self.engine.adapters)
         fits, fits_barely = self.memory.fits, self.memory.fits_barely
         found = [t for t in running if t.progress.batches or t.name in begun or fits(self.candidate(t))]
         if found:
@@ -125,7 +125,7 @@ class TaskTable:
         names = [task.name for task in left]
         if left and names != self._left:
             why = self.memory.no_room([self.candidate(task) for task in left])
-            self._reporter.warn(f"{some(names)}: {why}: mlora resume {self._folder.path}")
+            self.reporter.warn(f"{some(names)}: {why}: mlora resume {self.folder.path}")
         self._left = names
 
     def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
@@ -178,15 +178,15 @@ class TaskTable:
         if request.kind == "submit":
             self._add(request.task, request.content)
         elif task is None or not task.alive:
-            self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
+            self.reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
             self._end(task, "cancelled", "")
         elif request.kind == "pause" and task.progress.state == "running":
             task.progress.state = "paused"
-            self._reporter.changed(task)
+            self.reporter.changed(task)
         elif request.kind == "unpause" and task.progress.state == "paused":
             task.progress.state = "running"
-            self._reporter.changed(task)
+            self.reporter.changed(task)
 
     def accept(self, proposal: Proposal) -> None:
         """Carries out a proposal of the sweep: prunes a trial or begins the next one."""
@@ -200,45 +200,45 @@ class TaskTable:
         """Adds a submitted task or a trial, or refuses it."""
         task, told = None, len(self._builder.warnings)
         if self.named(name) is not None or name in self.refused:
-            self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
+            self.reporter.warn(f"{name}: submitted again under a name that is taken; left out")
         else:
             try:
                 task = self._builder.build(*submitted(name, content))
             except RunError as error:
                 self._refuse(name, str(error))
-        if self._sweep and "trial" in content:
-            self._reporter.note(f"{name}: {self._sweep.begun(content['trial'], task)}")
+        if self.sweep and "trial" in content:
+            self.reporter.note(f"{name}: {self.sweep.begun(content['trial'], task)}")
         if task is None:
             return
         for line in self._builder.warnings[told:]:
-            self._reporter.warn(line)
+            self.reporter.warn(line)
         self.tasks.append(task)
         self.look_at([task])
         if task in self.tasks:
-            self._reporter.joined(task, self.tasks)
+            self.reporter.joined(task, self.tasks)
 
     def _refuse(self, name: str, message: str) -> None:
         self.tasks = [task for task in self.tasks if task.name != name]
         self.refused[name] = message
-        if self._sweep:
-            self._sweep.taken_off(name)
-        self._reporter.fault(f"{name}: refused: {message}")
+        if self.sweep:
+            self.sweep.taken_off(name)
+        self.reporter.fault(f"{name}: refused: {message}")
 
     def _end(self, task: Task, state: State, message: str) -> None:
-        if task.name in self._engine.adapters:
-            self._engine.remove_adapter(task.name)
+        if task.name in self.engine.adapters:
+            self.engine.remove_adapter(task.name)
         task.progress.state, task.progress.message = state, message
-        if self._sweep:
-            self._sweep.taken_off(task.name, pruned=state == "pruned")
-        self._reporter.changed(task)
+        if self.sweep:
+            self.sweep.taken_off(task.name, pruned=state == "pruned")
+        self.reporter.changed(task)
 
     def carry_out(self, admission: Admission) -> list[Task]:
         """Sets tasks aside and puts admitted ones on the engine; returns those that are new there."""
         for task in self.admitted():
             if task.name not in admission.slots:
-                set_aside(self._engine, task, self._folder.states)
+                set_aside(self.engine, task, self.folder.states)
         self.admission = admission
-        on_engine = set(self._engine.adapters)
+        on_engine = set(self.engine.adapters)
         new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
         self._tell_who_waits()
         return [task for task in new if self._put_on(task)]
@@ -248,25 +248,25 @@ class TaskTable:
         if waiting != self._waited:
             went_on = [name for name in self._waited if name in self.admission.slots]
             self._waited = waiting
-            self._reporter.waits(waiting, went_on)
+            self.reporter.waits(waiting, went_on)
 
     def restore(self, admission: Admission, adapters: Mapping[str, Any]) -> None:
         """Puts admitted tasks back on the engine, with their states from a checkpoint."""
         self.admission = admission
         for task in self.alive():
-            check_best_file(task, self._folder.states)
+            check_best_file(task, self.folder.states)
             if task.name in admission.slots:
                 if task.name not in adapters:
                     raise RunError(
                         f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
                     )
-                restore_adapter(self._engine, task, admission.slots[task.name], adapters[task.name])
+                restore_adapter(self.engine, task, admission.slots[task.name], adapters[task.name])
         self._tell_who_waits()
 
     def _put_on(self, task: Task) -> bool:
         begins = not task.progress.batches
         try:
-            bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
+            bring_back(self.engine, task, self.admission.slots[task.name], self.folder.states)
         except ValueError as error:
             if begins:
                 self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
@@ -278,8 +278,8 @@ class TaskTable:
                 raise
             raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
         if begins and task.lora:
-            for line in lora_warnings(self._engine.registry, task.name, task.lora):
-                self._reporter.warn(line)
+            for line in lora_warnings(self.engine.registry, task.name, task.lora):
+                self.reporter.warn(line)
         return True
 
     def next_batch(self, group: Group) -> list[Task]:
@@ -325,5 +325,5 @@ class TaskTable:
             sizes = list(map(max, sizes, needs))
         held = self.memory.room().held
         foreseen = [size * min(most, admission.count) for size, most in zip(sizes, held, strict=True)]
-        after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
-        self.memory.took([task.name for task in here], foreseen, self._engine.peak_memory, after)
+        after = self.engine.memory_after if self.engine.idle else ()  # else stages hold other micro-batches
+        self.memory.took([task.name for task in here], foreseen, self.engine.peak_memory, after)

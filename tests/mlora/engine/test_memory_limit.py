@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from mlora.engine.memory_limit import MIB, Candidate, MemoryLimit
 from mlora.memory.estimate import DryRun
-from mlora.run.report import Reporter
 from mlora.run.status_publisher import StatusPublisher
 from mlora.scheduler import Admission, MemoryEstimate
 
@@ -65,7 +64,6 @@ def test_what_is_published_samples_nothing() -> None:
     estimate = MemoryEstimate("+".join, dry_run)
     shown: list[Any] = []
     queue: Any = SimpleNamespace(show=lambda *views: shown.append(views))
-    engine: Any = SimpleNamespace(peak_memory=0)
     tasks: Any = [
         SimpleNamespace(name=name, usual_lengths=[6], progress=SimpleNamespace(state="running"))
         for name in "ab"
@@ -75,8 +73,9 @@ def test_what_is_published_samples_nothing() -> None:
         admission=Admission({"a": 0}, 1, (1.0,)),
         alive=lambda: tasks,
         members=lambda: {0: tasks[:1]},
+        engine=SimpleNamespace(peak_memory=0),
     )
-    publisher = StatusPublisher(queue, engine, table, Reporter().warn)
+    publisher = StatusPublisher(queue, table)
     publisher.show(now=True)
     assert not runs
     assert {view["batch_bytes"] for view in shown[-1][0].values()} == {0}

@@ -68,7 +68,7 @@ class FakeMemory:
     """A limit of `FREE`; each task says what its states take."""
 
     def __init__(self) -> None:
-        self.estimate, self.base, self.reserved = Estimate(), [0], 0
+        self.estimate, self.base, self.reserved, self.limit = Estimate(), [0], 0, FREE
         self.adapters, self.fresh = self, True
         self._takes: dict[str, int] = {}
 
@@ -184,7 +184,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
         Reporter(),
         FakeMemory(),  # type: ignore[arg-type]
     )
-    decisions = Decisions(config, engine, task_table, Reporter())  # type: ignore[arg-type]
+    decisions = Decisions(config, task_table)  # type: ignore[arg-type]
     with patch.context() as patched:
         patched.setattr("mlora.planning.task_memory.read_config", lambda _: None)
         patched.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
