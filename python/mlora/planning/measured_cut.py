@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mlora.cluster.device import kind_of
 from mlora.cluster.world import World
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import StageOptions
 from mlora.memory.process_memory import free_memory
-from mlora.planning.partition import Table, fastest, partition, table_of
+from mlora.planning.partition import Table, fastest, partition
 from mlora.planning.profile_stage import profile_base
 from mlora.tasks.groups import held_by
 
@@ -46,7 +48,7 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
 
 def _tables(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[Table]:
     """Returns one table per stage: the slowest replica's."""
-    measured = [(entry["kind"], table_of(entry["table"])) for entry in found]
+    measured = [(entry["kind"], TypeAdapter(Table).validate_python(entry["table"])) for entry in found]
     # differences between devices of one kind are noise
     least = {kind: fastest([table for other, table in measured if other == kind]) for kind, _ in measured}
     tables = [least[kind] for kind, _ in measured]

@@ -5,10 +5,9 @@ Pure data: costs are measured elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,6 @@ class Table:
     def parts(self, first: int, last: int, is_first: bool, is_last: bool) -> list[Cost]:
         """Returns the parts of a stage with the blocks `first` to `last - 1`."""
         return [*[self.embedding] * is_first, *self.blocks[first:last], *[self.head] * is_last]
-
-
-def table_of(entry: Mapping[str, Any]) -> Table:
-    """Rebuilds a table from what `dataclasses.asdict` made of it."""
-    embedding, head = Cost(**entry["embedding"]), Cost(**entry["head"])
-    return Table(embedding, tuple(Cost(**block) for block in entry["blocks"]), head)
 
 
 def fastest(tables: Sequence[Table]) -> Table:
