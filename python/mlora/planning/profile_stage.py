@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,14 +174,11 @@ class _Profile:
         kept = _Kept(self.base.model)
         with self.base.packed():
             for repeat in range(self._repeats + 1):
-                with self._routed():
+                counting = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
+                with self._routed(), counting if repeat == 0 else nullcontext():
                     self._wait()
                     begin = time.perf_counter()
-                    if repeat == 0:
-                        with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
-                            output = forward()
-                    else:
-                        output = forward()
+                    output = forward()
                 backward(output)
                 self._wait()
                 seconds.append(time.perf_counter() - begin)

@@ -81,7 +81,7 @@ def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
 
 
 def complete_over_stages(
-    engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int = GENERATION_ROWS
+    engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int
 ) -> list[tuple[int, ...]]:
     """Completes prompts greedily over several stages; each token computes the whole sequences anew.
 

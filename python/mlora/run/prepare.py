@@ -105,16 +105,15 @@ def prepare(
                             f"{task.name}: its data changed since the checkpoint; train anew with --overwrite"
                         )
                 decisions.restore(checkpoint)
-                unless_prepared.pop_all()
-                iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-                return Prepared(config, base, engine, table, decisions, iteration, seconds)
-            if memory:
-                reporter.note("scheduler.memory_limit: looking at what adapters need")
-            decisions.start(entry)
+            else:
+                if memory:
+                    reporter.note("scheduler.memory_limit: looking at what adapters need")
+                decisions.start(entry)
         if not table.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
-    return Prepared(config, base, engine, table, decisions, loaded=loaded)
+    iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:

@@ -82,7 +82,7 @@ def some(names: Sequence[str], most: int = 6) -> str:
 
 
 class PlainLines(Reporter):
-    """Prints one line for each event. Steps are printed every ``logging_steps`` of their task."""
+    """Prints one line for each event, warnings and faults to `err`; steps every ``logging_steps``."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -98,7 +98,6 @@ class PlainLines(Reporter):
                 self.note(f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}")
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Prints a step if it is due."""
         self._pace.add(task.name, record["tokens"], record["seconds"])
         interval = task.every(task.config.logging_steps)
         if interval and record["step"] % interval == 0:
@@ -110,7 +109,6 @@ class PlainLines(Reporter):
             )
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Prints an evaluation."""
         exact = record.get("eval_exact_match")
         more = "" if exact is None else f" exact match {exact:.1%}"
         self.note(
@@ -123,7 +121,6 @@ class PlainLines(Reporter):
         self.start([task])
 
     def changed(self, task: Task) -> None:
-        """Prints that a task ended, was paused or was unpaused."""
         progress = task.progress
         if progress.state == "stopped":
             self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
@@ -142,13 +139,10 @@ class PlainLines(Reporter):
             self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
 
     def note(self, line: str) -> None:
-        """Prints a line."""
         print(line, file=self._out, flush=True)
 
     def warn(self, line: str) -> None:
-        """Prints a warning to ``err``."""
         print(f"warning: {line}", file=self._err, flush=True)
 
     def fault(self, line: str) -> None:
-        """Prints a fault to ``err``."""
         print(f"error: {line}", file=self._err, flush=True)
