@@ -13,8 +13,7 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import state_file
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit
-from mlora.scheduler.memory_need import sum_of
+from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task

@@ -2,9 +2,8 @@
 
 from mlora.memory.estimate import MemoryEstimate
 from mlora.memory.memory_model import MemoryModel, PeakModel
-from mlora.scheduler.admission import NOBODY, Admission, Bounds, admit, next_batch
-from mlora.scheduler.memory_need import MemoryNeed, Room
-from mlora.scheduler.policy import ORDERS, PLACEMENTS, Order, Placement, token_balanced
+from mlora.scheduler.admission import NOBODY, Admission, Bounds, Room, admit, next_batch, sum_of, within
+from mlora.scheduler.policy import ORDERS, PLACEMENTS, MemoryNeed, Order, Placement, token_balanced
 
 __all__ = [
     "NOBODY",
@@ -21,5 +20,7 @@ __all__ = [
     "Room",
     "admit",
     "next_batch",
+    "sum_of",
     "token_balanced",
+    "within",
 ]

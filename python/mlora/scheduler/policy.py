@@ -1,4 +1,4 @@
-"""Replaceable policies: which task comes first, and which tasks share a slot.
+"""What the scheduler knows of a task, and replaceable policies: who comes first, and who shares a slot.
 
 A policy is a function. `mlora.scheduler.admission` keeps the memory limit, whatever a policy says.
 """
@@ -6,8 +6,38 @@ A policy is a function. `mlora.scheduler.admission` keeps the memory limit, what
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from mlora.scheduler.memory_need import MemoryNeed
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a task asks for. Sequence lengths are in rows, sizes in bytes.
+
+    Each stage of a pipeline is a memory of its own, such as a device.
+
+    Args:
+        name: of the task.
+        priority: a higher one goes first.
+        arrival: a number that grows from task to task in the order in which they come.
+        work: rows still to train.
+        states: bytes at each stage while the task is admitted: weights, optimizer moments, kept gradients.
+        usual: sequence lengths of a usual micro-batch.
+        largest: sequence lengths of the largest micro-batch still to come.
+    """
+
+    name: str
+    priority: int
+    arrival: int
+    work: float
+    states: tuple[int, ...]
+    usual: tuple[int, ...]
+    largest: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a usual micro-batch."""
+        return sum(self.usual)
+
 
 Order = Callable[[MemoryNeed], tuple[float, ...]]
 """Returns what tasks are sorted by; the smallest comes first. A task's unique arrival should end it."""

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, Room, admit, next_batch
-from mlora.scheduler.memory_need import within
+from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, Room, admit, next_batch, within
 
 
 class PerRow:
