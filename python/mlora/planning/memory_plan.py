@@ -21,21 +21,14 @@ class TaskPlan:
 
     Attributes:
         priority: a higher one goes first.
-        states: bytes at each stage while the task is admitted.
-        largest: bytes of its largest micro-batch at each stage.
+        peak: the most bytes at each stage beyond the base model: of its states and its largest micro-batch.
         verdict: `runs`, `waits`, or why it never fits.
     """
 
     name: str
     priority: int
-    states: tuple[int, ...]
-    largest: tuple[int, ...]
+    peak: tuple[int, ...]
     verdict: str
-
-    @property
-    def peak(self) -> tuple[int, ...]:
-        """The most bytes at each stage beyond the base model."""
-        return tuple(a + b for a, b in zip(self.states, self.largest, strict=True))
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,8 @@ def memory_plan(
     admitted = admit(fitting, room, slot_count(config), order, placement, bounds).slots
     plans = []
     for need in needs:
-        largest = tuple(adapters.estimate.predict({need.name: need.largest}, [need.name]))
+        largest = adapters.estimate.predict({need.name: need.largest}, [need.name])
+        peak = tuple(map(sum, zip(need.states, largest, strict=True)))
         verdict = never.get(need.name) or ("runs" if need.name in admitted else "waits")
-        plans.append(TaskPlan(need.name, need.priority, need.states, largest, verdict))
+        plans.append(TaskPlan(need.name, need.priority, peak, verdict))
     return MemoryPlan(tuple(base), tuple(plans), limit)

@@ -148,17 +148,14 @@ def _check_size(size: int, config: RunConfig) -> None:
 
 def facts(config: RunConfig) -> dict[str, Any]:
     """Returns the facts in which all processes of a pipeline must agree."""
-    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    values = config.model_dump(mode="json", exclude=LOCAL)
     base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
     base.pop("_name_or_path", None)  # the model's folder may differ between machines
-    weights = digest(config.base_model)
     return {
         "mlora": version("mlora-ext"),
-        **versions,
-        "config": values,
+        **{name: version(name) for name in ("torch", "transformers", "peft")},
+        "config": config.model_dump(mode="json", exclude=LOCAL),
         "base_model": base,
-        "base_model weights": weights,
+        "base_model weights": digest(config.base_model),
     }
 
 
