@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -30,7 +30,7 @@ from mlora.run.task_states import compare, read_best, write_best
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
-from mlora.tasks.task import State, Task
+from mlora.tasks.task import Task
 
 
 @contextmanager
@@ -191,7 +191,7 @@ class TrainingLoop:
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
             if task.progress.state == "running" and task.progress.step >= task.total_steps:
-                self._finish_task(task, "")
+                self._end(task, "finished", "")
         self._rounds.ended(group)
         self._run.iteration = max(self._run.iteration, group.iteration)
         self._decisions.show()
@@ -200,7 +200,7 @@ class TrainingLoop:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
-            self._stop_task(task, f"the loss of step {progress.step + 1} is not a number")
+            self._end(task, "stopped", f"the loss of step {progress.step + 1} is not a number")
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
@@ -215,7 +215,7 @@ class TrainingLoop:
         progress = task.progress
         result = self._engine.optim_step(task.name)
         if not result.finite and not result.skipped:
-            self._stop_task(task, f"the gradient of step {progress.step + 1} is not a number")
+            self._end(task, "stopped", f"the gradient of step {progress.step + 1} is not a number")
             return False
         now = time.monotonic()
         seconds, self._last_step[task.name] = now - self._last_step[task.name], now
@@ -255,7 +255,7 @@ class TrainingLoop:
         losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
-                self._stop_task(task, f"the eval_loss after step {task.progress.step} is not a number")
+                self._end(task, "stopped", f"the eval_loss after step {task.progress.step} is not a number")
         tasks = [task for task in tasks if task.progress.state == "running"]
         asked = [
             task
@@ -299,29 +299,22 @@ class TrainingLoop:
         if patience is None or rule is None or progress.worse < patience:
             return
         if progress.step < task.total_steps:
-            self._finish_task(task, f"stopped early: {rule.metric} did not improve in {patience} evaluations")
+            self._end(
+                task, "finished", f"stopped early: {rule.metric} did not improve in {patience} evaluations"
+            )
 
-    def _finish_task(self, task: Task, message: str) -> None:
-        self._save(task)
-        self._end_task(task, "finished", message)
-
-    def _stop_task(self, task: Task, message: str) -> None:
-        """Ends a task that failed. Its best weights are saved if it keeps them."""
-        task.progress.state = "stopped"
-        if task.kept_step is not None:
-            self._save(task)
+    def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
+        """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
+        failed, folder = state == "stopped", self._folder.adapters / task.name
+        if failed and task.kept_step is not None:
             message += f"; saved as it was at step {task.kept_step}, the best"
-        self._end_task(task, "stopped", message)
-
-    def _save(self, task: Task) -> None:
-        folder = self._folder.adapters / task.name
-        try:
-            self._engine.save(task.name, folder, read_best(task, self._folder.states))
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
-            raise RunError(f"{folder}: cannot be saved: {reason}") from error
-
-    def _end_task(self, task: Task, state: State, message: str) -> None:
+        if not failed or task.kept_step is not None:
+            try:
+                weights = read_best(task, self._folder.states, in_doubt=failed)
+                self._engine.save(task.name, folder, weights)
+            except (OSError, SafetensorError) as error:
+                reason = getattr(error, "strerror", None) or first_line(error)
+                raise RunError(f"{folder}: cannot be saved: {reason}") from error
         self._engine.remove_adapter(task.name)
         task.progress.state, task.progress.message = state, message
         self._reporter.changed(task)

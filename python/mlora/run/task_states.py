@@ -101,12 +101,12 @@ def write_best(engine: Engine, task: Task, folder: Path) -> None:
     write_state(_best_path(task, folder), {**stamp, "weights": engine.weights(task.name)})
 
 
-def read_best(task: Task, folder: Path) -> dict[str, Tensor] | None:
+def read_best(task: Task, folder: Path, *, in_doubt: bool) -> dict[str, Tensor] | None:
     """Returns the weights that a task ends with; None = those on the engine.
 
-    A stopped task ends with the weights of its file, if it has one: those on the engine are in doubt.
+    If those on the engine are `in_doubt`, the weights of the file count, if there is one.
     """
-    if task.kept_step is None or (task.alive and task.kept_step == task.progress.step):
+    if task.kept_step is None or (task.kept_step == task.progress.step and not in_doubt):
         return None
     what = f"the best weights of {task.name}, of step {task.kept_step}"
     stamp = {"task": task.name, "step": task.kept_step}
