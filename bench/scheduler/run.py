@@ -17,7 +17,7 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, limit_memory, make_engine
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.tasks.task import Task, TaskBuilder
 
@@ -68,7 +68,7 @@ class TurnRun:
         with ExitStack() as unless_made:
             unless_made.push(self._stack)
             self._prepared = self._prepare(config, limit)
-            folder = RunFolder(config.output_dir)
+            folder = self._prepared.table.folder
             metrics = self._stack.enter_context(folder.take())
             folder.write_config(config)
             self._queue = self._stack.enter_context(TaskQueue(folder.queue))
@@ -76,7 +76,7 @@ class TurnRun:
             self._prepared.decisions.begin(self._queue, 0)
             writer = CheckpointWriter(folder.checkpoints, 1, metrics.sync)
             self._stack.enter_context(writer)
-            self._loop = TrainingLoop(self._prepared, folder, metrics, Silent(), writer)
+            self._loop = TrainingLoop(self._prepared, metrics, writer)
             self._time(folder)
             unless_made.pop_all()
         self._caught: list[int] = []
@@ -90,8 +90,8 @@ class TurnRun:
         tasks = [builder.build(adapter) for adapter in config.adapters]
         engine = self._stack.enter_context(make_engine(config, tasks, None, 0))
         memory = limit_memory(config, engine)
-        table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Silent(), memory)
-        decisions = Decisions(config, engine, table, Silent())
+        table = TaskTable(engine, builder, tasks, {}, RunFolder(config.output_dir), Reporter(), memory)
+        decisions = Decisions(config, table)
         watch = Stopwatch()
         watch.begin()
         if memory is not None and limit is not None:
@@ -103,7 +103,7 @@ class TurnRun:
 
     def _time(self, folder: RunFolder) -> None:
         decisions, engine, rounds = self._prepared.decisions, self._prepared.engine, self._loop._rounds
-        batches = self._loop._micro_batches
+        batches = self._prepared.table
         owners = {"asked": decisions, "next": rounds, "ended": rounds}
         for name in EACH:
             self.stopwatch.time(owners.get(name, batches), name)

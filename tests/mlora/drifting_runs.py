@@ -19,7 +19,6 @@ from mlora.memory.estimate import DryRun
 from mlora.planning.task_memory import WORDS
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
-from mlora.run.micro_batches import MicroBatches
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.groups import Group
@@ -186,7 +185,7 @@ class _Run:
         memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, words=WORDS)
         parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
         self.task_table, self.memory, self.engine = TaskTable(*parts), memory, engine
-        self.decisions = Decisions(self.config, engine, self.task_table, self.told)  # type: ignore[arg-type]
+        self.decisions = Decisions(self.config, self.task_table)  # type: ignore[arg-type]
         if checkpoint is None:
             self.decisions.start()
         else:
@@ -211,16 +210,15 @@ class _Run:
         return bool(self.task_table.members())
 
     def _iterate(self) -> None:
-        micro_batches = MicroBatches(self.task_table, self.engine)  # type: ignore[arg-type]
         for slot, members in self.task_table.members().items():
-            chosen = micro_batches.next_batch(Group(slot, members, self.iteration))
+            chosen = self.task_table.next_batch(Group(slot, members, self.iteration))
             new = [task for task in chosen if not task.progress.batches]
             self.outcome.tried += any(not self.memory.fits(self.task_table.candidate(task)) for task in new)
-            micro_batches.worth_measuring(chosen)
+            self.task_table.worth_measuring(chosen)
             used = self.engine.train(sum(task.next_lengths()[0] for task in chosen))
             if new:
                 self.outcome.beginnings.append(used / self.limit)
-            micro_batches.passed([])
+            self.task_table.passed([])
             for task in chosen:
                 self._step(task)
         self.iteration += 1
@@ -240,10 +238,10 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
         config=SimpleNamespace(priority=priority, init_from=None, best_rule=None),
         lora=None,
         optim=None,
-        kept=None,
         eval_data=None,
         data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
         usual_lengths=lengths,
+        kept_step=None,
         plan=BatchPlan(1, 1, 1, False, 0),
         total_steps=steps,
         progress=Progress(),

@@ -20,7 +20,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.memory.estimate import DryRun
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import resume
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.task import Task
@@ -101,7 +101,7 @@ def submission(data: dict[str, Any], folder: Path, name: str, **fields: Any) -> 
 When = int | tuple[str, int]
 
 
-class Watching(Silent):
+class Watching(Reporter):
     """Notes which adapter stepped when, and does things.
 
     Args:

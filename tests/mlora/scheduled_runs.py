@@ -126,7 +126,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         if came or admission is None or estimate.stale:
             estimate.adopt()
             needs = [task.need(tasks.index(task)) for task in waiting]
-            admission = admit(needs, room, 1, order, placement, estimate)
+            admission = admit(needs, room, 1, order, placement, estimate.activations)
         iteration += 1
         if not waiting:
             continue
@@ -134,7 +134,7 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
         among = list(admission.slots)
         assert among, "nobody was admitted though each fits alone"
         lengths = {name: here[name].batches[here[name].taken] for name in among}
-        chosen = next_batch(lengths, admission.budget, estimate.as_adopted, among)
+        chosen = next_batch(lengths, admission.budget, estimate.as_adopted.activations, among)
         together = [length for name in chosen for length in lengths[name]]
         kind = max(kinds[name] for name in among)
         phases = truth.of(kind, together)

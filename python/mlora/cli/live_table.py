@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlora.run.report import Pace
+from mlora.run.report import Pace, Reporter
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _cut(name: str, head: int, width: int) -> str:
     return f"{name[:head]}…{name[len(name) - max(width - head - 1, 0) :]}"
 
 
-class LiveTable:
+class LiveTable(Reporter):
     """A table of the adapters that is redrawn while the run goes on.
 
     If the terminal has too few lines, adapters in training come first, and the last line counts the hidden

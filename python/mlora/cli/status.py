@@ -14,7 +14,7 @@ from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.files.run_folder import RunFolder, is_running, read_metrics
-from mlora.queue.known_tasks import ENDED, KnownTask, known_tasks
+from mlora.queue.requests import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.sweep.ranking import SweepProgress, sweep_progress
 from mlora.tasks.result import AdapterResult

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mlora.data.packing import BASE
 from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
-from mlora.scheduler.memory_need import sum_of
+from mlora.scheduler import sum_of
 
 T = TypeVar("T")
 STAND_IN = "stand-in"  # the adapter whose memory is asked about where the base model is alone

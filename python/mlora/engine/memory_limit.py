@@ -19,17 +19,13 @@ from typing import Any
 
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.errors import MemoryLimitError
-from mlora.scheduler import Room
-from mlora.scheduler.memory_need import sum_of
+from mlora.scheduler import Bounds, Room, sum_of
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
 _LEAST_RESERVED = 32 * MIB  # the same after training has begun and the base is known
 _WARM = 8  # micro-batches after which training has begun
 _TOLD = 8 * MIB  # growth of the base that is worth a new decision
-
-Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
-"""Bounds a micro-batch's bytes at each stage, as `MemoryEstimate.activations`."""
 
 
 @dataclass(frozen=True)

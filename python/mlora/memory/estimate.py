@@ -110,7 +110,7 @@ class MemoryEstimate:
         self._keys: dict[tuple[str, ...], str] = {}
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
-        """Returns an upper bound on a micro-batch's bytes at each stage; see `mlora.scheduler.Estimate`.
+        """Returns an upper bound on a micro-batch's bytes at each stage; see `mlora.scheduler.Bounds`.
 
         Runs a new mixture dry first. The bound is infinite if nothing is known.
 
@@ -279,7 +279,7 @@ class MemoryEstimate:
 
 
 class Adopted:
-    """The bounds of a `MemoryEstimate` as adopted last; see `mlora.scheduler.Estimate`."""
+    """The bounds of a `MemoryEstimate` as adopted last; see `mlora.scheduler.Bounds`."""
 
     def __init__(self, estimate: MemoryEstimate) -> None:
         self._estimate = estimate

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mlora.cluster.device import kind_of
 from mlora.cluster.world import World
 from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import StageOptions
 from mlora.memory.process_memory import free_memory
-from mlora.planning.partition import Table, fastest, partition, table_of
+from mlora.planning.partition import Table, fastest, partition
 from mlora.planning.profile_stage import profile_base
 from mlora.tasks.groups import held_by
 
@@ -41,16 +43,20 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
         cut = partition(_tables(found, config.pipeline), _limits(found, config.pipeline), held_by(config))
     except ValueError as error:
         raise ValueError(f"{error}; name pipeline.partition to try one all the same") from error
-    return [last - first for first, last in cut.blocks]
+    return [last - first for first, last in cut]
 
 
 def _tables(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[Table]:
     """Returns one table per stage: the slowest replica's."""
-    measured = [(entry["kind"], table_of(entry["table"])) for entry in found]
+    measured = [(entry["kind"], TypeAdapter(Table).validate_python(entry["table"])) for entry in found]
     # differences between devices of one kind are noise
     least = {kind: fastest([table for other, table in measured if other == kind]) for kind, _ in measured}
     tables = [least[kind] for kind, _ in measured]
-    return [max(tables[stage :: pipeline.stages], key=_seconds) for stage in range(pipeline.stages)]
+
+    def seconds(table: Table) -> float:
+        return sum(block.seconds for block in table.blocks)
+
+    return [max(tables[stage :: pipeline.stages], key=seconds) for stage in range(pipeline.stages)]
 
 
 def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> list[int | None]:
@@ -61,7 +67,3 @@ def _limits(found: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> lis
     shares = [None if f is None else f // sharing[place] for f, place in zip(free, places, strict=True)]
     stages = [shares[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     return [min((share for share in stage if share is not None), default=None) for stage in stages]
-
-
-def _seconds(table: Table) -> float:
-    return sum(block.seconds for block in table.blocks)

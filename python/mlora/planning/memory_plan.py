@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from mlora.config.run_config import RunConfig
 from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.memory_limit import Candidate, MemoryLimit, in_units
+from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
-from mlora.planning.memory_needs import memory_need
 from mlora.planning.task_memory import WORDS, TaskMemory
-from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
+from mlora.scheduler import ORDERS, PLACEMENTS, Room, admit
 from mlora.tasks.groups import held_batches, slot_count
 from mlora.tasks.task import Task
 
@@ -22,21 +21,14 @@ class TaskPlan:
 
     Attributes:
         priority: a higher one goes first.
-        states: bytes at each stage while the task is admitted.
-        largest: bytes of its largest micro-batch at each stage.
+        peak: the most bytes at each stage beyond the base model: of its states and its largest micro-batch.
         verdict: `runs`, `waits`, or why it never fits.
     """
 
     name: str
     priority: int
-    states: tuple[int, ...]
-    largest: tuple[int, ...]
+    peak: tuple[int, ...]
     verdict: str
-
-    @property
-    def peak(self) -> tuple[int, ...]:
-        """The most bytes at each stage beyond the base model."""
-        return tuple(a + b for a, b in zip(self.states, self.largest, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,41 +87,24 @@ def memory_plan(
     known = TaskMemory(adapters)
     for task in tasks:
         known.know(task)
-    limit, room, never = config.scheduler.limit_bytes, Room(), {}
+    limit, room, never = config.scheduler.limit_bytes, Room(), dict[str, str]()
     if limit is not None:
         memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), words=WORDS)
-        never = _never(memory, [known.candidate(task) for task in tasks])
+        for task in tasks:
+            try:
+                memory.check(known.candidate(task))
+            except MemoryLimitError as error:
+                never[task.name] = str(error)
         room = memory.room()
-    fitting = [task for task in tasks if task.name not in never]
-    admitted = _admission(config, fitting, known, adapters, room).slots
+    needs = [known.need(task, place) for place, task in enumerate(tasks)]
+    fitting = [need for need in needs if need.name not in never]
+    order, placement = ORDERS[config.scheduler.policy], PLACEMENTS[config.scheduler.placement]
+    bounds = adapters.estimate.activations
+    admitted = admit(fitting, room, slot_count(config), order, placement, bounds).slots
     plans = []
-    for task in tasks:
-        largest = known.largest(task)
-        needed = adapters.estimate.predict({task.name: largest}, [task.name])
-        verdict = never.get(task.name) or ("runs" if task.name in admitted else "waits")
-        states = adapters.admitted(task.name)
-        plans.append(TaskPlan(task.name, task.config.priority, states, tuple(needed), verdict))
+    for need in needs:
+        largest = adapters.estimate.predict({need.name: need.largest}, [need.name])
+        peak = tuple(map(sum, zip(need.states, largest, strict=True)))
+        verdict = never.get(need.name) or ("runs" if need.name in admitted else "waits")
+        plans.append(TaskPlan(need.name, need.priority, peak, verdict))
     return MemoryPlan(tuple(base), tuple(plans), limit)
-
-
-def _never(memory: MemoryLimit, candidates: Sequence[Candidate]) -> dict[str, str]:
-    """Returns why tasks never fit, by name: those that a run refuses before its first step."""
-    found = {}
-    for one in candidates:
-        try:
-            memory.check(one)
-        except MemoryLimitError as error:
-            found[one.name] = str(error)
-    return found
-
-
-def _admission(
-    config: RunConfig, tasks: Sequence[Task], known: TaskMemory, adapters: AdapterMemory, room: Room
-) -> Admission:
-    needs = [
-        memory_need(task, place, adapters.admitted(task.name), known.largest(task))
-        for place, task in enumerate(tasks)
-    ]
-    scheduler = config.scheduler
-    order, placement = ORDERS[scheduler.policy], PLACEMENTS[scheduler.placement]
-    return admit(needs, room, slot_count(config), order, placement, adapters.estimate)

@@ -5,10 +5,9 @@ Pure data: costs are measured elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,6 @@ class Table:
         return [*[self.embedding] * is_first, *self.blocks[first:last], *[self.head] * is_last]
 
 
-def table_of(entry: Mapping[str, Any]) -> Table:
-    """Rebuilds a table from what `dataclasses.asdict` made of it."""
-    embedding, head = Cost(**entry["embedding"]), Cost(**entry["head"])
-    return Table(embedding, tuple(Cost(**block) for block in entry["blocks"]), head)
-
-
 def fastest(tables: Sequence[Table]) -> Table:
     """Merges equal devices' tables of one model: keeps each part's fastest measurement, which drops noise."""
 
@@ -63,26 +56,11 @@ def fastest(tables: Sequence[Table]) -> Table:
     )
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A partition of a model's blocks.
-
-    Attributes:
-        blocks: `(first, last)` of each stage: its blocks are `first` to `last - 1`.
-        seconds: of each stage for one micro-batch.
-        memory: bytes of each stage.
-    """
-
-    blocks: tuple[tuple[int, int], ...]
-    seconds: tuple[float, ...]
-    memory: tuple[int, ...]
+Blocks = tuple[tuple[int, int], ...]
+"""`(first, last)` of each stage: its blocks are `first` to `last - 1`."""
 
 
-def partition(
-    tables: Sequence[Table],
-    limits: Sequence[int | None] | None = None,
-    in_flight: Sequence[int] | None = None,
-) -> Partition:
+def partition(tables: Sequence[Table], limits: Sequence[int | None], in_flight: Sequence[int]) -> Blocks:
     """Cuts a model's blocks into contiguous, non-empty runs, one per stage.
 
     Minimises the largest `seconds` of a stage; among equal ones the sum of squares, which spreads the rest
@@ -92,21 +70,14 @@ def partition(
     Args:
         tables: one per stage, as measured on its device; all of the same model.
         limits: bytes that each stage may take; None = any.
-        in_flight: micro-batches whose activations each stage holds at once; default 1.
+        in_flight: micro-batches whose activations each stage holds at once.
 
     Raises:
-        ValueError: if no partition stays within the limits (the message says what the closest one needs),
-            there are fewer blocks than stages, or the arguments do not fit together.
+        ValueError: if no partition stays within the limits (the message says what the closest one needs), or
+            there are fewer blocks than stages.
     """
-    stages, count = len(tables), len(tables[0].blocks) if tables else 0
-    bounds = [None] * stages if limits is None else list(limits)
-    held = [1] * stages if in_flight is None else list(in_flight)
-    for name, given in (("limits", bounds), ("in_flight", held)):
-        if len(given) != stages:
-            raise ValueError(f"{name}: expected one per stage ({stages}), got {len(given)}")
-    if any(len(table.blocks) != count for table in tables):
-        raise ValueError(f"tables: expected {count} blocks in each, got {[len(t.blocks) for t in tables]}")
-    if not 1 <= stages <= count:
+    stages, count = len(tables), len(tables[0].blocks)
+    if stages > count:
         raise ValueError(f"stages: expected 1 to {count}, the number of blocks, got {stages}")
 
     def parts(stage: int, first: int, last: int) -> list[Cost]:
@@ -117,10 +88,10 @@ def partition(
 
     def memory(stage: int, first: int, last: int) -> int:
         own = parts(stage, first, last)
-        return sum(part.weight_bytes + held[stage] * part.activation_bytes for part in own)
+        return sum(part.weight_bytes + in_flight[stage] * part.activation_bytes for part in own)
 
     def excess(stage: int, first: int, last: int) -> float:
-        limit = bounds[stage]
+        limit = limits[stage]
         return -inf if limit is None else memory(stage, first, last) - limit
 
     def allowed(stage: int, first: int, last: int) -> float:
@@ -129,18 +100,13 @@ def partition(
     slowest, _ = _best(stages, count, allowed, max)
     if slowest == inf:
         _, tightest = _best(stages, count, excess, max)
-        raise ValueError(_does_not_fit(tightest, memory, bounds))
+        raise ValueError(_does_not_fit(tightest, memory, limits))
 
     def square(stage: int, first: int, last: int) -> float:
         time = allowed(stage, first, last)
         return time * time if time <= slowest else inf
 
-    _, blocks = _best(stages, count, square, lambda a, b: a + b)
-    return Partition(
-        blocks,
-        tuple(seconds(stage, *run) for stage, run in enumerate(blocks)),
-        tuple(memory(stage, *run) for stage, run in enumerate(blocks)),
-    )
+    return _best(stages, count, square, lambda a, b: a + b)[1]
 
 
 def _best(
@@ -148,9 +114,9 @@ def _best(
     count: int,
     cost: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
-) -> tuple[float, tuple[tuple[int, int], ...]]:
+) -> tuple[float, Blocks]:
     """Returns the partition of least cost; `best[j]` is that of the first j blocks over the stages so far."""
-    best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {
+    best: dict[int, tuple[float, Blocks]] = {
         last: (cost(0, 0, last), ((0, last),)) for last in range(1, count - stages + 2)
     }
     for stage in range(1, stages):
@@ -166,19 +132,15 @@ def _best(
 
 
 def _does_not_fit(
-    blocks: Sequence[tuple[int, int]],
-    memory: Callable[[int, int, int], int],
-    limits: Sequence[int | None],
+    blocks: Blocks, memory: Callable[[int, int, int], int], limits: Sequence[int | None]
 ) -> str:
+    """Says what the stage needs that is the furthest beyond its limit."""
     needs = [
-        (memory(stage, *run), limit) for stage, (run, limit) in enumerate(zip(blocks, limits, strict=True))
+        (memory(stage, *run), limit, stage, run)
+        for stage, (run, limit) in enumerate(zip(blocks, limits, strict=True))
+        if limit is not None
     ]
-    stage = max(
-        (stage for stage, (_, limit) in enumerate(needs) if limit is not None),
-        key=lambda stage: needs[stage][0] - (needs[stage][1] or 0),
-    )
-    (first, last), (need, limit) = blocks[stage], needs[stage]
-    assert limit is not None
+    need, limit, stage, (first, last) = max(needs, key=lambda each: each[0] - each[1])
     return (
         f"memory: no partition of {blocks[-1][1]} blocks over {len(blocks)} stages fits; in the one that is "
         f"the least beyond its limits, stage {stage} with blocks {first} to {last - 1} needs "

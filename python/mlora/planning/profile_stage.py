@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,21 +171,26 @@ class _Profile:
     ) -> tuple[float, int]:
         """Returns the seconds of forward and backward, and the bytes that forward keeps for backward."""
         seconds = []
-        kept = _Kept(self.base.model)
+        own = {p.untyped_storage().data_ptr() for p in self.base.model.parameters() if not p.is_meta}
+        kept: dict[int, int] = {}  # bytes of what is saved for backward, by place
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept.setdefault(storage.data_ptr(), storage.nbytes())
+            return tensor
+
         with self.base.packed():
             for repeat in range(self._repeats + 1):
-                with self._routed():
+                counting = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+                with self._routed(), counting if repeat == 0 else nullcontext():
                     self._wait()
                     begin = time.perf_counter()
-                    if repeat == 0:
-                        with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
-                            output = forward()
-                    else:
-                        output = forward()
+                    output = forward()
                 backward(output)
                 self._wait()
                 seconds.append(time.perf_counter() - begin)
-        return min(seconds[1:]), kept.bytes
+        return min(seconds[1:]), sum(kept.values())
 
     def _routed(self) -> AbstractContextManager[None]:
         steps = [0] * len(self._names)
@@ -214,18 +219,3 @@ class _Profile:
     def _drop(self, modules: list[nn.Module]) -> None:
         for module in modules:
             module._apply(lambda tensor: torch.empty_like(tensor, device="meta"))
-
-
-class _Kept:
-    """Counts the bytes of tensors that are saved for backward, without the model's own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
-        self.bytes = 0
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in self._seen:
-            self._seen.add(place)
-            self.bytes += tensor.untyped_storage().nbytes()
-        return tensor

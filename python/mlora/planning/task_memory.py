@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mlora.data.record import sequence_lengths
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import Candidate, Words
-from mlora.planning.memory_needs import largest_lengths, with_batches_of
+from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
 from mlora_ext.nn.interop.peft_folder import read_config
 
+MOST_LOOKED_AT = 20_000  # micro-batches of a task
 WORDS = Words("scheduler.memory_limit", "per_device_train_batch_size")
 """How a run's messages call what a user can change."""
 
@@ -29,21 +32,61 @@ class TaskMemory:
         samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
         self._adapters.know(task.name, lora, task.optim, max(sequence_lengths(samples)))
 
-    def largest(self, task: Task) -> list[int]:
-        """Returns the sequence lengths of a task's largest micro-batch; `know` has to come first."""
-        if task.name in self._largest:
-            return self._largest[task.name]
-        size = partial(self._adapters.size, task.name)
-        found = largest_lengths(task, size)
-        if size(found):  # 0 while nothing is known yet
-            self._largest[task.name] = found
-        return found
+    def need(self, task: Task, arrival: int) -> MemoryNeed:
+        """Returns the scheduler's view of a known task; see `memory_need`."""
+        return memory_need(task, arrival, self._adapters.admitted(task.name), self.candidate(task).largest)
 
     def candidate(self, task: Task) -> Candidate:
-        """Returns a task as an engine's memory limit sees it."""
+        """Returns a known task as an engine's memory limit sees it."""
         size = partial(self._adapters.size, task.name)
+        largest = self._largest.get(task.name)
+        if largest is None:
+            largest = largest_lengths(task, size)
+            if size(largest):  # 0 while nothing is known yet
+                self._largest[task.name] = largest
         return Candidate(
-            task.name,
-            self.largest(task),
-            lambda count: largest_lengths(with_batches_of(task, count), size),
+            task.name, largest, lambda count: largest_lengths(with_batches_of(task, count), size)
         )
+
+
+def memory_need(
+    task: Task, arrival: int, states: Sequence[int] = (), largest: Sequence[int] = ()
+) -> MemoryNeed:
+    """Returns the scheduler's view of a task; `arrival` is its index in the order in which tasks came.
+
+    Its last steps count as full. Without a memory limit nobody reads `states` (bytes at each stage) and
+    `largest`.
+    """
+    usual = tuple(task.usual_lengths)
+    batches = (task.total_steps - task.progress.step) * task.plan.accumulation
+    work = float(sum(usual) * max(batches, 0))
+    return MemoryNeed(task.name, task.config.priority, arrival, work, tuple(states), usual, tuple(largest))
+
+
+def with_batches_of(task: Task, count: int) -> Task:
+    """Returns a task with another ``per_device_train_batch_size``; only its lengths are of use."""
+    plan = replace(task.plan, batch_size=count)
+    config = task.config
+    total = config.max_steps if config.max_steps > 0 else plan.steps_of(config.num_train_epochs)
+    return replace(task, plan=plan, total_steps=total)
+
+
+def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[int]:
+    """Returns the sequence lengths of the largest micro-batch of a task's whole run, by `size`.
+
+    Memory grows only with rows and squares of rows, so the micro-batches with the most of either are
+    compared. A task with more than `MOST_LOOKED_AT` micro-batches gets its longest samples, which none
+    exceeds. An evaluation can be cut down to single samples, so its longest sample counts.
+    """
+    samples = sorted(task.data.samples, key=lambda sample: -sample.rows)
+    count = task.plan.batch_size
+    if task.plan.shuffle:
+        count = min(count, len(samples))
+    found = [sequence_lengths((samples * -(-count // len(samples)))[:count])]
+    batches = task.total_steps * task.plan.accumulation
+    if batches <= MOST_LOOKED_AT and samples[0].rows != samples[-1].rows:
+        every = [task.lengths_of(batch) for batch in range(batches)]
+        found = [max(every, key=sum), max(every, key=lambda own: sum(length * length for length in own))]
+    if task.eval_data is not None:
+        found.append(sequence_lengths([max(task.eval_data.samples, key=lambda sample: sample.rows)]))
+    return max(found, key=size)

@@ -2,61 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlora.config.run_config import RunConfig
-from mlora.engine.engine import Engine
-from mlora.queue.status_publisher import StatusPublisher
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.journal import Journal, journal_key
-from mlora.run.report import Reporter
+from mlora.run.status_publisher import StatusPublisher
+from mlora.run.task_states import state_file
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
-from mlora.scheduler.memory_need import sum_of
+from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
-
-if TYPE_CHECKING:
-    from mlora.sweep.trials import Sweep
 
 
 class Decisions:
     """Takes requests of users and trials of the sweep, and decides which tasks are admitted.
 
-    Decisions are made at iteration boundaries, where no batch is under way. The journal records each
-    decision before it is carried out. A run that resumes from a checkpoint repeats the decisions that were
-    journaled after it.
+    Decisions are made at iteration boundaries, where no batch is under way. The journal in the run's queue
+    records each decision before it is carried out. A run that resumes from a checkpoint repeats the decisions
+    that were journaled after it.
+
+    The journal has one entry for each iteration, and a checkpoint holds the decisions up to its iteration. So
+    a second decision at a boundary, or one right after a checkpoint, is recorded ``at_once``: under the next
+    iteration, in which no task takes part.
 
     Attributes:
         taken: the number of the last request that was taken.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        table: TaskTable,
-        reporter: Reporter,
-        sweep: Sweep | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, table: TaskTable) -> None:
         self.taken = 0
-        self._config, self._engine, self._table, self._reporter = config, engine, table, reporter
-        self._memory, self._sweep = table.memory, sweep
+        self._config, self._table, self._memory, self._sweep = config, table, table.memory, table.sweep
         self._placement = PLACEMENTS[config.scheduler.placement]
-        self._journal: Journal | None = None
+        self._queue: TaskQueue | None = None
         self._publisher: StatusPublisher | None = None
+        self._again: dict[int, Mapping[str, Any]] = {}  # entries to repeat
+        self._decided = 0  # the last iteration that a checkpoint holds, or under which a decision is recorded
         self._asked = False
         self._beyond: set[str] = set()
 
     def start(self, entry: Mapping[str, Any] | None = None) -> None:
         """Admits the first tasks, as the journaled decision `entry` says if there is one."""
-        self._table.look_at(self._table.alive(), None if entry is None else entry["unfit"])
-        if entry is not None:
-            self._remember(entry)
-        self._table.carry_out(self._admission() if entry is None else _admission_of(entry["admission"]))
+        self._table.unfit_then = entry["unfit"] if entry else None
+        self._table.look_at(self._table.alive())
+        self._table.carry_out(self._admission(entry))
 
     def _remember(self, state: Mapping[str, Any]) -> None:
         """Restores what was learned about memory, if the run has a limit and had one then."""
@@ -64,15 +57,14 @@ class Decisions:
             self._memory.load_state(state["memory"])
 
     def state(self, iteration: int) -> dict[str, Any]:
-        """Returns the decisions' part of a checkpoint, as plain values, and tells the journal of it."""
-        if self._journal is not None:
-            self._journal.saved(iteration)
+        """Returns the decisions' part of a checkpoint, as plain values; the journal holds later ones."""
+        self._decided = max(self._decided, iteration)
         return {
-            **self._decided(self._table.admission),
+            **self._values(self._table.admission),
             "memory": self._memory.state() if self._memory else None,
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
-            "kept": {task.name: task.kept for task in self._table.alive() if task.kept is not None},
+            "kept": {task.name: state_file(task) for task in self._table.aside()},
             "sweep": self._sweep.state() if self._sweep else None,
         }
 
@@ -97,12 +89,11 @@ class Decisions:
         admission = replace(admission, slots=slots)
         if state["slots"] != slot_count(self._config):  # the pipeline has changed
             admitted = [task for task in self._table.running() if task.name in admission.slots]
-            slots = self._placement.place(self._table.needs(admitted), slot_count(self._config), {})
+            slots = self._placement(self._table.needs(admitted), slot_count(self._config), {})
             admission = replace(admission, slots=slots, count=len(set(slots.values())))
         if other:  # valid until the next decision, which is due at once
             admission = replace(admission, budget=self._budget(admission))
-            self._sample(admission)
-        self._table.restore(admission, state["kept"], checkpoint["adapters"])
+        self._table.restore(admission, checkpoint["adapters"])
 
     def begin(
         self, queue: TaskQueue, iteration: int, entries: Mapping[int, Mapping[str, Any]] | None = None
@@ -113,28 +104,28 @@ class Decisions:
         """
         if entries is None:
             queue.write_entry(iteration, self._entry(self._table.admission) | {"at_once": False})
-        self._journal = Journal(queue, iteration, entries or {})
+        self._queue, self._again, self._decided = queue, dict(entries or {}), iteration
+        queue.changed()
         self._asked |= bool(queue.requests(self.taken))
-        limit = self._config.scheduler.limit_bytes
-        self._publisher = StatusPublisher(queue, self._engine, self._memory, limit, self._reporter.warn)
+        self._publisher = StatusPublisher(queue, self._table)
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:
         """Publishes changes for `mlora status`, at most every few seconds unless `now`."""
         if self._publisher is not None:
-            self._publisher.show(self._table.alive(), self._table.admission, now=now)
+            self._publisher.show(now=now)
 
     @property
     def stops(self) -> list[int]:
         """Iterations at which journaled decisions are repeated."""
-        return self._journal.stops if self._journal else []
+        return list(self._again)
 
     def asked(self) -> bool:
         """Whether there may be something to decide; takes microseconds."""
-        if self._journal is not None:
-            self._asked |= self._journal.queue.changed()
+        if self._queue is not None:
+            self._asked |= self._queue.changed()
         self._asked |= self._stale()
-        return self._wanted() and not self.stops
+        return self._wanted() and not self._again
 
     def _wanted(self) -> bool:
         return self._asked or (self._sweep is not None and self._sweep.due())
@@ -157,57 +148,54 @@ class Decisions:
         return self.minds_ends() and not running.issuperset(self._table.admission.slots)
 
     def due(self, iteration: int) -> int | None:
-        """Returns the iteration to record a decision under, or None if none is due; see `Journal`."""
-        assert self._journal is not None
-        return self._journal.due(iteration, wanted=self._wanted() or self.unsettled())
+        """Returns the iteration to record a decision under at a boundary, or None if none is due.
+
+        As long as journaled decisions are left to repeat, only these are due.
+        """
+        if self._again:
+            following = self._again.get(iteration + 1)
+            at_once = iteration not in self._again and following is not None and following["at_once"]
+            return iteration + at_once if iteration in self._again or at_once else None
+        return iteration + (iteration == self._decided) if self._wanted() or self.unsettled() else None
 
     def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
         """Takes requests, decides which tasks are admitted, and returns those that are new on the engine.
 
         `iteration` comes from `due`; `at_once` says that it is one more than all groups have made.
         """
-        assert self._journal is not None
-        self._asked = False
-        again = self._journal.take(iteration)
-        unfit = again["unfit"] if again else None
+        assert self._queue is not None
+        self._asked, self._decided = False, iteration
+        again = self._again.pop(iteration, None)
+        self._table.unfit_then = again["unfit"] if again else None
         behind = self._sweep.judge() if self._sweep else []
-        requests = self._journal.queue.requests(self.taken)
-        for request in requests:
+        for request in self._queue.requests(self.taken):
             if again is None or request.number <= again["taken"]:
                 self.taken = request.number
-                self._table.take(request, unfit)
+                self._table.take(request)
+            else:
+                self._asked = True
+        proposals: Iterable[Proposal] = ()
+        if again is not None:
+            proposals = [Proposal(**values) for values in again["proposals"]]
+        elif self._sweep:
+            proposals = self._sweep.proposals(behind)
+        proposed = []
+        for proposal in proposals:  # each may depend on the one before
+            self._table.accept(proposal)
+            proposed.append(asdict(proposal))
+        admission = self._admission(again)
         if again is None:
-            proposals = self._proposals(behind)
-            if self._memory:
-                self._memory.estimate.adopt()
-            admission = self._admission()
-            entry = {**self._entry(admission), "proposals": [asdict(proposal) for proposal in proposals]}
-            self._journal.write(iteration, entry, at_once=at_once)
-        else:
-            for proposal in again["proposals"]:
-                self._table.accept(Proposal(**proposal), unfit)
-            for task in [task for task in self._table.running() if task.name in again["unfit"]]:
-                self._table.unfits(task, again["unfit"][task.name])
-            self._remember(again)
-            self._asked = any(request.number > self.taken for request in requests)
-            admission = _admission_of(again["admission"])
+            entry = {**self._entry(admission), "proposals": proposed, "at_once": at_once}
+            self._queue.write_entry(iteration, entry)
         new = self._table.carry_out(admission)
         self.show()
         return new
 
-    def _proposals(self, behind: list[str]) -> list[Proposal]:
-        """Accepts the sweep's proposals one by one: each may depend on the one before."""
-        proposals = []
-        for proposal in self._sweep.proposals(behind) if self._sweep else ():
-            self._table.accept(proposal, None)
-            proposals.append(proposal)
-        return proposals
-
     def _entry(self, admission: Admission) -> dict[str, Any]:
         """Returns the journal's entry of a decision."""
-        return {**self._decided(admission), "memory": self._memory.entry() if self._memory else None}
+        return {**self._values(admission), "memory": self._memory.entry() if self._memory else None}
 
-    def _decided(self, admission: Admission) -> dict[str, Any]:
+    def _values(self, admission: Admission) -> dict[str, Any]:
         return {
             "of": journal_key(self._config),
             "taken": self.taken,
@@ -215,13 +203,21 @@ class Decisions:
             "unfit": self._table.unfit,
         }
 
-    def _admission(self) -> Admission:
-        fixed = self._table.admission.slots if self._engine.replicas > 1 else {}
+    def _admission(self, again: Mapping[str, Any] | None) -> Admission:
+        """Returns who is admitted, as the journaled decision `again` says if there is one."""
+        if again is not None:
+            for task in [task for task in self._table.running() if task.name in again["unfit"]]:
+                self._table.unfits(task, again["unfit"][task.name])
+            self._remember(again)
+            return _admission_of(again["admission"])
+        if self._memory:
+            self._memory.estimate.adopt()
+        fixed = self._table.admission.slots if self._table.engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
-        slots = slot_count(self._config)
-        room, estimate = (self._memory.room(), self._memory.estimate) if self._memory else (Room(), NO_LIMIT)
+        room = self._memory.room() if self._memory else Room()
+        bounds: Bounds = self._memory.estimate.activations if self._memory else lambda lengths, among: ()
         needs = self._table.needs(self._table.candidates())
-        found = admit(needs, room, slots, order, self._placement, estimate, fixed)
+        found = admit(needs, room, slot_count(self._config), order, self._placement, bounds, fixed)
         self._warn_beyond(found)
         return found
 
@@ -230,42 +226,52 @@ class Decisions:
 
         Either the limit was lowered or the process takes more memory than before.
         """
-        for task in self._table.running() if len(admission.slots) == 1 else ():
-            if task.name not in admission.slots or self._memory is None:
+        if self._memory is None:
+            return
+        for task in self._table.running():
+            if [task.name] != list(admission.slots) or task.name in self._beyond:
                 continue
             one = self._table.candidate(task)
-            if self._memory.fits(one) or self._memory.fits_barely(one):
-                continue
-            if task.name not in self._beyond:
+            if not (self._memory.fits(one) or self._memory.fits_barely(one)):
                 self._beyond.add(task.name)
-                self._reporter.warn(
+                self._table.reporter.warn(
                     f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(one)}"
                 )
 
-    def _sample(self, admission: Admission) -> None:
-        """Has the estimate learn the mixture of admitted tasks; until the next decision nothing else does."""
-        if self._memory is None:
-            return
-        names = list(admission.slots)
-        for task in [task for task in self._table.running() if task.name in names]:
-            self._memory.estimate.activations({task.name: task.usual_lengths}, names)
-
     def _budget(self, admission: Admission) -> tuple[float, ...]:
-        """Returns the bytes on each stage that a micro-batch of the admitted tasks may use."""
+        """Returns the bytes on each stage that a micro-batch of the admitted tasks may use.
+
+        Has the estimate learn their mixture: until the next decision nothing else does.
+        """
         if self._memory is None:
             return ()
-        states = [self._memory.adapters.admitted(name) for name in admission.slots]
-        room = self._memory.room()
+        names, room = list(admission.slots), self._memory.room()
+        for task in self._table.running():
+            if task.name in names:
+                self._memory.estimate.activations({task.name: task.usual_lengths}, names)
+        states = [self._memory.adapters.admitted(name) for name in names]
         return room.budget(sum_of(states, len(room.held)), admission.count)
-
-
-class _NoLimit:
-    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
-        return (0.0,)
-
-
-NO_LIMIT = _NoLimit()
 
 
 def _admission_of(values: Mapping[str, Any]) -> Admission:
     return Admission(dict(values["slots"]), values["count"], tuple(values["budget"]))
+
+
+def journaled(queue: TaskQueue, config: RunConfig, after: int) -> dict[int, dict[str, Any]]:
+    """Returns the entries after a checkpoint (-1 = none); forgets them if `journal_key` has changed."""
+    entries = queue.entries(after)
+    if all(entry["of"] == journal_key(config) for entry in entries.values()):
+        return entries
+    queue.forget_entries(after)
+    return {}
+
+
+def journal_key(config: RunConfig) -> str:
+    """Returns a hash of all that decisions depend on, except tasks that come later.
+
+    Journaled decisions are repeated only if it is the same.
+    """
+    adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
+    sweep = config.sweep.model_dump(exclude={"places", "trials"}) if config.sweep else None
+    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters, sweep]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -22,34 +20,12 @@ if TYPE_CHECKING:
 GENERATION_ROWS = 64
 
 
-@dataclass(frozen=True)
-class EvalLoss:
-    """Held-out loss.
-
-    Attributes:
-        loss: the objective's, over its units: the trained tokens of the evaluation set for cross-entropy.
-        tokens: trained tokens of the evaluation set.
-        metrics: the objective's own.
-    """
-
-    loss: float
-    tokens: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def finite(self) -> bool:
-        """Whether the loss is a number."""
-        return math.isfinite(self.loss)
-
-
 Fits = Callable[[Mapping[str, Sequence[int]]], bool]
 """Whether memory holds a micro-batch, given the sequence lengths of each task."""
 
 
-def evaluate_losses(
-    engine: Engine, tasks: Sequence[Task], fits: Fits = lambda lengths: True
-) -> dict[str, EvalLoss]:
-    """Evaluates tasks on their ``eval_data``, one micro-batch of each at a time, as far as memory allows.
+def evaluate_losses(engine: Engine, tasks: Sequence[Task], fits: Fits) -> dict[str, BatchResult]:
+    """Returns sums over tasks' ``eval_data``, one micro-batch of each at a time, as far as memory allows.
 
     `fits` is for training; an evaluation needs less.
     """
@@ -58,10 +34,7 @@ def evaluate_losses(
     for results in engine.evaluate_each(batches):
         for name, result in results.items():
             sums[name] = sums[name].plus(result)
-    return {
-        name: EvalLoss(found.loss_sum / found.units, found.tokens, found.mean_metrics())
-        for name, found in sums.items()
-    }
+    return sums
 
 
 def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample]]]:
@@ -108,7 +81,7 @@ def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
 
 
 def complete_over_stages(
-    engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int = GENERATION_ROWS
+    engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int
 ) -> list[tuple[int, ...]]:
     """Completes prompts greedily over several stages; each token computes the whole sequences anew.
 
@@ -133,10 +106,7 @@ def complete_over_stages(
 
 
 def exact_matches(
-    engine: Engine,
-    tasks: Sequence[Task],
-    tokenizer: PreTrainedTokenizerBase,
-    fits: Fits = lambda lengths: True,
+    engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, fits: Fits
 ) -> Mapping[str, float]:
     """Returns the share (0 to 1) of prompts that greedy generation completes exactly, by task name.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -20,19 +20,17 @@ from mlora.engine.batcher import BatchFuture
 from mlora.errors import RunError, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
-from mlora.files.run_folder import Metrics, RunFolder, read_metrics
-from mlora.files.state_files import StateFiles, files_named
+from mlora.files.run_folder import Metrics, read_metrics
+from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.pipeline import PipelineError
-from mlora.run.best import BestWeights
 from mlora.run.evaluation import evaluate_losses, exact_matches
-from mlora.run.micro_batches import MicroBatches
 from mlora.run.prepare import Prepared, fingerprints
-from mlora.run.report import Reporter
 from mlora.run.stages import less_memory
+from mlora.run.task_states import compare, read_best, write_best
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
-from mlora.tasks.task import State, Task
+from mlora.tasks.task import Task
 
 
 @contextmanager
@@ -68,28 +66,15 @@ class TrainingLoop:
     iterations, never on timing.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        folder: RunFolder,
-        metrics: Metrics,
-        reporter: Reporter,
-        writer: CheckpointWriter,
-    ) -> None:
-        self._run = prepared
+    def __init__(self, prepared: Prepared, metrics: Metrics, writer: CheckpointWriter) -> None:
+        self._run, self._metrics, self._writer = prepared, metrics, writer
         self._table, self._decisions = prepared.table, prepared.decisions
-        self._engine = prepared.engine
-        self._micro_batches = MicroBatches(prepared.table, prepared.engine)
-        self._folder = folder
-        self._metrics = metrics
-        self._reporter = reporter
-        self._writer = writer
+        self._engine, self._folder, self._reporter = prepared.engine, self._table.folder, self._table.reporter
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
-        self._states = StateFiles(folder.states, folder.checkpoints)
-        self._best = BestWeights(prepared.engine, folder.states, self._states)
+        self._states = StateFiles(self._folder.states, self._folder.checkpoints)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
@@ -135,12 +120,10 @@ class TrainingLoop:
         """Whether a task other than a trial was refused or stopped, or no trial of a sweep finished."""
         states: dict[str, str] = {task.name: task.progress.state for task in self._table.tasks}
         states |= dict.fromkeys(self._table.refused, "refused")
-        trials = {name: states.pop(name) for name in list(states) if self._is_trial(name)}
+        names = filter(is_trial, list(states)) if self._run.config.sweep else ()
+        trials = {name: states.pop(name) for name in names}
         failed = not {"refused", "stopped"}.isdisjoint(states.values())
         return failed or (bool(trials) and "finished" not in trials.values())
-
-    def _is_trial(self, name: str) -> bool:
-        return self._run.config.sweep is not None and is_trial(name)
 
     def _write_summary(self, status: Status, caught: int | None = None) -> RunResult:
         done = {task.name: adapter_result(task) for task in self._table.tasks}
@@ -193,22 +176,22 @@ class TrainingLoop:
         return iteration
 
     def _start(self, group: Group) -> BatchFuture:
-        running = group.batched = self._micro_batches.next_batch(group)
+        running = group.batched = self._table.next_batch(group)
         batches = {
             task.name: [task.data.samples[row] for row in task.plan.batch(task.progress.batches)]
             for task in running
         }
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
-        return self._engine.start(batches, ends=ends, measure=self._micro_batches.worth_measuring(running))
+        return self._engine.start(batches, ends=ends, measure=self._table.worth_measuring(running))
 
     def _finish(self, group: Group, future: BatchFuture) -> None:
         results = self._engine.finish(future)
-        self._micro_batches.passed(future.measured)
+        self._table.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
             if task.progress.state == "running" and task.progress.step >= task.total_steps:
-                self._finish_task(task, "")
+                self._end(task, "finished", "")
         self._rounds.ended(group)
         self._run.iteration = max(self._run.iteration, group.iteration)
         self._decisions.show()
@@ -217,7 +200,7 @@ class TrainingLoop:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
-            self._stop_task(task, f"the loss of step {progress.step + 1} is not a number")
+            self._end(task, "stopped", f"the loss of step {progress.step + 1} is not a number")
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
@@ -232,7 +215,7 @@ class TrainingLoop:
         progress = task.progress
         result = self._engine.optim_step(task.name)
         if not result.finite and not result.skipped:
-            self._stop_task(task, f"the gradient of step {progress.step + 1} is not a number")
+            self._end(task, "stopped", f"the gradient of step {progress.step + 1} is not a number")
             return False
         now = time.monotonic()
         seconds, self._last_step[task.name] = now - self._last_step[task.name], now
@@ -269,65 +252,69 @@ class TrainingLoop:
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
-        losses = evaluate_losses(self._engine, tasks, self._micro_batches.fits)
+        losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
-                self._stop_task(task, f"the eval_loss after step {task.progress.step} is not a number")
+                self._end(task, "stopped", f"the eval_loss after step {task.progress.step} is not a number")
         tasks = [task for task in tasks if task.progress.state == "running"]
-        exact = self._exact_matches([task for task in tasks if task.config.eval_exact_match])
+        asked = [
+            task
+            for task in tasks
+            if task.config.eval_exact_match
+            and (task.progress.step in (0, task.total_steps) or task.config.best_rule is not None)
+        ]
+        exact: Mapping[str, float] = {}
+        if asked:
+            tokenizer = self._run.base.tokenizer()
+            exact = exact_matches(self._engine, asked, tokenizer, self._table.fits)
         for task in tasks:
-            entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": losses[task.name].loss}
+            found = losses[task.name]
+            entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}
             if task.name in exact:
                 entry["eval_exact_match"] = exact[task.name]
             task.progress.evaluations.append(entry)
-            record = {"adapter": task.name, **entry, "eval_tokens": losses[task.name].tokens}
-            record |= {f"eval_{name}": value for name, value in losses[task.name].metrics.items()}
+            record = {"adapter": task.name, **entry, "eval_tokens": found.tokens}
+            record |= {f"eval_{name}": value for name, value in found.mean_metrics().items()}
             rule = task.config.best_rule
-            if rule is not None and self._best.evaluated(task, entry):
+            if rule is not None and self._is_best(task, entry):
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
         for task in tasks:
             self._stop_early(task)
 
-    def _exact_matches(self, tasks: Sequence[Task]) -> Mapping[str, float]:
-        asked = [
-            task
-            for task in tasks
-            if task.progress.step in (0, task.total_steps) or task.config.best_rule is not None
-        ]
-        if not asked:
-            return {}
-        return exact_matches(self._engine, asked, self._run.base.tokenizer(), self._micro_batches.fits)
+    def _is_best(self, task: Task, entry: Mapping[str, Any]) -> bool:
+        """Counts an evaluation and returns whether it is the best so far; if so, keeps the weights."""
+        before = task.progress.best_step
+        if not compare(task, entry):
+            return False
+        if task.kept_step is not None:
+            write_best(self._engine, task, self._folder.states)
+            if before is not None:
+                self._states.drop(best_file(task.name, before))
+        return True
 
     def _stop_early(self, task: Task) -> None:
         patience, rule, progress = task.config.early_stopping_patience, task.config.best_rule, task.progress
         if patience is None or rule is None or progress.worse < patience:
             return
         if progress.step < task.total_steps:
-            self._finish_task(task, f"stopped early: {rule.metric} did not improve in {patience} evaluations")
+            self._end(
+                task, "finished", f"stopped early: {rule.metric} did not improve in {patience} evaluations"
+            )
 
-    def _finish_task(self, task: Task, message: str) -> None:
-        self._save(task)
-        self._end_task(task, "finished", message)
-
-    def _stop_task(self, task: Task, message: str) -> None:
-        """Ends a task that failed. Its best weights are saved if it keeps them."""
-        task.progress.state = "stopped"
-        if task.kept_step is not None:
-            self._save(task)
+    def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
+        """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
+        failed, folder = state == "stopped", self._folder.adapters / task.name
+        if failed and task.kept_step is not None:
             message += f"; saved as it was at step {task.kept_step}, the best"
-        self._end_task(task, "stopped", message)
-
-    def _save(self, task: Task) -> None:
-        folder = self._folder.adapters / task.name
-        try:
-            self._engine.save(task.name, folder, self._best.weights(task))
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
-            raise RunError(f"{folder}: cannot be saved: {reason}") from error
-
-    def _end_task(self, task: Task, state: State, message: str) -> None:
+        if not failed or task.kept_step is not None:
+            try:
+                weights = read_best(task, self._folder.states, in_doubt=failed)
+                self._engine.save(task.name, folder, weights)
+            except (OSError, SafetensorError) as error:
+                reason = getattr(error, "strerror", None) or first_line(error)
+                raise RunError(f"{folder}: cannot be saved: {reason}") from error
         self._engine.remove_adapter(task.name)
         task.progress.state, task.progress.message = state, message
         self._reporter.changed(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +18,18 @@ from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.engine.engine import Engine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
-from mlora.engine.stage_group import StageGroup
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.planning.memory_needs import memory_need
-from mlora.planning.task_memory import WORDS
+from mlora.planning.task_memory import WORDS, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks
 from mlora.run.report import Reporter
-from mlora.run.stages import Member, own_stage, stage_group_of, usual_lengths_of
+from mlora.run.stages import Member, stage_0
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import TokenBalanced
+from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
 
 
+@dataclass(eq=False)
 class Prepared:
     """A run before its next iteration.
 
@@ -47,25 +47,14 @@ class Prepared:
         loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        base: BaseInfo,
-        engine: Engine,
-        table: TaskTable,
-        decisions: Decisions,
-        iteration: int = 0,
-        seconds: float = 0.0,
-        loaded: int = 0,
-    ) -> None:
-        self.config = config
-        self.base = base
-        self.engine = engine
-        self.table = table
-        self.decisions = decisions
-        self.iteration = iteration
-        self.seconds = seconds
-        self.loaded = loaded
+    config: RunConfig
+    base: BaseInfo
+    engine: Engine
+    table: TaskTable
+    decisions: Decisions
+    iteration: int = 0
+    seconds: float = 0.0
+    loaded: int = 0
 
 
 def prepare(
@@ -92,7 +81,9 @@ def prepare(
     check_blocks(config, base.blocks)
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
-    _tell(faults, reporter)
+    for message in dict.fromkeys(faults.values()):  # one line for all that share a fault, as a missing file
+        names = [name for name, fault in faults.items() if fault == message]
+        reporter.fault(f"{', '.join(names)}: refused: {message}")
     for line in builder.warnings:
         reporter.warn(line)
     if not tasks and not config.sweep:
@@ -103,10 +94,10 @@ def prepare(
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
             loaded = _used_by_base(engine) if measure else 0
-            memory = limit_memory(config, engine, earlier=earlier)
+            memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
             table = TaskTable(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
-            decisions = Decisions(config, engine, table, reporter, sweep)
+            decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:
@@ -114,16 +105,15 @@ def prepare(
                             f"{task.name}: its data changed since the checkpoint; train anew with --overwrite"
                         )
                 decisions.restore(checkpoint)
-                unless_prepared.pop_all()
-                iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-                return Prepared(config, base, engine, table, decisions, iteration, seconds)
-            if memory:
-                reporter.note("scheduler.memory_limit: looking at what adapters need")
-            decisions.start(entry)
+            else:
+                if memory:
+                    reporter.note("scheduler.memory_limit: looking at what adapters need")
+                decisions.start(entry)
         if not table.tasks and not config.sweep:
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
-    return Prepared(config, base, engine, table, decisions, loaded=loaded)
+    iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
@@ -151,22 +141,14 @@ def sweep_of(config: RunConfig) -> Sweep | None:
     return Sweep(config)
 
 
-def limit_memory(
-    config: RunConfig, engine: Engine, *, measured: bool = False, earlier: int = 0
-) -> MemoryLimit | None:
+def limit_memory(config: RunConfig, engine: Engine, earlier: int = 0) -> MemoryLimit | None:
     """Sets the run's memory limit, if it has one; see `Engine.limit_memory`."""
     limit = config.scheduler.limit_bytes
     if limit is None:
         return None
     try:
-        return engine.limit_memory(
-            limit,
-            enforce=False,
-            measured=measured,
-            held=held_batches(config),
-            earlier=earlier,
-            words=WORDS,
-        )
+        held = held_batches(config)
+        return engine.limit_memory(limit, enforce=False, held=held, earlier=earlier, words=WORDS)
     except ValueError as error:
         line = first_line(error).removeprefix("memory_limit: ")
         raise RunError(f"scheduler.memory_limit: {line}") from error
@@ -225,15 +207,6 @@ def warnings_to(reporter: Reporter) -> Iterator[None]:
         reporter.warn(line)
 
 
-def _tell(faults: Mapping[str, str], reporter: Reporter) -> None:
-    """Reports refused adapters: one line for all that share a fault, such as a missing file."""
-    names: dict[str, list[str]] = {}
-    for name, message in faults.items():
-        names.setdefault(message, []).append(name)
-    for message, refused in names.items():
-        reporter.fault(f"{', '.join(refused)}: refused: {message}")
-
-
 def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None, trace: int) -> Engine:
     """Loads the base model into an engine without adapters. Without a member, stages are threads."""
     dtype = dtype_of(config)
@@ -257,7 +230,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             micro_batches=pipeline.micro_batches,
             in_flight=most_under_way(config),
             trace=trace,
-            stage_group=_stage_group(config, tasks, member, trace) if member else None,
+            stage_group=stage_0(config, member, usual_lengths(tasks, config), trace) if member else None,
         )
         with ExitStack() as stack:
             stack.push(engine)
@@ -279,16 +252,10 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         raise RunError(f"base_model: out of memory while {config.base_model} is loaded") from error
 
 
-def _stage_group(config: RunConfig, tasks: Sequence[Task], member: Member, trace: int) -> StageGroup:
-    lengths = usual_lengths(tasks, config)
-    usual_lengths_of(member, lengths)
-    return stage_group_of(config, own_stage(config, member, lengths, trace))
-
-
 def usual_lengths(tasks: Sequence[Task], config: RunConfig) -> list[int]:
     """Returns the sequence lengths, in rows, of one usual micro-batch of the run."""
     needs = [memory_need(task, 0) for task in tasks if task.data.samples]
-    slots = TokenBalanced().place(needs, slot_count(config), {})
+    slots = token_balanced(needs, slot_count(config), {})
     lengths = [length for need in needs if slots[need.name] == 0 for length in need.usual]
     return lengths[:: config.pipeline.micro_batches] or [512]
 

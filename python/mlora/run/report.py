@@ -1,16 +1,16 @@
-"""Reports what a run does: as plain lines or not at all. `mlora.cli.live_table` draws a table."""
+"""Reports what a run does: not at all, or as plain lines. `mlora.cli.live_table` draws a table."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from mlora.tasks.task import Task
 
 
-class Reporter(Protocol):
-    """Receives the events of a run."""
+class Reporter:
+    """Receives the events of a run, and ignores them."""
 
     def start(self, tasks: Sequence[Task]) -> None:
         """The run starts or continues with these tasks, in the order of its config."""
@@ -41,40 +41,6 @@ class Reporter(Protocol):
 
     def close(self) -> None:
         """No more events follow."""
-
-
-class Silent:
-    """Ignores all events."""
-
-    def start(self, tasks: Sequence[Task]) -> None:
-        """Does nothing."""
-
-    def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Does nothing."""
-
-    def changed(self, task: Task) -> None:
-        """Does nothing."""
-
-    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
-        """Does nothing."""
-
-    def note(self, line: str) -> None:
-        """Does nothing."""
-
-    def warn(self, line: str) -> None:
-        """Does nothing."""
-
-    def fault(self, line: str) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 class Pace:
@@ -115,8 +81,8 @@ def some(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-class PlainLines:
-    """Prints one line for each event. Steps are printed every ``logging_steps`` of their task."""
+class PlainLines(Reporter):
+    """Prints one line for each event, warnings and faults to `err`; steps every ``logging_steps``."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -132,7 +98,6 @@ class PlainLines:
                 self.note(f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}")
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
-        """Prints a step if it is due."""
         self._pace.add(task.name, record["tokens"], record["seconds"])
         interval = task.every(task.config.logging_steps)
         if interval and record["step"] % interval == 0:
@@ -144,7 +109,6 @@ class PlainLines:
             )
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
-        """Prints an evaluation."""
         exact = record.get("eval_exact_match")
         more = "" if exact is None else f" exact match {exact:.1%}"
         self.note(
@@ -157,7 +121,6 @@ class PlainLines:
         self.start([task])
 
     def changed(self, task: Task) -> None:
-        """Prints that a task ended, was paused or was unpaused."""
         progress = task.progress
         if progress.state == "stopped":
             self.fault(f"{task.name}: stopped at step {progress.step}: {progress.message}")
@@ -176,16 +139,10 @@ class PlainLines:
             self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
 
     def note(self, line: str) -> None:
-        """Prints a line."""
         print(line, file=self._out, flush=True)
 
     def warn(self, line: str) -> None:
-        """Prints a warning to ``err``."""
         print(f"warning: {line}", file=self._err, flush=True)
 
     def fault(self, line: str) -> None:
-        """Prints a fault to ``err``."""
         print(f"error: {line}", file=self._err, flush=True)
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.queue.task_queue import TaskQueue, has_news
-from mlora.run.journal import journaled
+from mlora.run.decisions import journaled
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.report import Reporter, Silent, some
+from mlora.run.report import Reporter, some
 from mlora.run.stages import Member, check_replicas
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
@@ -77,7 +78,7 @@ def train(
     """
     config = _read(config)
     check_replicas(config, member)
-    reporter = reporter or Silent()
+    reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
     folder.check_free(overwrite=overwrite, inputs=config.inputs)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
@@ -89,7 +90,7 @@ def train(
         folder.write_config(prepared.config)
         with TaskQueue(folder.queue) as queue:
             prepared.decisions.begin(queue, prepared.iteration)
-            return _run(prepared, folder, metrics, reporter, member, trace=trace)
+            return _run(prepared, metrics, member, trace=trace)
 
 
 def _read(config: RunConfig | Path | str) -> RunConfig:
@@ -132,7 +133,7 @@ def resume(
         RunError: the folder holds no run, another process is working on the run, its data changed, or for a
             reason given at :func:`train`.
     """
-    reporter = reporter or Silent()
+    reporter = reporter or Reporter()
     folder = RunFolder(Path(run_dir).resolve())
     folder.read_config()  # before `take`, which creates the folder
     done = finished_result(folder)
@@ -140,23 +141,7 @@ def resume(
         with folder.take() as metrics:
             done = finished_result(folder)  # another process may have finished it meanwhile
             if done is None:
-                checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
-                config = folder.read_config()
-                check_replicas(config, member)
-                with TaskQueue(folder.queue) as queue:
-                    begun = checkpoint["iteration"] if checkpoint else -1
-                    entries = journaled(queue, config, begun)
-                    first = entries.pop(0, None) if checkpoint is None else None
-                    prepared = _measured(
-                        _continued(config, folder, checkpoint, reporter, member, queue, first)
-                    )
-                    with prepared.engine:
-                        if prepared.config.pipeline != config.pipeline:
-                            folder.write_config(prepared.config)
-                        metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
-                        known = None if checkpoint is None and first is None else entries
-                        prepared.decisions.begin(queue, prepared.iteration, known)
-                        return _run(prepared, folder, metrics, reporter, member)
+                return _go_on(folder, metrics, reporter, member)
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
@@ -170,18 +155,35 @@ def resume(
     return done
 
 
-def _continued(
-    config: RunConfig,
-    folder: RunFolder,
-    checkpoint: dict[str, Any] | None,
-    reporter: Reporter,
-    member: Member | None,
-    queue: TaskQueue,
-    first: dict[str, Any] | None,
-) -> Prepared:
-    if checkpoint is None:
-        reporter.note(f"{folder.path} has no checkpoint; training starts anew")
-        return prepare(config, reporter, member=member, entry=first)
+def _go_on(folder: RunFolder, metrics: Metrics, reporter: Reporter, member: Member | None) -> RunResult:
+    """Continues a run that has something left to do."""
+    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
+    config = folder.read_config()
+    check_replicas(config, member)
+    with TaskQueue(folder.queue) as queue:
+        known: dict[int, dict[str, Any]] | None
+        known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
+        if checkpoint:
+            came = _came(config, folder, checkpoint, queue)
+            reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
+            prepared = prepare(config, reporter, checkpoint, member, came=came)
+        else:
+            reporter.note(f"{folder.path} has no checkpoint; training starts anew")
+            first = known.pop(0, None)
+            known = known if first else None
+            prepared = prepare(config, reporter, member=member, entry=first)
+        with _measured(prepared).engine:
+            if prepared.config.pipeline != config.pipeline:
+                folder.write_config(prepared.config)
+            metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+            prepared.decisions.begin(queue, prepared.iteration, known)
+            return _run(prepared, metrics, member)
+
+
+def _came(
+    config: RunConfig, folder: RunFolder, checkpoint: Mapping[str, Any], queue: TaskQueue
+) -> dict[str, Mapping[str, Any]]:
+    """Returns the submissions and trials that a checkpoint holds, by name, if the run can go on from it."""
     changed = changed_key(checkpoint["config"], config.model_dump())
     if changed:
         raise RunError(
@@ -195,8 +197,10 @@ def _continued(
                 "training only; put it back, or train anew with --overwrite"
             )
     taken = checkpoint["decisions"]["taken"]
-    came = {r.task: r.content for r in queue.requests() if r.kind == "submit" and r.number <= taken}
-    came |= {name: dict(content) for name, content in trials_begun(queue, checkpoint["iteration"])}
+    came: dict[str, Mapping[str, Any]] = {
+        r.task: r.content for r in queue.requests() if r.kind == "submit" and r.number <= taken
+    }
+    came |= trials_begun(queue, checkpoint["iteration"])
     known = {adapter.name for adapter in config.adapters} | set(came)
     lost = [name for name in checkpoint["tasks"] if name not in known]
     if lost:
@@ -204,8 +208,7 @@ def _continued(
             f"{folder.queue}: lacks {some(lost)}, which the checkpoint holds; put back the file that was "
             "there, or train anew with --overwrite"
         )
-    reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
-    return prepare(config, reporter, checkpoint, member, came=came)
+    return came
 
 
 def changed_key(before: Any, now: Any, path: str = "") -> str | None:
@@ -242,21 +245,13 @@ def _more_trials(folder: RunFolder) -> bool:
         return sum(1 for _ in trials_begun(queue)) < sweep.count
 
 
-def _run(
-    prepared: Prepared,
-    folder: RunFolder,
-    metrics: Metrics,
-    reporter: Reporter,
-    member: Member | None,
-    *,
-    trace: bool = False,
-) -> RunResult:
+def _run(prepared: Prepared, metrics: Metrics, member: Member | None, *, trace: bool = False) -> RunResult:
+    folder, reporter, engine = prepared.table.folder, prepared.table.reporter, prepared.engine
     writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
-    loop = TrainingLoop(prepared, folder, metrics, reporter, writer)
+    loop = TrainingLoop(prepared, metrics, writer)
     if member:
         member.put_right = reporter.close
     reporter.start(prepared.table.tasks)
-    engine = prepared.engine
     if not engine.alone:
         times = f"{engine.replicas} pipelines of " if engine.replicas > 1 else ""
         blocks = ", ".join(map(str, engine.blocks))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -80,19 +80,32 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
     Yields None for a run of one stage. An error inside ends every process and is reported once: by this
     process as a RunError, or by another process, and then this one raises SystemExit.
     """
-    world = _world(config)
-    if world is None:
+    try:
+        world = World.from_launcher()
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if world is None or world.size == 1:
+        _check_size(1, config)
         yield None
         return
     end_with_parent(os.getppid())
-    _set_signals(world)
+    # Stage 0 alone ends a run on a signal; the other stages end when stage 0 does. Until the processes have
+    # agreed on the config, SIGTERM ends each of them: a launcher sends it when a process has died that the
+    # others do not see yet.
+    if world.rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
     member = Member(world)
     with Watch(
         world, lambda: ", ".join(member.in_flight()), lambda _: member.put_right(), lambda: member.work()
     ) as watch:
         member.watch = watch
         try:
-            _agree(world, config)
+            try:
+                world.agree(facts(config))
+            except ValueError as error:
+                raise RunError(str(error)) from error
+            _check_size(world.size, config)
             if world.rank:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             yield member
@@ -112,17 +125,6 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
             raise
 
 
-def _set_signals(world: World) -> None:
-    """Lets stage 0 alone end a run on a signal; the other stages end when stage 0 does.
-
-    Until the processes have agreed on the config, SIGTERM ends each of them. A launcher sends it when a
-    process has died that the others do not see yet.
-    """
-    if world.rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end)
-
-
 def _tell_in_peace() -> None:
     """Ignores SIGTERM while an error is reported: a launcher sends it as soon as another process ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -132,14 +134,6 @@ def _end(number: int, frame: FrameType | None) -> None:
     if is_importing(frame):
         os._exit(128 + number)
     raise SystemExit(128 + number)
-
-
-def _agree(world: World, config: RunConfig) -> None:
-    try:
-        world.agree(facts(config))
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    _check_size(world.size, config)
 
 
 def _check_size(size: int, config: RunConfig) -> None:
@@ -152,30 +146,16 @@ def _check_size(size: int, config: RunConfig) -> None:
         )
 
 
-def _world(config: RunConfig) -> World | None:
-    try:
-        world = World.from_launcher()
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    if world is None or world.size == 1:
-        _check_size(1, config)
-        return None
-    return world
-
-
 def facts(config: RunConfig) -> dict[str, Any]:
     """Returns the facts in which all processes of a pipeline must agree."""
-    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    values = config.model_dump(mode="json", exclude=LOCAL)
     base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
     base.pop("_name_or_path", None)  # the model's folder may differ between machines
-    weights = digest(config.base_model)
     return {
         "mlora": version("mlora-ext"),
-        **versions,
-        "config": values,
+        **{name: version(name) for name in ("torch", "transformers", "peft")},
+        "config": config.model_dump(mode="json", exclude=LOCAL),
         "base_model": base,
-        "base_model weights": weights,
+        "base_model weights": digest(config.base_model),
     }
 
 
@@ -189,16 +169,21 @@ def usual_lengths_of(member: Member, lengths: Sequence[int] | None) -> list[int]
     return found
 
 
-class OwnStage(NamedTuple):
-    """A process's stage, its connection to the pipeline, and the number of decoder blocks of each stage."""
+def stage_0(config: RunConfig, member: Member, lengths: Sequence[int], trace: int) -> StageGroup:
+    """Creates this process's stage, the first one, and returns the stages as it sees them.
 
-    part: StageWorker
-    process: StageProcess
-    blocks: list[int]
+    `lengths` are those of a usual micro-batch; `trace` is the number of spans that each stage keeps.
+    """
+    usual_lengths_of(member, lengths)
+    part, process, blocks = _own_stage(config, member, lengths, trace)
+    replicas = config.pipeline.replicas
+    return StageGroup(FirstStage(process), part, blocks, replicas, config.base_model, spread=True)
 
 
-def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: int) -> OwnStage:
-    """Creates this process's stage; all processes of a pipeline call it."""
+def _own_stage(
+    config: RunConfig, member: Member, lengths: Sequence[int], trace: int
+) -> tuple[StageWorker, StageProcess, list[int]]:
+    """Creates this process's stage; all processes call it. Returns the decoder blocks of each stage, too."""
     world, pipeline = member.world, config.pipeline
     dtype = dtype_of(config)
     options = StageOptions(
@@ -224,15 +209,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
         trace=trace,
     )
     member.in_flight, member.work = lambda: part.in_flight, lambda: process.runner.piece
-    return OwnStage(part, process, blocks)
-
-
-def stage_group_of(config: RunConfig, stage: OwnStage) -> StageGroup:
-    """Returns the stages as stage 0 sees them."""
-    first = FirstStage(stage.process)
-    return StageGroup(
-        first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True
-    )
+    return part, process, blocks
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:
@@ -244,7 +221,7 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
         lengths = usual_lengths_of(member, None)
         if lengths is None:
             return
-        process = own_stage(config, member, lengths, SPANS if trace else 0).process
+        _, process, _ = _own_stage(config, member, lengths, SPANS if trace else 0)
     except (ValueError, OSError, SafetensorError) as error:
         # stage 0 reports the same fault first, if it has it
         member.watch.report(first_line(error), after=STAGE_0_FIRST)

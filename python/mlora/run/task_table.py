@@ -1,32 +1,29 @@
-"""The table of a run's tasks: which there are, which wait, and which are on the engine."""
+"""The table of a run's tasks: which wait, which are on the engine, and what memory allows them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.lora_warnings import lora_warnings
+from mlora.engine.batch_admission import MeasuredBatch
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
-from mlora.planning.memory_needs import memory_need
-from mlora.planning.task_memory import TaskMemory
+from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
-from mlora.run.best import check_best_file
 from mlora.run.report import Reporter, some
-from mlora.run.set_aside import bring_back, restore_adapter, set_aside
-from mlora.scheduler import NOBODY, Admission, MemoryNeed
+from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
+from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal
+from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
-
-Unfit = Mapping[str, str] | None
-"""Why tasks do not fit, by name, as a journaled decision says; None = check them now."""
 
 
 class TaskTable:
@@ -36,6 +33,7 @@ class TaskTable:
         tasks: all but the refused.
         refused: why, by name.
         unfit: those of the refused that do not fit into memory.
+        unfit_then: the same as the journaled decision says that is repeated; None = check new tasks.
         memory: None = there is no limit.
         admission: the admitted tasks and their groups.
     """
@@ -53,10 +51,11 @@ class TaskTable:
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
         self.unfit: dict[str, str] = {}
-        self.memory, self._sweep = memory, sweep
+        self.unfit_then: Mapping[str, str] | None = None
+        self.memory, self.sweep = memory, sweep
         self._task_memory = TaskMemory(memory.adapters) if memory else None
         self.admission: Admission = NOBODY
-        self._engine, self._builder, self._reporter, self._folder = engine, builder, reporter, folder
+        self.engine, self._builder, self.reporter, self.folder = engine, builder, reporter, folder
         self._waited: list[str] = []
         self._left: list[str] = []
 
@@ -70,12 +69,17 @@ class TaskTable:
 
     def admitted(self) -> list[Task]:
         """Returns the tasks that are on the engine."""
-        on_engine = set(self._engine.adapters)
+        on_engine = set(self.engine.adapters)
         return [task for task in self.tasks if task.name in on_engine]
 
     def waiting(self) -> list[Task]:
         """Returns the tasks that would train if there were room."""
         return [task for task in self.running() if task.name not in self.admission.slots]
+
+    def aside(self) -> list[Task]:
+        """Returns the tasks that have begun and are not on the engine; a file holds the state of each."""
+        on_engine = set(self.engine.adapters)
+        return [task for task in self.alive() if task.progress.batches and task.name not in on_engine]
 
     def members(self) -> dict[int, list[Task]]:
         """Returns the running, admitted tasks of each group, by the group's slot."""
@@ -99,9 +103,9 @@ class TaskTable:
         running = self.running()
         if self.memory is None or not running:
             return running
-        begun = set(self._engine.adapters)
+        begun = set(self.engine.adapters)
         fits, fits_barely = self.memory.fits, self.memory.fits_barely
-        found = [t for t in running if t.kept is not None or t.name in begun or fits(self.candidate(t))]
+        found = [t for t in running if t.progress.batches or t.name in begun or fits(self.candidate(t))]
         if found:
             return found
         self.memory.look_again([task.name for task in self.admitted()])
@@ -115,24 +119,19 @@ class TaskTable:
         """Refuses tasks that fit in no process, and warns that a new process may train the rest."""
         assert self.memory is not None
         for task in tasks:
-            self._check(task)
+            self._passes(self._check, task)
         left = [task for task in tasks if task.name not in self.unfit]
         names = [task.name for task in left]
         if left and names != self._left:
             why = self.memory.no_room([self.candidate(task) for task in left])
-            self._reporter.warn(f"{some(names)}: {why}: mlora resume {self._folder.path}")
+            self.reporter.warn(f"{some(names)}: {why}: mlora resume {self.folder.path}")
         self._left = names
 
     def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
         """Returns the scheduler's view of tasks."""
-        arrivals = {task.name: number for number, task in enumerate(self.tasks)}
-        if self.memory is None:
-            return [memory_need(task, arrivals[task.name]) for task in tasks]
-        states = self.memory.adapters.admitted
-        return [
-            memory_need(task, arrivals[task.name], states(task.name), self.candidate(task).largest)
-            for task in tasks
-        ]
+        need = self._task_memory.need if self._task_memory else memory_need
+        names = {task.name for task in tasks}
+        return [need(task, arrival) for arrival, task in enumerate(self.tasks) if task.name in names]
 
     def know(self, task: Task) -> None:
         """Tells the memory model of a task; raises ValueError if the base takes no such adapter."""
@@ -144,30 +143,24 @@ class TaskTable:
         assert self._task_memory is not None
         return self._task_memory.candidate(task)
 
-    def look_at(self, tasks: Sequence[Task], unfit: Unfit) -> None:
-        """Learns what new tasks need and refuses those that never fit, or those that `unfit` names."""
+    def look_at(self, tasks: Sequence[Task]) -> None:
+        """Learns what new tasks need and refuses those that never fit, or did not `unfit_then`."""
         if self.memory is None:
             return
-        for task in [task for task in tasks if self._is_known(task)]:
-            if unfit is not None:
-                if task.name in unfit:
-                    self.unfits(task, unfit[task.name])
-                continue
-            self._check(task)
+        for task in [task for task in tasks if self._passes(self.know, task)]:
+            if self.unfit_then is None:
+                self._passes(self._check, task)
+            elif task.name in self.unfit_then:
+                self.unfits(task, self.unfit_then[task.name])
 
     def _check(self, task: Task) -> None:
-        """Refuses a task that never fits."""
         assert self.memory is not None
-        try:
-            self.memory.check(self.candidate(task))
-        except ValueError as error:
-            self.unfits(task, str(error))
+        self.memory.check(self.candidate(task))
 
-    def _is_known(self, task: Task) -> bool:
-        """Adds a task to the memory model; if the base takes no such adapter, refuses it. False = refused."""
-        assert self.memory is not None
+    def _passes(self, check: Callable[[Task], None], task: Task) -> bool:
+        """Refuses a task for which a check raises ValueError."""
         try:
-            self.know(task)
+            check(task)
         except ValueError as error:
             self.unfits(task, str(error))
             return False
@@ -178,73 +171,73 @@ class TaskTable:
         self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
         self._refuse(task.name, self.unfit[task.name])
 
-    def take(self, request: Request, unfit: Unfit) -> None:
+    def take(self, request: Request) -> None:
         """Carries out a user's request, as far as still possible."""
         task = self.named(request.task)
         if request.kind == "submit":
-            self._add(request.task, request.content, unfit)
+            self._add(request.task, request.content)
         elif task is None or not task.alive:
-            self._reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
+            self.reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
             self._end(task, "cancelled", "")
         elif request.kind == "pause" and task.progress.state == "running":
             task.progress.state = "paused"
-            self._reporter.changed(task)
+            self.reporter.changed(task)
         elif request.kind == "unpause" and task.progress.state == "paused":
             task.progress.state = "running"
-            self._reporter.changed(task)
+            self.reporter.changed(task)
 
-    def accept(self, proposal: Proposal, unfit: Unfit) -> None:
+    def accept(self, proposal: Proposal) -> None:
         """Carries out a proposal of the sweep: prunes a trial or begins the next one."""
         task = self.named(proposal.task)
         if proposal.trial is not None:
-            self._add(proposal.task, proposal.trial, unfit)
+            self._add(proposal.task, proposal.trial)
         elif task is not None and task.alive:
             self._end(task, "pruned", "fell behind the other trials")
 
-    def _add(self, name: str, content: Mapping[str, Any], unfit: Unfit) -> None:
+    def _add(self, name: str, content: Mapping[str, Any]) -> None:
         """Adds a submitted task or a trial, or refuses it."""
         task, told = None, len(self._builder.warnings)
         if self.named(name) is not None or name in self.refused:
-            self._reporter.warn(f"{name}: submitted again under a name that is taken; left out")
+            self.reporter.warn(f"{name}: submitted again under a name that is taken; left out")
         else:
             try:
                 task = self._builder.build(*submitted(name, content))
             except RunError as error:
                 self._refuse(name, str(error))
-        if self._sweep and "trial" in content:
-            self._reporter.note(f"{name}: {self._sweep.begun(content['trial'], task)}")
+        if self.sweep and "trial" in content:
+            self.reporter.note(f"{name}: {self.sweep.begun(content['trial'], task)}")
         if task is None:
             return
         for line in self._builder.warnings[told:]:
-            self._reporter.warn(line)
+            self.reporter.warn(line)
         self.tasks.append(task)
-        self.look_at([task], unfit)
+        self.look_at([task])
         if task in self.tasks:
-            self._reporter.joined(task, self.tasks)
+            self.reporter.joined(task, self.tasks)
 
     def _refuse(self, name: str, message: str) -> None:
         self.tasks = [task for task in self.tasks if task.name != name]
         self.refused[name] = message
-        if self._sweep:
-            self._sweep.taken_off(name)
-        self._reporter.fault(f"{name}: refused: {message}")
+        if self.sweep:
+            self.sweep.taken_off(name)
+        self.reporter.fault(f"{name}: refused: {message}")
 
     def _end(self, task: Task, state: State, message: str) -> None:
-        if task.name in self._engine.adapters:
-            self._engine.remove_adapter(task.name)
-        task.progress.state, task.progress.message, task.kept = state, message, None
-        if self._sweep:
-            self._sweep.taken_off(task.name, pruned=state == "pruned")
-        self._reporter.changed(task)
+        if task.name in self.engine.adapters:
+            self.engine.remove_adapter(task.name)
+        task.progress.state, task.progress.message = state, message
+        if self.sweep:
+            self.sweep.taken_off(task.name, pruned=state == "pruned")
+        self.reporter.changed(task)
 
     def carry_out(self, admission: Admission) -> list[Task]:
         """Sets tasks aside and puts admitted ones on the engine; returns those that are new there."""
         for task in self.admitted():
             if task.name not in admission.slots:
-                set_aside(self._engine, task, self._folder.states)
+                set_aside(self.engine, task, self.folder.states)
         self.admission = admission
-        on_engine = set(self._engine.adapters)
+        on_engine = set(self.engine.adapters)
         new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
         self._tell_who_waits()
         return [task for task in new if self._put_on(task)]
@@ -254,26 +247,25 @@ class TaskTable:
         if waiting != self._waited:
             went_on = [name for name in self._waited if name in self.admission.slots]
             self._waited = waiting
-            self._reporter.waits(waiting, went_on)
+            self.reporter.waits(waiting, went_on)
 
-    def restore(self, admission: Admission, kept: Mapping[str, str], adapters: Mapping[str, Any]) -> None:
-        """Puts admitted tasks back on the engine; `kept` names the state files of the other tasks."""
+    def restore(self, admission: Admission, adapters: Mapping[str, Any]) -> None:
+        """Puts admitted tasks back on the engine, with their states from a checkpoint."""
         self.admission = admission
         for task in self.alive():
-            task.kept = kept.get(task.name)
-            check_best_file(task, self._folder.states)
+            check_best_file(task, self.folder.states)
             if task.name in admission.slots:
                 if task.name not in adapters:
                     raise RunError(
                         f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
                     )
-                restore_adapter(self._engine, task, admission.slots[task.name], adapters[task.name])
+                restore_adapter(self.engine, task, admission.slots[task.name], adapters[task.name])
         self._tell_who_waits()
 
     def _put_on(self, task: Task) -> bool:
-        begins = task.kept is None
+        begins = not task.progress.batches
         try:
-            bring_back(self._engine, task, self.admission.slots[task.name], self._folder.states)
+            bring_back(self.engine, task, self.admission.slots[task.name], self.folder.states)
         except ValueError as error:
             if begins:
                 self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
@@ -285,6 +277,52 @@ class TaskTable:
                 raise
             raise RunError(f"{task.name}: out of memory for its weights; lower lora.r") from error
         if begins and task.lora:
-            for line in lora_warnings(self._engine.registry, task.name, task.lora):
-                self._reporter.warn(line)
+            for line in lora_warnings(self.engine.registry, task.name, task.lora):
+                self.reporter.warn(line)
         return True
+
+    def next_batch(self, group: Group) -> list[Task]:
+        """Returns the tasks for a group's next micro-batch; none of its batches may be under way."""
+        running = group.running()
+        if self.memory is None:
+            return running
+        lengths = {task.name: task.next_lengths() for task in running}
+        bounds = self.memory.estimate.as_adopted.activations
+        chosen = next_batch(lengths, self.admission.budget, bounds, list(self.admission.slots))
+        return [task for task in running if task.name in chosen]
+
+    def fits(self, lengths: Mapping[str, Sequence[int]]) -> bool:
+        """Whether memory holds a micro-batch of admitted tasks with these sequence lengths."""
+        if self.memory is None:
+            return True
+        bounds = self.memory.estimate.as_adopted.activations(lengths, list(self.admission.slots))
+        return within(bounds, self.admission.budget)
+
+    def worth_measuring(self, chosen: Sequence[Task]) -> bool:
+        """Whether the memory of the next micro-batch of these tasks should be measured."""
+        if self.memory is None:
+            return False
+        lengths = {task.name: task.next_lengths() for task in chosen}
+        return self.memory.estimate.worth_measuring(lengths, list(self.admission.slots))
+
+    def passed(self, measured: Sequence[MeasuredBatch]) -> None:
+        """Learns from a batch that has passed: measured micro-batches, memory kept and peak.
+
+        Micro-batches under way may take their budgets. A task that goes on alone beyond the limit counts with
+        its need where that is more.
+        """
+        if self.memory is None:
+            return
+        admission, here = self.admission, self.admitted()
+        for one in measured:
+            together = [length for own in one.lengths.values() for length in own]
+            self.memory.estimate.observe(together, list(admission.slots), one.phases)
+        sizes: Sequence[float] = admission.budget
+        if len(admission.slots) == 1 and here:
+            largest = {here[0].name: self.candidate(here[0]).largest}
+            needs = self.memory.estimate.as_adopted.activations(largest, list(largest))
+            sizes = list(map(max, sizes, needs))
+        held = self.memory.room().held
+        foreseen = [size * min(most, admission.count) for size, most in zip(sizes, held, strict=True)]
+        after = self.engine.memory_after if self.engine.idle else ()  # else stages hold other micro-batches
+        self.memory.took([task.name for task in here], foreseen, self.engine.peak_memory, after)

@@ -15,7 +15,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.run.prepare import Prepared, prepare, sweep_of
-from mlora.run.report import Reporter, Silent
+from mlora.run.report import Reporter
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:
@@ -25,7 +25,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     the trials of a sweep. The forecast is None where memory cannot be predicted: off the CPU, or with
     replicas. An ``output_dir`` that is not empty is only a warning.
     """
-    reporter = reporter or Silent()
+    reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
     folder.check_writable()
     if folder.holds_something():

@@ -2,16 +2,15 @@
 
 from mlora.memory.estimate import MemoryEstimate
 from mlora.memory.memory_model import MemoryModel, PeakModel
-from mlora.scheduler.admission import NOBODY, Admission, Estimate, admit, next_batch
-from mlora.scheduler.memory_need import MemoryNeed, Room
-from mlora.scheduler.policy import ORDERS, PLACEMENTS, Order, Placement, TokenBalanced
+from mlora.scheduler.admission import NOBODY, Admission, Bounds, Room, admit, next_batch, sum_of, within
+from mlora.scheduler.policy import ORDERS, PLACEMENTS, MemoryNeed, Order, Placement, token_balanced
 
 __all__ = [
     "NOBODY",
     "ORDERS",
     "PLACEMENTS",
     "Admission",
-    "Estimate",
+    "Bounds",
     "MemoryEstimate",
     "MemoryModel",
     "MemoryNeed",
@@ -19,7 +18,9 @@ __all__ = [
     "PeakModel",
     "Placement",
     "Room",
-    "TokenBalanced",
     "admit",
     "next_batch",
+    "sum_of",
+    "token_balanced",
+    "within",
 ]

@@ -14,24 +14,49 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from mlora.scheduler.memory_need import MemoryNeed, Room, sum_of, within
-from mlora.scheduler.policy import Order, Placement
+from mlora.scheduler.policy import MemoryNeed, Order, Placement
 
 T = TypeVar("T")
+Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
+"""Bounds the bytes that a micro-batch needs at each stage besides the states, given the lengths of the
+sequences of each task that takes part, by name, and the names of all tasks that may take part."""
 
 
-class Estimate(Protocol):
-    """Predicts how much memory micro-batches need."""
+@dataclass(frozen=True)
+class Room:
+    """The memory that tasks may use together.
 
-    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> Sequence[float]:
-        """Returns the bytes that a micro-batch needs at each stage besides the states, with an error margin.
+    Args:
+        free: bytes at each stage for states and activations; None = no limit.
+        held: micro-batches whose activations each stage holds at once while all slots are in use.
+    """
 
-        Args:
-            lengths: of the sequences of each task that takes part, by name.
-            among: names of all tasks that may take part, including those of `lengths`.
+    free: tuple[int, ...] | None = None
+    held: tuple[int, ...] = (1,)
+
+    def budget(self, states: Sequence[int], slots: int) -> tuple[float, ...]:
+        """Returns the bytes that one micro-batch may use at each stage, if there is a limit.
+
+        `states` are the bytes of all admitted tasks' states at each stage. If they alone are too much, the
+        result is negative.
         """
+        assert self.free is not None
+        return tuple(
+            (free - used) / min(held, slots)
+            for free, used, held in zip(self.free, states, self.held, strict=True)
+        )
+
+
+def within(sizes: Sequence[float], budget: Sequence[float]) -> bool:
+    """Whether sizes are at most a budget at each stage."""
+    return all(size <= most for size, most in zip(sizes, budget, strict=True))
+
+
+def sum_of(states: Sequence[Sequence[int]], places: int) -> tuple[int, ...]:
+    """Adds sizes up, stage by stage."""
+    return tuple(sum(state[place] for state in states) for place in range(places))
 
 
 @dataclass(frozen=True)
@@ -58,30 +83,21 @@ def admit(
     slots: int,
     order: Order,
     placement: Placement,
-    estimate: Estimate,
+    bounds: Bounds,
     fixed: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decides which tasks are admitted.
+    """Decides which of the tasks that want to run are admitted, and to which slots.
 
-    Args:
-        needs: of all tasks that want to run.
-        room: the memory that they may use.
-        slots: micro-batches of different tasks that fill the pipeline. Fewer are used if the first task would
-            not fit otherwise.
-        order: decides which task comes first.
-        placement: decides which tasks share a slot.
-        estimate: predicts memory.
-        fixed: slots of tasks that must keep theirs.
-
-    Returns:
-        The admission. If no task fits even alone, it holds the first one. Callers leave out tasks that never
-        fit, and an estimate that has become too careful must not make the others wait for ever.
+    Fewer than `slots` are used if the first task would not fit otherwise. `fixed` holds the slots of tasks
+    that must keep theirs. `bounds` is not asked without a limit. If no task fits even alone, the first one is
+    admitted: callers leave out tasks that never fit, and bounds that have become too careful must not make
+    the others wait for ever.
     """
-    ranked = sorted(needs, key=order.key)
+    ranked = sorted(needs, key=order)
     fixed = fixed or {}
     for count in range(min(slots, max(len(ranked), 1)), 0, -1):
         count = max([count, *(slot + 1 for slot in fixed.values())])
-        found = _admit(ranked, room, count, placement, estimate, fixed)
+        found = _admit(ranked, room, count, placement, bounds, fixed)
         if found.slots and (room.free is None or ranked[0].name in found.slots or count == 1):
             return found
     if not ranked:
@@ -94,11 +110,11 @@ def _admit(
     room: Room,
     count: int,
     placement: Placement,
-    estimate: Estimate,
+    bounds: Bounds,
     fixed: Mapping[str, int],
 ) -> Admission:
     if room.free is None:
-        places = placement.place(ranked, count, fixed)
+        places = placement(ranked, count, fixed)
         return Admission(places, len(set(places.values())), ())
     found = NOBODY
 
@@ -107,43 +123,34 @@ def _admit(
         budget = room.budget(sum_of([need.states for need in needs], len(room.held)), count)
         if min(budget) <= 0:
             return False
-        places = placement.place(needs, count, fixed)
+        places = placement(needs, count, fixed)
         batches: list[dict[str, Sequence[int]]] = [{} for _ in range(count)]
         for need in needs:
             batches[places[need.name]][need.name] = need.usual
-        # the largest first: for them the estimate may take new samples, which the others should follow
+        # the largest first: for them new samples may be taken, which the others should follow
         asked = [{need.name: need.largest} for need in needs] + [batch for batch in batches if batch]
         names = list(places)
-        if not all(within(estimate.activations(lengths, names), budget) for lengths in asked):
+        if not all(within(bounds(lengths, names), budget) for lengths in asked):
             return False
         found = Admission(places, count, budget)
         return True
 
     _beside(ranked, fit)
-    return found  # the last that fit; asked again, the estimate might have learned something
+    return found  # the last that fit; asked again, the bounds might have learned something
 
 
 def next_batch(
-    lengths: Mapping[str, Sequence[int]],
-    budget: Sequence[float],
-    estimate: Estimate,
-    among: Sequence[str],
+    lengths: Mapping[str, Sequence[int]], budget: Sequence[float], bounds: Bounds, among: Sequence[str]
 ) -> list[str]:
-    """Decides which tasks of a slot take part in its next micro-batch.
+    """Decides which tasks of a slot take part in its next micro-batch: always the first one.
 
-    Args:
-        lengths: of the sequences of each task's next micro-batch, the first task first.
-        budget: bytes that the micro-batch may need at each stage.
-        estimate: predicts memory.
-        among: names of all admitted tasks.
-
-    Returns:
-        Names of the tasks that take part, in their order; always the first one.
+    `lengths` are those of each task's next micro-batch, the first task first. `among` names all admitted
+    tasks.
     """
 
     def fit(names: Sequence[str]) -> bool:
         batch = {name: lengths[name] for name in names}
-        return len(names) == 1 or within(estimate.activations(batch, among), budget)
+        return len(names) == 1 or within(bounds(batch, among), budget)
 
     return _beside(list(lengths), fit)
 

@@ -1,100 +1,95 @@
-"""Replaceable policies: which task comes first, and which tasks share a slot.
+"""What the scheduler knows of a task, and replaceable policies: who comes first, and who shares a slot.
 
-A policy is a small class without state. `mlora.scheduler.admission` keeps the memory limit, whatever a policy
-says.
+A policy is a function. `mlora.scheduler.admission` keeps the memory limit, whatever a policy says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-from mlora.scheduler.memory_need import MemoryNeed
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 
-class Order(Protocol):
-    """Decides which task comes first."""
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a task asks for. Sequence lengths are in rows, sizes in bytes.
 
-    def key(self, need: MemoryNeed) -> tuple[float, ...]:
-        """Returns what tasks are sorted by; the smallest key comes first.
+    Each stage of a pipeline is a memory of its own, such as a device.
 
-        Args:
-            need: the task's. Its arrival is unique and should be the key's last entry.
-        """
+    Args:
+        name: of the task.
+        priority: a higher one goes first.
+        arrival: a number that grows from task to task in the order in which they come.
+        work: rows still to train.
+        states: bytes at each stage while the task is admitted: weights, optimizer moments, kept gradients.
+        usual: sequence lengths of a usual micro-batch.
+        largest: sequence lengths of the largest micro-batch still to come.
+    """
+
+    name: str
+    priority: int
+    arrival: int
+    work: float
+    states: tuple[int, ...]
+    usual: tuple[int, ...]
+    largest: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a usual micro-batch."""
+        return sum(self.usual)
 
 
-class FirstComeFirstServed:
-    """The mLoRA paper's order: higher priorities first, and within one the task that came first."""
+Order = Callable[[MemoryNeed], tuple[float, ...]]
+"""Returns what tasks are sorted by; the smallest comes first. A task's unique arrival should end it."""
 
-    def key(self, need: MemoryNeed) -> tuple[float, ...]:
-        """Sorts by priority, then by arrival."""
-        return -need.priority, need.arrival
+Placement = Callable[[Sequence[MemoryNeed], int, Mapping[str, int]], dict[str, int]]
+"""Gives each task a slot, given the tasks (the first one first), the number of slots, and the slots of tasks
+that must keep theirs. The tasks of a slot are batched together; the slots fill a pipeline in turn. No slot
+before a used one may be empty, unless tasks that keep theirs make it so."""
 
 
-class ShortestFirst:
-    """Within a priority the task with the least work left, which lowers the mean time to completion.
+def first_come_first_served(need: MemoryNeed) -> tuple[float, ...]:
+    """Sorts as the mLoRA paper does: by priority, then by arrival."""
+    return -need.priority, need.arrival
+
+
+def shortest_first(need: MemoryNeed) -> tuple[float, ...]:
+    """Sorts by priority, then by rows left, then by arrival, which lowers the mean time to completion.
 
     A long task waits as long as shorter ones come.
     """
-
-    def key(self, need: MemoryNeed) -> tuple[float, ...]:
-        """Sorts by priority, then by rows left, then by arrival."""
-        return -need.priority, need.work, need.arrival
+    return -need.priority, need.work, need.arrival
 
 
-class Placement(Protocol):
-    """Decides which tasks share a slot.
+def token_balanced(needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
+    """Puts the task with the most rows first, each into the slot with the fewest rows so far.
 
-    Tasks of a slot are batched together; the slots fill a pipeline in turn.
+    So slots have about equally many rows, and no micro-batch keeps a pipeline waiting. Longest processing
+    time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
-
-    def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
-        """Gives each task a slot.
-
-        Args:
-            needs: of the tasks, the first one first.
-            slots: how many slots there are.
-            fixed: slots of tasks that must keep theirs.
-
-        Returns:
-            The slot of each task by name. No slot before a used one is empty, unless `fixed` makes it so.
-        """
+    return _fill(needs, slots, fixed, lambda need: need.rows)
 
 
-class TokenBalanced:
-    """Fills slots with about equally many rows, so that no micro-batch keeps a pipeline waiting.
-
-    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-    """
-
-    def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
-        """Puts the task with the most rows first, each into the slot with the fewest rows so far."""
-        found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
-        rows = [0] * slots
-        for need in needs:
-            if need.name in found:
-                rows[found[need.name]] += need.rows
-        for need in sorted(needs, key=lambda need: -need.rows):
-            if need.name not in found:
-                lightest = rows.index(min(rows))
-                rows[lightest] += need.rows
-                found[need.name] = lightest
-        return {need.name: found[need.name] for need in needs}
+def in_order(needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
+    """Puts each task, in their order, into the slot with the fewest tasks so far, whatever their rows."""
+    return _fill(needs, slots, fixed, lambda need: 1)
 
 
-class InOrder:
-    """Fills slots in turn, in the order of the tasks, whatever their rows; with fixed tasks, the emptiest."""
+def _fill(
+    needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int], weight: Callable[[MemoryNeed], int]
+) -> dict[str, int]:
+    """Puts the task with the most weight first, each into the slot with the least weight so far."""
+    found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
+    weights = [0] * slots
+    for need in needs:
+        if need.name in found:
+            weights[found[need.name]] += weight(need)
+    for need in sorted(needs, key=lambda need: -weight(need)):
+        if need.name not in found:
+            found[need.name] = weights.index(min(weights))
+            weights[found[need.name]] += weight(need)
+    return {need.name: found[need.name] for need in needs}
 
-    def place(self, needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
-        """Puts each task into the slot with the fewest tasks so far."""
-        found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
-        counts = [list(found.values()).count(slot) for slot in range(slots)]
-        for need in needs:
-            if need.name not in found:
-                found[need.name] = counts.index(min(counts))
-                counts[found[need.name]] += 1
-        return {need.name: found[need.name] for need in needs}
 
-
-ORDERS: Mapping[str, Order] = {"fcfs": FirstComeFirstServed(), "shortest_first": ShortestFirst()}
-PLACEMENTS: Mapping[str, Placement] = {"token_balanced": TokenBalanced(), "in_order": InOrder()}
+ORDERS: Mapping[str, Order] = {"fcfs": first_come_first_served, "shortest_first": shortest_first}
+PLACEMENTS: Mapping[str, Placement] = {"token_balanced": token_balanced, "in_order": in_order}

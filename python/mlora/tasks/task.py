@@ -76,8 +76,6 @@ class Task:
         plan: its micro-batches.
         total_steps: optimizer steps to make.
         lora: PEFT's config; None if ``init_from`` gives it.
-        kept: the file in the run's ``states`` that holds its state while it is not admitted; None before its
-            first admission, and while it is admitted.
     """
 
     config: AdapterConfig
@@ -89,7 +87,6 @@ class Task:
     lora: LoraConfig | None
     optim: OptimConfig
     progress: Progress = field(default_factory=Progress)
-    kept: str | None = None
 
     @property
     def alive(self) -> bool:

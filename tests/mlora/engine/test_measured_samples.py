@@ -3,11 +3,10 @@
 import math
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import mlora.run.prepare
 import pytest
 import torch
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
@@ -24,7 +23,6 @@ from mlora.errors import RunError
 from mlora.memory.estimate import DryRun
 from mlora.memory.live_memory import work_memory
 from mlora.memory.process_memory import PeakMemory, used_memory
-from mlora.run.prepare import limit_memory
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
 from tiny_run import lines, weights
@@ -305,7 +303,7 @@ def run_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure as on a GPU, in a process that has nothing in use beside what tasks need."""
     free(monkeypatch)
     monkeypatch.setattr(MemoryLimit, "took", lambda *_: None)
-    monkeypatch.setattr(mlora.run.prepare, "limit_memory", partial(limit_memory, measured=True))
+    monkeypatch.setattr(Engine, "limit_memory", partialmethod(Engine.limit_memory, measured=True))
 
 
 @pytest.fixture

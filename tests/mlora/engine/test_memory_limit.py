@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from mlora.engine.memory_limit import MIB, Candidate, MemoryLimit
 from mlora.memory.estimate import DryRun
-from mlora.queue.status_publisher import StatusPublisher
-from mlora.run.report import Silent
+from mlora.run.status_publisher import StatusPublisher
 from mlora.scheduler import Admission, MemoryEstimate
 
 ONE = Candidate("a", [80], lambda count: [80] * min(count, 1))
@@ -65,17 +64,23 @@ def test_what_is_published_samples_nothing() -> None:
     estimate = MemoryEstimate("+".join, dry_run)
     shown: list[Any] = []
     queue: Any = SimpleNamespace(show=lambda *views: shown.append(views))
-    engine: Any = SimpleNamespace(peak_memory=0)
-    publisher = StatusPublisher(queue, engine, memory_of(estimate), 4 << 30, Silent().warn)
     tasks: Any = [
         SimpleNamespace(name=name, usual_lengths=[6], progress=SimpleNamespace(state="running"))
         for name in "ab"
     ]
-    publisher.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
+    table: Any = SimpleNamespace(
+        memory=memory_of(estimate),
+        admission=Admission({"a": 0}, 1, (1.0,)),
+        alive=lambda: tasks,
+        members=lambda: {0: tasks[:1]},
+        engine=SimpleNamespace(peak_memory=0),
+    )
+    publisher = StatusPublisher(queue, table)
+    publisher.show(now=True)
     assert not runs
     assert {view["batch_bytes"] for view in shown[-1][0].values()} == {0}
     estimate.activations({"a": [6]}, ["a"])
-    publisher.show(tasks, Admission({"a": 0}, 1, (1.0,)), now=True)
+    publisher.show(now=True)
     assert runs == [["a"]]
     views, run = shown[-1]
     assert (views["a"]["state"], views["b"]["state"]) == ("running", "waiting")

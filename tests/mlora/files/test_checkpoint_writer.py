@@ -13,7 +13,7 @@ from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.files.checkpoint_writer import CheckpointWriter
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import resume, train
 from tiny_run import lines, run_data, weights
 from watched_disk import copy_as_killed, watch_disk, writing_threads
@@ -169,7 +169,7 @@ def test_an_error_while_a_checkpoint_is_written(folder: Path, error: type[BaseEx
     assert note.startswith(f"and in the thread that writes checkpoints: {folder}/step-00000004.pt/step-000")
 
 
-class Steps(Silent):
+class Steps(Reporter):
     """Counts optimizer steps of all adapters, and sends SIGINT after one of them.
 
     Args:

@@ -1,16 +1,14 @@
 """A run under a limit on memory where it is measured: on a GPU, and by the same code on a CPU."""
 
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import mlora.run.prepare
 import pytest
 import torch
 from limited_runs import Watching
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
-from mlora.run.prepare import limit_memory
 from mlora.run.run import train
 from mlora.scheduler import MemoryEstimate
 from tiny_run import run_data, save_base, write_jsonl
@@ -45,7 +43,7 @@ def test_several_adapters_stay_under_a_limit(
         scheduler={"memory_limit": (1024 if large else 120) * MIB},
     )
     if not large:
-        monkeypatch.setattr(mlora.run.prepare, "limit_memory", partial(limit_memory, measured=True))
+        monkeypatch.setattr(Engine, "limit_memory", partialmethod(Engine.limit_memory, measured=True))
         monkeypatch.setattr(Engine, "used_memory", lambda self: [0])
         monkeypatch.setattr("mlora.engine.stage_worker.used_memory", lambda _: 0)
     errors: dict[str, list[float]] = {}

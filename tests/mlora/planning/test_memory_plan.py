@@ -55,7 +55,7 @@ def test_who_runs_and_who_waits(tiny_base: Path, tmp_path: Path, room: float, ve
 
 def test_what_is_said_of_samples_of_a_sweep() -> None:
     verdicts = {"a": "runs", "b": "runs", "c": "waits"}
-    tasks = tuple(TaskPlan(name, 0, (MIB,), (MIB,), verdict) for name, verdict in verdicts.items())
+    tasks = tuple(TaskPlan(name, 0, (2 * MIB,), verdict) for name, verdict in verdicts.items())
     plan = MemoryPlan((MIB,), tasks, 5 * MIB, places=1)
     assert plan.lines() == ["memory_limit 5 MiB: of 3 sampled trials 1 run together first", "1 wait: c"]
     assert replace(plan, limit=None).lines() == ["no scheduler.memory_limit: trials run 1 at once"]

@@ -5,7 +5,7 @@ import random
 from math import fsum, inf
 
 import pytest
-from mlora.planning.partition import Cost, Partition, Table, fastest, partition
+from mlora.planning.partition import Blocks, Cost, Table, fastest, partition
 
 
 def table(blocks: list[float], embedding: float = 0.0, head: float = 0.0, weight: int = 1) -> Table:
@@ -48,52 +48,59 @@ def test_no_partition_is_better(seed: int) -> None:
         with pytest.raises(ValueError, match=f"^memory: no partition of {count} blocks over {stages} stages"):
             partition(tables, limits, held)
         return
-    found = partition(tables, limits, held)
-    assert max(found.seconds) == best[0]
-    assert fsum(time * time for time in found.seconds) == pytest.approx(best[1])
-    assert all(limit is None or need <= limit for need, limit in zip(found.memory, limits, strict=True))
-    assert found == partition(tables, limits, held)
-    ends = [end for _, end in found.blocks]
-    assert [0, *ends[:-1]] == [first for first, _ in found.blocks]
+    blocks = partition(tables, limits, held)
+    own = [
+        table.parts(first, last, stage == 0, stage == stages - 1)
+        for stage, (table, (first, last)) in enumerate(zip(tables, blocks, strict=True))
+    ]
+    seconds = [fsum(part.seconds for part in parts) for parts in own]
+    assert max(seconds) == best[0]
+    assert fsum(time * time for time in seconds) == pytest.approx(best[1])
+    for parts, count_held, limit in zip(own, held, limits, strict=True):
+        need = sum(part.weight_bytes + count_held * part.activation_bytes for part in parts)
+        assert limit is None or need <= limit
+    assert blocks == partition(tables, limits, held)
+    ends = [end for _, end in blocks]
+    assert [0, *ends[:-1]] == [first for first, _ in blocks]
     assert ends[-1] == count
+
+
+def cut(tables: list[Table]) -> Blocks:
+    """The partition without limits."""
+    return partition(tables, [None] * len(tables), [1] * len(tables))
 
 
 def test_embedding_and_head_count() -> None:
     heavy = table([1.0] * 8, embedding=1.0, head=3.0)
-    assert partition([heavy, heavy]).blocks == ((0, 5), (5, 8))
-    assert partition([heavy] * 3).blocks == ((0, 3), (3, 7), (7, 8))
+    assert cut([heavy, heavy]) == ((0, 5), (5, 8))
+    assert cut([heavy] * 3) == ((0, 3), (3, 7), (7, 8))
 
 
 def test_slow_stages_get_less() -> None:
     fast, slow = table([1.0] * 6), table([2.0] * 6)
-    assert partition([fast, slow]).blocks == ((0, 4), (4, 6))
-    assert partition([slow, fast]).blocks == ((0, 2), (2, 6))
+    assert cut([fast, slow]) == ((0, 4), (4, 6))
+    assert cut([slow, fast]) == ((0, 2), (2, 6))
 
 
 def test_equal_partitions_are_told_apart_by_their_squares_and_then_by_their_cuts() -> None:
     """The last stage sets the time; the first two are evened out, or the earlier one gets less."""
-    assert partition([table([1.0] * 7, head=9.0)] * 3).blocks == ((0, 3), (3, 6), (6, 7))
-    assert partition([table([1.0] * 6, head=9.0)] * 3).blocks == ((0, 2), (2, 5), (5, 6))
+    assert cut([table([1.0] * 7, head=9.0)] * 3) == ((0, 3), (3, 6), (6, 7))
+    assert cut([table([1.0] * 6, head=9.0)] * 3) == ((0, 2), (2, 5), (5, 6))
 
 
 def test_memory_before_time() -> None:
     """Micro-batches in flight weigh more at the first stage, as in 1F1B."""
     costs = Table(Cost(0.0, 2), tuple(Cost(1.0, 3, 2) for _ in range(4)), Cost(0.0, 2))
-    assert partition([costs, costs]).memory == (12, 12)
-    found = partition([costs, costs], [20, None], [5, 1])
-    assert found == Partition(((0, 1), (1, 4)), (1.0, 3.0), (15, 17))
+    assert cut([costs, costs]) == ((0, 2), (2, 4))
+    assert partition([costs, costs], [20, None], [5, 1]) == ((0, 1), (1, 4))
 
 
 def test_refusals() -> None:
     one = table([1.0] * 3, weight=2**30)
     for call, message in [
-        (lambda: partition([one] * 4), "^stages: expected 1 to 3, the number of blocks, got 4"),
-        (lambda: partition([]), "^stages: expected 1 to 0"),
-        (lambda: partition([one, table([1.0])]), r"^tables: expected 3 blocks in each, got \[3, 1\]"),
-        (lambda: partition([one] * 2, [1]), r"^limits: expected one per stage \(2\), got 1"),
-        (lambda: partition([one] * 2, None, [1]), r"^in_flight: expected one per stage \(2\), got 1"),
+        (lambda: cut([one] * 4), "^stages: expected 1 to 3, the number of blocks, got 4"),
         (
-            lambda: partition([one] * 2, [2 * 2**30, 5 * 2**29]),
+            lambda: partition([one] * 2, [2 * 2**30, 5 * 2**29], [1, 1]),
             "stage 1 with blocks 1 to 2 needs 3.000 GiB and may take 2.500 GiB$",
         ),
     ]:

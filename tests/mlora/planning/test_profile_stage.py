@@ -34,7 +34,7 @@ def test_every_family_has_costs(family: str, tmp_path: Path) -> None:
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     assert [cost.weight_bytes for cost in table.blocks] == [size(block) for block in blocks]
     assert all(cost.seconds > 0 for cost in (table.embedding, *table.blocks, table.head))
-    assert partition([table, table]).blocks[1][1] == BLOCKS
+    assert partition([table, table], [None] * 2, [1] * 2)[1][1] == BLOCKS
 
 
 def test_weights_of_embedding_and_head(tmp_path: Path) -> None:

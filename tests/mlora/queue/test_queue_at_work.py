@@ -18,7 +18,7 @@ from mlora.config.config_file import resolve_config
 from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import resume, train
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, run_data, weights, write_run
@@ -26,7 +26,7 @@ from tiny_run import lines, run_data, weights, write_run
 PATIENCE = 120.0  # seconds until a run at work that does not come on has failed
 
 
-class Asking(Silent):
+class Asking(Reporter):
     """Calls functions once a task has made a number of steps, as another process would do then."""
 
     def __init__(self, **calls: tuple[int, Callable[[], object]]) -> None:

@@ -18,9 +18,9 @@ from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
-from mlora.run.best import compare
 from mlora.run.report import PlainLines
 from mlora.run.run import resume, train
+from mlora.run.task_states import compare
 from mlora.tasks.task import Progress
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -34,9 +34,9 @@ from tests.tolerances import STEADY_EPSILON
 
 KILLED = """
 import os, signal, sys
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import train
-class Killed(Silent):
+class Killed(Reporter):
     left = int(sys.argv[2])
     def evaluation(self, task, record):
         self.left -= 1

@@ -17,12 +17,12 @@ from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import FORMAT, list_checkpoints, save_checkpoint
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import resume, train
 from tiny_run import lines, random_tokens, run_data, weights, write_jsonl
 
 
-class Interrupting(Silent):
+class Interrupting(Reporter):
     """Sends a signal to this process after a number of optimizer steps of all adapters together."""
 
     def __init__(self, after: int, number: int = signal.SIGINT) -> None:
@@ -34,7 +34,7 @@ class Interrupting(Silent):
             os.kill(os.getpid(), self.number)
 
 
-class Crashing(Silent):
+class Crashing(Reporter):
     """Raises, as if the process died, after a number of optimizer steps."""
 
     def __init__(self, after: int) -> None:
@@ -46,7 +46,7 @@ class Crashing(Silent):
             raise ConnectionAbortedError("died")
 
 
-class Collector(Silent):
+class Collector(Reporter):
     """Keeps notes and warnings."""
 
     def __init__(self) -> None:

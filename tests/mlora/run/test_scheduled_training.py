@@ -1,6 +1,5 @@
 """Training under a limit on memory: who comes first, who gives way, and what comes of all of them."""
 
-import math
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,10 +21,11 @@ from limited_runs import (
     undisturbed,
 )
 from mlora.config.config_file import resolve_config
+from mlora.engine.adapter_state import BatchResult
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
-from mlora.run.evaluation import EvalLoss, Fits, evaluate_losses
+from mlora.run.evaluation import Fits, evaluate_losses
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.result import RunResult
@@ -335,9 +335,9 @@ def test_an_admitted_task_that_cannot_begin_makes_room(
     """Its first evaluation is no number, and it is the only one that is admitted."""
     data["scheduler"]["memory_limit"] = limit_for(1)
 
-    def losses(engine: Engine, tasks: list[Task], fits: Fits) -> dict[str, EvalLoss]:
+    def losses(engine: Engine, tasks: list[Task], fits: Fits) -> dict[str, BatchResult]:
         found = evaluate_losses(engine, tasks, fits)
-        return {name: replace(one, loss=math.nan) if name == "high" else one for name, one in found.items()}
+        return {name: replace(one, finite=False) if name == "high" else one for name, one in found.items()}
 
     monkeypatch.setattr("mlora.run.loop.evaluate_losses", losses)
     result = train(resolve_config(data, folder=tmp_path))

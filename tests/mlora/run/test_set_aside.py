@@ -13,9 +13,9 @@ from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints, save_checkpoint
 from mlora.files.state_files import StateFiles
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.run import resume, train
-from mlora.run.set_aside import bring_back, set_aside
+from mlora.run.task_states import bring_back, set_aside, state_file
 from mlora.tasks.task import Task
 from stage_runs import tensors
 from tiny_run import lines, run_data, weights
@@ -33,7 +33,7 @@ def prepared(base: Path, folder: Path, **fields: Any) -> Prepared:
     data = run_data(base, folder)
     fp16 = fields.pop("fp16", False)
     data["adapters"] = [data["adapters"][0] | fields]
-    return prepare(resolve_config(data | {"fp16": fp16}, folder=folder), Silent())
+    return prepare(resolve_config(data | {"fp16": fp16}, folder=folder), Reporter())
 
 
 def advance(engine: Engine, task: Task, batches: int) -> list[float]:
@@ -83,9 +83,8 @@ def test_it_goes_on_bit_for_bit_from_every_point(
         for batch in range(7):
             set_aside(engine, task, tmp_path / "states")
             assert task.name not in engine.adapters
-            assert (task.kept is None) == (batch == 0)
+            assert (tmp_path / "states" / state_file(task)).is_file() == (batch > 0)
             bring_back(engine, task, 0, tmp_path / "states")
-            assert task.kept is None
             assert_equal(engine.state_dict(task.name), states[batch])
             assert advance(engine, task, 1) == whole[batch]
         assert_equal(engine.state_dict(task.name), states[-1])
@@ -129,11 +128,11 @@ def test_a_file_that_is_wrong_is_one_line(
         (task,) = run.table.tasks
         advance(engine, task, 3)
         set_aside(engine, task, tmp_path / "states")
-        other = tmp_path / "states" / str(task.kept)
+        other = tmp_path / "states" / state_file(task)
         bring_back(engine, task, 0, tmp_path / "states")
         advance(engine, task, 1)
         set_aside(engine, task, tmp_path / "states")
-        path = tmp_path / "states" / str(task.kept)
+        path = tmp_path / "states" / state_file(task)
         break_it(path, other)
         with pytest.raises(RunError) as error:
             bring_back(engine, task, 0, tmp_path / "states")
@@ -149,7 +148,7 @@ def test_random_bytes_are_one_line(tiny_base: Path, tmp_path: Path) -> None:
         (task,) = run.table.tasks
         advance(engine, task, 1)
         set_aside(engine, task, tmp_path / "states")
-        path = tmp_path / "states" / str(task.kept)
+        path = tmp_path / "states" / state_file(task)
         whole = path.read_bytes()
         for _ in range(200):
             place = int(torch.randint(len(whole), (), generator=generator))

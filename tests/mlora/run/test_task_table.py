@@ -17,8 +17,7 @@ from mlora.engine.memory_limit import Candidate
 from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
-from mlora.run.micro_batches import MicroBatches
-from mlora.run.report import Silent
+from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Room
 from mlora.tasks.groups import Group
@@ -69,7 +68,7 @@ class FakeMemory:
     """A limit of `FREE`; each task says what its states take."""
 
     def __init__(self) -> None:
-        self.estimate, self.base, self.reserved = Estimate(), [0], 0
+        self.estimate, self.base, self.reserved, self.limit = Estimate(), [0], 0, FREE
         self.adapters, self.fresh = self, True
         self._takes: dict[str, int] = {}
 
@@ -113,7 +112,6 @@ def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
         lora=None,
         optim=takes,
         seed=0,
-        kept=None,
         eval_data=None,
         data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
         usual_lengths=[rows],
@@ -183,10 +181,10 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
         [coming[n] for n in first],
         {},
         folder,
-        Silent(),
+        Reporter(),
         FakeMemory(),  # type: ignore[arg-type]
     )
-    decisions = Decisions(config, engine, task_table, Silent())  # type: ignore[arg-type]
+    decisions = Decisions(config, task_table)  # type: ignore[arg-type]
     with patch.context() as patched:
         patched.setattr("mlora.planning.task_memory.read_config", lambda _: None)
         patched.setattr("mlora.run.task_table.submitted", lambda name, _: (SimpleNamespace(name=name), []))
@@ -216,7 +214,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
                 if waited > 20:
                     break
             for slot, members in task_table.members().items():
-                batch = MicroBatches(task_table, engine).next_batch(Group(slot, members, iteration))
+                batch = task_table.next_batch(Group(slot, members, iteration))
                 assert batch[0] is members[0]  # the first always goes on: nobody starves
                 for one in batch:
                     one.progress.step += 1

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, Room, admit, next_batch
-from mlora.scheduler.memory_need import within
+from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, Room, admit, next_batch, within
 
 
 class PerRow:
@@ -15,7 +14,7 @@ class PerRow:
     def __init__(self, places: Sequence[tuple[int, int]], kinds: Mapping[str, str]) -> None:
         self.places, self.kinds = places, kinds
 
-    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
+    def __call__(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         rows = sum(map(sum, lengths.values()))
         mixed = 1.5 if len({self.kinds[name] for name in among}) > 1 else 1.0
         return [base + mixed * per_row * rows for base, per_row in self.places]
@@ -58,7 +57,7 @@ def used(
     found = []
     for place, held in enumerate(room.held):
         batches = [
-            estimate.activations({n.name: n.usual for n in admitted if slots[n.name] == slot}, among)[place]
+            estimate({n.name: n.usual for n in admitted if slots[n.name] == slot}, among)[place]
             for slot in set(slots.values())
         ]
         states = sum(need.states[place] for need in admitted)
@@ -67,7 +66,7 @@ def used(
 
 
 def fits_alone(need: MemoryNeed, room: Room, estimate: PerRow) -> bool:
-    return within(estimate.activations({need.name: need.largest}, [need.name]), room.budget(need.states, 1))
+    return within(estimate({need.name: need.largest}, [need.name]), room.budget(need.states, 1))
 
 
 @settings(max_examples=300, deadline=None)
@@ -85,7 +84,7 @@ def test_who_is_admitted_fits_and_who_waits_does_not(
     if len(admitted) == 1 and not fits_alone(admitted[0], room, estimate):
         return  # nobody does
     assert within(used(admitted, found.slots, room, estimate), room.free)
-    ranked = sorted(tasks, key=ORDERS[order].key)
+    ranked = sorted(tasks, key=ORDERS[order])
     assert [need.name for need in ranked if need.name in found.slots] == list(found.slots)
     for place, need in enumerate(ranked):
         if need.name in found.slots:
@@ -119,20 +118,20 @@ def test_the_first_always_runs_and_nobody_stands_back_who_would_fit(
             continue
         chosen = next_batch(lengths, found.budget, estimate, among)
         assert chosen[0] == next(iter(lengths))
-        assert within(estimate.activations({n: lengths[n] for n in chosen}, among), found.budget)
+        assert within(estimate({n: lengths[n] for n in chosen}, among), found.budget)
         for name in lengths:
             if name not in chosen:
                 before = {other: lengths[other] for other in chosen if among.index(other) < among.index(name)}
-                assert not within(estimate.activations({**before, name: lengths[name]}, among), found.budget)
+                assert not within(estimate({**before, name: lengths[name]}, among), found.budget)
 
 
 class Learning(PerRow):
     """Learns at the first large micro-batch that it is asked about: needs a little more from then on."""
 
-    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
+    def __call__(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         if max(map(max, lengths.values())) > 50:
             self.places = [(0, 102)]
-        return super().activations(lengths, among)
+        return super().__call__(lengths, among)
 
 
 def test_who_fits_stays_where_the_estimate_learns_while_it_is_asked() -> None:
@@ -234,7 +233,7 @@ def test_without_a_limit_all_are() -> None:
 @pytest.mark.parametrize("slots", [2, 3, 5])
 def test_slots_have_about_equally_many_rows(slots: int) -> None:
     tasks = [need(f"t{i}", rows) for i, rows in enumerate([90, 10, 50, 40, 30, 70, 20, 60, 80, 100])]
-    places = PLACEMENTS["token_balanced"].place(tasks, slots, {})
+    places = PLACEMENTS["token_balanced"](tasks, slots, {})
     rows = [sum(n.usual[0] for n in tasks if places[n.name] == slot) for slot in range(slots)]
     assert max(rows) <= 1.1 * sum(rows) / slots
 
@@ -242,7 +241,7 @@ def test_slots_have_about_equally_many_rows(slots: int) -> None:
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))
 def test_who_cannot_move_stays(placement: str) -> None:
     tasks = [need("a", 50), need("b", 10), need("c", 10)]
-    places = PLACEMENTS[placement].place(tasks, 2, {"a": 1, "b": 1})
+    places = PLACEMENTS[placement](tasks, 2, {"a": 1, "b": 1})
     assert (places["a"], places["b"]) == (1, 1)
     assert list(places) == ["a", "b", "c"]
 

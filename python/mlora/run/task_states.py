@@ -1,0 +1,127 @@
+"""A task's files in the run's ``states``: its state while it is set aside, and its best weights.
+
+A task that is set aside keeps its adapter, its optimizer, its open accumulation and its counts in a file. The
+position in the data and the random numbers derive from the counts, so it goes on bit for bit.
+
+Best weights are in a file, not in memory, so the memory limit, preemption and pausing need not know of them.
+The file is durable before a checkpoint names it, and stays as long as one does. So a killed run goes on with
+the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlora.engine.engine import Engine
+from mlora.errors import RunError, first_line
+from mlora.files.state_files import best_file, read_state, write_state
+from mlora.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def restore_adapter(
+    engine: Engine, task: Task, group: int, state: Mapping[str, Any], where: str = "its checkpoint"
+) -> None:
+    """Creates a task's adapter with a state of `Engine.state_dict`; errors name `where` it was read."""
+    try:
+        _create_adapter(engine, task, group)
+        engine.load_state_dict(task.name, state)
+    except ValueError as error:
+        raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{task.name}: cannot be restored: {where} does not hold an adapter's state "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
+def _create_adapter(engine: Engine, task: Task, group: int) -> None:
+    """Creates a task's adapter as before its first step; groups go to the replicas in turn."""
+    engine.create_adapter(
+        task.name,
+        task.lora,
+        task.optim,
+        objective=task.config.objective,
+        init_from=task.config.init_from,
+        seed=task.seed,
+        replica=group % engine.replicas,
+    )
+
+
+def state_file(task: Task) -> str:
+    """Returns the name of the file that holds a task's state while it is set aside."""
+    return f"{task.name}-{task.progress.batches:08d}.pt"
+
+
+def set_aside(engine: Engine, task: Task, folder: Path) -> None:
+    """Writes a task's state to its file and takes the adapter off the engine.
+
+    A task that has not begun needs no file. If the file cannot be written, the adapter stays.
+    """
+    if task.progress.batches:
+        write_state(folder / state_file(task), {**_stamp(task), "state": engine.state_dict(task.name)})
+    engine.remove_adapter(task.name)
+
+
+def bring_back(engine: Engine, task: Task, group: int, folder: Path) -> None:
+    """Puts a task's adapter back on the engine, or a new adapter if the task has not begun."""
+    if not task.progress.batches:
+        _create_adapter(engine, task, group)
+        return
+    path = folder / state_file(task)
+    what = f"the state of {task.name} after {task.progress.batches} micro-batches"
+    restore_adapter(engine, task, group, read_state(path, "state", _stamp(task), what), str(path))
+
+
+def _stamp(task: Task) -> dict[str, Any]:
+    """Returns the values that identify the file of a task that is set aside."""
+    return {"task": task.name, "batches": task.progress.batches}
+
+
+def compare(task: Task, entry: Mapping[str, Any]) -> bool:
+    """Notes an evaluation and returns whether it is the best so far; like Transformers, ignores step 0."""
+    rule, progress = task.config.best_rule, task.progress
+    if rule is None or entry["step"] == 0:
+        return False
+    gain = rule.gain(entry[rule.metric], progress.best)
+    progress.worse = 0 if gain > task.config.early_stopping_threshold else progress.worse + 1
+    if not gain > 0:
+        return False
+    progress.best, progress.best_step = entry[rule.metric], entry["step"]
+    return True
+
+
+def write_best(engine: Engine, task: Task, folder: Path) -> None:
+    """Keeps the present weights of a task, whose last evaluation is its best."""
+    stamp = {"task": task.name, "step": task.kept_step}
+    write_state(_best_path(task, folder), {**stamp, "weights": engine.weights(task.name)})
+
+
+def read_best(task: Task, folder: Path, *, in_doubt: bool) -> dict[str, Tensor] | None:
+    """Returns the weights that a task ends with; None = those on the engine.
+
+    If those on the engine are `in_doubt`, the weights of the file count, if there is one.
+    """
+    if task.kept_step is None or (task.kept_step == task.progress.step and not in_doubt):
+        return None
+    what = f"the best weights of {task.name}, of step {task.kept_step}"
+    stamp = {"task": task.name, "step": task.kept_step}
+    return read_state(_best_path(task, folder), "weights", stamp, what)
+
+
+def check_best_file(task: Task, folder: Path) -> None:
+    """Raises RunError if the weights of a task's best evaluation are gone."""
+    if task.kept_step is not None and not (path := _best_path(task, folder)).is_file():
+        raise RunError(
+            f"{task.name}: its weights of step {task.kept_step}, the best so far, are gone: there is no "
+            f"{path}; put it back, or train anew with --overwrite"
+        )
+
+
+def _best_path(task: Task, folder: Path) -> Path:
+    assert task.kept_step is not None
+    return folder / best_file(task.name, task.kept_step)
