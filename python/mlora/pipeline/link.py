@@ -39,10 +39,10 @@ class Link:
         into: Port,
         deliver: Callable[[Message], None],
         name: str,
-        *,
         credit_bytes: int = CREDIT_BYTES,
         delay: float = 0.0,
         trace: Trace | None = None,
+        *,
         keeps: bool = True,
     ) -> None:
         if credit_bytes < 1:

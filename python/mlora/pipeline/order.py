@@ -12,8 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from .actions import Action, ActionType, Schedule, check_schedule
-from .schedules import FLUSHED, SCHEDULES
+from .actions import FLUSHED, SCHEDULES, Action, ActionType, Schedule, check_schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from mlora.engine.stage_worker import StageWorker
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.model.stage_weights import digest
-from mlora.pipeline import FirstStage, PipelineError, StageProcess
+from mlora.pipeline import PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
 from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way
@@ -229,9 +229,8 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
 
 def stage_group_of(config: RunConfig, stage: OwnStage) -> StageGroup:
     """Returns the stages as stage 0 sees them."""
-    first = FirstStage(stage.process)
     return StageGroup(
-        first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True
+        stage.process, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True
     )
 
 

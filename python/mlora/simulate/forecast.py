@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlora.errors import RunError
-from mlora.pipeline.schedules import FLUSHED
+from mlora.pipeline.actions import FLUSHED
 from mlora.simulate.closed_form import is_reached, least_bubble
 from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pipeline.actions import Schedule
-from ..pipeline.schedules import SCHEDULES
+from ..pipeline.actions import SCHEDULES, Schedule
 
 
 def _check(thing: object, least: int, *names: str) -> None:

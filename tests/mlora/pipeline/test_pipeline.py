@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 from mlora.pipeline import Hooks, Pipeline, PipelineError, RoundPosition
+from mlora.pipeline.actions import gpipe
 from mlora.pipeline.message import Message
 from mlora.pipeline.runner import Runner
-from mlora.pipeline.schedules import gpipe
 from torch import Tensor, nn
 
 
