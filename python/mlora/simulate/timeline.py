@@ -26,10 +26,10 @@ COLUMNS = np.dtype(
 
 
 class Event(NamedTuple):
-    """A stage at work, or a message on a link.
+    """A stage at work.
 
     Attributes:
-        stage: from 0; of a message, the stage that sends it.
+        stage: from 0.
         kind: `F`, `B`, `S` for an optimizer step, or `E` for a forward of an evaluation.
         stream: index of the adapter or group.
         step: the stream's optimizer step, from 0.
@@ -53,20 +53,17 @@ class Timeline:
     """The work of all stages.
 
     Attributes:
-        events: of the stages, rows of `COLUMNS`, sorted by stage and time.
-        messages: on the links, sorted likewise.
+        events: rows of `COLUMNS`, sorted by stage and time.
     """
 
     stages: int
     events: np.ndarray
-    messages: np.ndarray
 
     @classmethod
-    def of(cls, events: Iterable[Event], messages: Iterable[Event] = ()) -> Timeline:
-        """Puts events of stages (at least one) and messages on links, in any order, into columns."""
+    def of(cls, events: Iterable[Event]) -> Timeline:
+        """Puts events (at least one), in any order, into columns."""
         columns = _sorted(np.array([tuple(event) for event in events], dtype=COLUMNS))
-        sent = _sorted(np.array([tuple(event) for event in messages], dtype=COLUMNS))
-        return cls(int(columns["stage"].max()) + 1, columns, sent)
+        return cls(int(columns["stage"].max()) + 1, columns)
 
     def of_stage(self, stage: int) -> list[Event]:
         """Returns a stage's events in the order of time."""

@@ -9,14 +9,6 @@ from dataclasses import dataclass
 from ..pipeline.actions import SCHEDULES, Schedule
 
 
-def _check(thing: object, least: int, *names: str) -> None:
-    """Refuses fields that are not finite numbers of at least `least`."""
-    for name in names:
-        value = getattr(thing, name)
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name}: expected a number of at least {least}, got {value}")
-
-
 @dataclass(frozen=True, slots=True)
 class StageTime:
     """Seconds that a stage needs: `forward + forward_row * rows` for the forward of a micro-batch.
@@ -32,9 +24,6 @@ class StageTime:
     forward_row: float = 0.0
     backward_row: float = 0.0
     optimizer: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self, 0, "forward", "backward", "forward_row", "backward_row", "optimizer")
 
     def seconds(self, rows: float = 0) -> float:
         """Returns the time of forward and backward together."""
@@ -59,11 +48,6 @@ class SimulatedLink:
     row_bytes: float = 0.0
     overhead: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth: expected a number above 0, got {self.bandwidth}")
-        _check(self, 0, "latency", "row_bytes", "overhead")
-
     def seconds(self, rows: float) -> float:
         """Returns how long a message occupies the link."""
         return self.overhead + self.row_bytes * rows / self.bandwidth
@@ -84,12 +68,6 @@ class Stream:
     micro_batches: int = 1
     rows: tuple[int, ...] = (1,)
     start: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self, 1, "steps", "micro_batches")
-        if not self.rows or min(self.rows) < 1:
-            raise ValueError(f"rows: expected numbers of at least 1, got {list(self.rows)}")
-        _check(self, 0, "start")
 
     def rows_of(self, step: int, micro_batch: int) -> int:
         """Returns the rows of one of its micro-batches."""
@@ -117,18 +95,8 @@ class Workload:
     in_flight: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stages", "streams"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}: expected at least one, got none")
         if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        for name in ("forward", "backward"):
-            links = getattr(self, name)
-            if not isinstance(links, SimulatedLink) and len(links) != len(self.stages) - 1:
-                raise ValueError(
-                    f"{name}: expected one link, or {len(self.stages) - 1} for {len(self.stages)} stages, "
-                    f"got {len(links)}"
-                )
 
     def links(self, direction: SimulatedLink | Sequence[SimulatedLink]) -> list[SimulatedLink]:
         """Returns one link for each pair of neighbours."""
