@@ -77,11 +77,13 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
     """
     if config.pipeline.processes == 1:
         return
-    from mlora.cluster.launch import is_launched, launch
+    from torch.distributed import is_torchelastic_launched
+
+    from mlora.cluster.launch import launch
     from mlora.files.run_folder import RunFolder
     from mlora.run.preflight import check_early
 
-    if is_launched():
+    if is_torchelastic_launched():
         return
     if overwrite is not None:
         check_early(config, overwrite=overwrite)

@@ -45,11 +45,6 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int
 
 
-def is_launched() -> bool:
-    """Whether a launcher (this one or torchrun) has started this process, even as the only one."""
-    return dist.is_torchelastic_launched()
-
-
 def launch(stages: int, arguments: Sequence[str]) -> int:
     """Runs a Python command in one process per stage, and waits until all have ended.
 

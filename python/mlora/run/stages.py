@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from mlora.cluster.device import dtype_of, is_out_of_memory, limit_allocator, own_device, set_malloc
+from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
 from mlora.cluster.imports import is_importing
 from mlora.cluster.watchdog import Watch
 from mlora.cluster.worker import end_with_parent
@@ -201,17 +201,18 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
     """Creates this process's stage; all processes of a pipeline call it."""
     world, pipeline = member.world, config.pipeline
     dtype = dtype_of(config)
+    device = choose_device(config.device, dtype)
+    if device == "cuda":  # a machine's processes take its GPUs in turn
+        device = f"cuda:{world.local_rank % torch.cuda.device_count()}"
     options = StageOptions(
-        torch.device(own_device(config.device, dtype, world.local_rank)),
+        torch.device(device),
         dtype,
         config.gradient_checkpointing,
         config.frozen_weight,
     )
-    if options.device.type == "cpu":
-        set_malloc(config)
-    else:
+    if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
-        limit_allocator(config.scheduler.limit_bytes, options.device)
+    set_allocators(config.scheduler.limit_bytes, options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
     part, process = stage_of_this_process(
         config.base_model,
