@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,8 @@ from mlora.cli.common import RunDir, begin, command, print_lines, print_rows, re
 from mlora.cli.simulate import simulate
 from mlora.cluster.imports import end_imports_at_once
 from mlora.errors import RunError
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "bench"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -225,20 +229,16 @@ def generate(
     with command():
         begin()
         from mlora.cli.generate import answer, print_answers, read_prompts
-        from mlora.model.generation import Sampling
+        from mlora.model.generation import sampling
 
         texts = read_prompts(prompt or [], prompts)
-        try:
-            sampling = Sampling(temperature, top_p, top_k)
-        except ValueError as error:
-            raise RunError(str(error)) from error
         answers = answer(
             source,
             texts,
             adapters=adapter,
             base_model=base_model,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            draw=sampling(temperature, top_p, top_k),
             seed=seed,
             chat=chat,
             bf16=bf16,
@@ -256,6 +256,11 @@ app.command()(simulate)
 def bench(context: typer.Context) -> None:
     """Run the benchmarks of the source checkout."""
     with command():
-        from mlora.cli.bench import run_suite
-
-        raise typer.Exit(run_suite(context.args))
+        if not (BENCHMARKS / "suite.py").is_file():
+            raise RunError(
+                "bench: the installed package holds no benchmarks; in a source checkout, run "
+                "`pip install --no-build-isolation -e .`"
+            )
+        if str(BENCHMARKS) not in sys.path:
+            sys.path.insert(0, str(BENCHMARKS))
+        raise typer.Exit(int(import_module("suite").main(context.args, program="mlora bench")))

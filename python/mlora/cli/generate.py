@@ -6,11 +6,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlora.config.yaml_file import read_yaml
 from mlora.data.chat import ChatTemplate
@@ -18,7 +18,7 @@ from mlora.data.dataset import read_prompt_lines
 from mlora.data.record import FormatError
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
-from mlora.model.generation import GenerationRequest, Sampling, complete, end_token, text_of
+from mlora.model.generation import GenerationRequest, complete, end_token, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ def answer(
     adapters: Sequence[str] | None,
     base_model: str | None,
     max_new_tokens: int,
-    sampling: Sampling,
+    draw: Mapping[str, Any],
     seed: int,
     chat: bool = False,
     bf16: bool = False,
@@ -114,7 +114,7 @@ def answer(
     torch.manual_seed(seed)
     try:
         with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
-            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
+            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
     except ValueError as error:
         raise RunError(str(error)) from error
     texts = [text_of(tokenizer, output) for output in outputs]

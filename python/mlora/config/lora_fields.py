@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInfo
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInfo, create_model
 
 from mlora.config.strict import shown
 
@@ -68,11 +68,8 @@ class PeftNotes(BaseModel):
     runtime_config: Note = None
 
 
-class LoraFields(PeftNotes, extra="forbid"):
-    """The fields of PEFT's ``LoraConfig``, and checks of those that need no model.
-
-    They are written down because importing PEFT takes seconds. A test compares them.
-    """
+class _Checked(PeftNotes, extra="forbid"):
+    """The fields of PEFT's ``LoraConfig`` that can be checked without a model."""
 
     r: Rank = 8
     target_modules: Modules = None
@@ -80,35 +77,21 @@ class LoraFields(PeftNotes, extra="forbid"):
     lora_alpha: Alpha = 8
     lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     fan_in_fan_out: StrictBool = False
-    bias: Any = None
     use_rslora: StrictBool = False
-    modules_to_save: Any = None
-    init_lora_weights: Any = None
-    layers_to_transform: Any = None
-    layers_pattern: Any = None
     rank_pattern: dict[Pattern, Rank] | None = None
     alpha_pattern: dict[Pattern, Alpha] | None = None
-    task_type: Any = None
-    megatron_config: Any = None
-    trainable_token_indices: Any = None
-    loftq_config: Any = None
-    eva_config: Any = None
-    corda_config: Any = None
-    lora_ga_config: Any = None
     use_dora: StrictBool = False
-    velora_config: Any = None
-    alora_invocation_tokens: Any = None
-    use_qalora: Any = None
-    monteclora_config: Any = None
-    layer_replication: Any = None
-    lora_bias: Any = None
-    target_parameters: Any = None
-    use_bdlora: Any = None
-    arrow_config: Any = None
-    kasa_config: Any = None
-    ensure_weight_tying: Any = None
 
 
+_UNCHECKED = (
+    "bias modules_to_save init_lora_weights layers_to_transform layers_pattern task_type megatron_config "
+    "trainable_token_indices loftq_config eva_config corda_config lora_ga_config velora_config "
+    "alora_invocation_tokens use_qalora monteclora_config layer_replication lora_bias target_parameters "
+    "use_bdlora arrow_config kasa_config ensure_weight_tying"
+)
+_fields: Any = {key: (Any, None) for key in _UNCHECKED.split()}
+# written down because importing PEFT takes seconds; a test compares them
+LoraFields = create_model("LoraFields", __base__=_Checked, **_fields)
 CHOICES = [key for key in LoraFields.model_fields if key not in PeftNotes.model_fields]
 
 

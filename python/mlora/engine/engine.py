@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.cluster.device import set_allocators
-from mlora.config.scheduler_config import parse_size
+from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory, MemorySample, MemorySamples
 from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission

@@ -27,8 +27,6 @@ class BaseInfo:
         self.name = name
         try:
             check_base(name, folder)
-        except ValueError as error:
-            raise RunError(str(error)) from error
         except OSError as error:  # a name that is too long, a folder without permission
             raise RunError(f"base_model: {shown(name)} cannot be reached: {error.strerror}") from error
         try:
@@ -37,10 +35,7 @@ class BaseInfo:
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
             raise RunError(f"base_model: cannot load {name}: {reason}") from error
-        try:
-            refuse_quantized(name, self.config)
-        except ValueError as error:
-            raise RunError(str(error)) from error
+        refuse_quantized(name, self.config)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlora.config.paths import is_hub_id
+from mlora.config.strict import is_hub_id
+from mlora.errors import RunError
 
 SECONDS = 5.0
 
@@ -14,29 +15,29 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
     """Checks that a base model is a folder with a config, or in the hub's cache, or on the hub.
 
     The hub is asked once, because its client's own retries take half a minute without a network. `folder` is
-    the folder to name in the message; default: that of `name`. Raises ValueError of one line.
+    the folder to name in the message; default: that of `name`. Raises RunError of one line.
     """
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"base_model: {name} has no config.json; give a model's folder")
+            raise RunError(f"base_model: {name} has no config.json; give a model's folder")
         return
     if Path(name).is_file():
-        raise ValueError(f"base_model: {name} is a file; expected a model's folder or a model on the hub")
+        raise RunError(f"base_model: {name} is a file; expected a model's folder or a model on the hub")
     nowhere = f"base_model: no such folder: {folder or Path(name).resolve()}"
     if not is_hub_id(name):
-        raise ValueError(nowhere)
+        raise RunError(nowhere)
     reason = _hub_says(name)
     if reason:
-        raise ValueError(f"{nowhere}, and the hub cannot provide {name}: {reason}")
+        raise RunError(f"{nowhere}, and the hub cannot provide {name}: {reason}")
 
 
 def refuse_quantized(name: str, config: Any) -> None:
-    """Refuses a base model (ValueError) if its config says that it is quantized; reads no weights."""
+    """Refuses a base model (RunError) if its config says that it is quantized; reads no weights."""
     for part in (config, config.get_text_config()):
         said = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
         if said:
             method = said.get("quant_method") if isinstance(said, dict) else None
-            raise ValueError(
+            raise RunError(
                 f"base_model: {name} is quantized ({method or 'its config.json has a quantization_config'}), "
                 "and quantized bases are not supported yet; use the original model in bf16, fp16 or fp32"
             )

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
-from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
