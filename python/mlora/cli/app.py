@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from mlora.cli import queue as cli_queue
 from mlora.cli.common import RunDir, begin, command, print_lines, print_rows, reporter, run_here, start_stages
+from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
 from mlora.cluster.imports import end_imports_at_once
 from mlora.errors import RunError
@@ -75,34 +75,18 @@ def main() -> None:
     app()
 
 
-@app.command()
-def train(
-    run: RunFile,
-    set_: Overrides = None,
-    overwrite: Overwrite = False,
-    stages: Stages = None,
-    trace: Trace = False,
-) -> None:
-    """Train every adapter of RUN.yaml together."""
-    start("train", run, set_, overwrite=overwrite, stages=stages, trace=trace)
-
-
-@app.command()
-def sweep(
-    run: RunFile,
-    set_: Overrides = None,
-    overwrite: Overwrite = False,
-    stages: Stages = None,
-    trace: Trace = False,
-) -> None:
-    """Search hyperparameters: trials are adapters that train together."""
-    start("sweep", run, set_, overwrite=overwrite, stages=stages, trace=trace)
-
-
+@app.command("sweep", help="Search hyperparameters: trials are adapters that train together.")
+@app.command("train", help="Train every adapter of RUN.yaml together.")
 def start(
-    name: str, run: Path, set_: list[str] | None, *, overwrite: bool, stages: int | None, trace: bool
+    context: typer.Context,
+    run: RunFile,
+    set_: Overrides = None,
+    overwrite: Overwrite = False,
+    stages: Stages = None,
+    trace: Trace = False,
 ) -> None:
-    """Starts a new run for the commands `train` and `sweep`."""
+    """Starts a new run."""
+    name = str(context.info_name)
     with command(goes_on=True):
         from mlora.config.config_file import load_config
 
@@ -178,14 +162,10 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             print(f"{run}: {len(table.tasks)} adapters are ready to train")
 
 
-for queue_command in (
-    cli_queue.status,
-    cli_queue.submit,
-    cli_queue.cancel,
-    cli_queue.pause,
-    cli_queue.unpause,
-):
-    app.command()(queue_command)
+app.command()(status)
+app.command()(submit)
+for name, what in CHANGES.items():
+    app.command(name, help=what)(change_tasks)
 
 
 @app.command()

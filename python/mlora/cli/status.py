@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlora.cli.result_table import result_table
+from mlora.cli.common import result_table
 from mlora.config.best_rule import METRICS
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError

@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedModel
 import mlora_ext
 from mlora.cluster.world import World
 from mlora.engine.stage_worker import StageWorker
+from mlora.model.base_info import check_base
 from mlora.model.cut import Span
-from mlora.model.hub import check_base
 from mlora.model.load import load_base
 from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours

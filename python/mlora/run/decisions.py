@@ -15,7 +15,7 @@ from mlora.run.report import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
 from mlora.scheduler.memory_need import sum_of
-from mlora.sweep.proposal import Proposal
+from mlora.sweep.ranking import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 

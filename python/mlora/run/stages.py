@@ -25,7 +25,7 @@ from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_pro
 from mlora.engine.stage_worker import StageWorker
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
-from mlora.model.stage_weights import digest
+from mlora.model.load import digest
 from mlora.pipeline import PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
 from mlora.simulate.trace_file import SPANS

@@ -19,7 +19,7 @@ from mlora.run.best import check_best_file
 from mlora.run.report import Reporter, some
 from mlora.run.set_aside import bring_back, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed
-from mlora.sweep.proposal import Proposal
+from mlora.sweep.ranking import Proposal
 from mlora.tasks.task import State, Task, TaskBuilder
 
 if TYPE_CHECKING:
