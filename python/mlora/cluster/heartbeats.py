@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .processes import Process
-from .system import System
+from .processes import Process, System
 from .world import World
 
 _JOIN = 2.0  # seconds
@@ -49,6 +48,7 @@ class Sign:
         in_flight: the adapters that it is working on.
         goodbye: it has done its work; its silence from now on is no fault.
         fault: what it found, in itself or in another stage, before it ends.
+        silence: seconds without a later sign, as the one who reads it counts.
     """
 
     process: Process
@@ -57,6 +57,7 @@ class Sign:
     in_flight: str = ""
     goodbye: bool = False
     fault: Fault | None = None
+    silence: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,14 +67,6 @@ class Sign:
         values: dict[str, Any] = json.loads(text)
         fault = Fault(**values.pop("fault")) if values["fault"] else values.pop("fault")
         return cls(process=Process(**values.pop("process")), fault=fault, **values)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The last sign of a process, and the seconds since then without a later one."""
-
-    sign: Sign
-    silence: float = 0.0
 
 
 @dataclass
@@ -88,7 +81,7 @@ class Beats:
         system: the clock and the threads.
 
     Attributes:
-        seen: the other processes that have given a sign, by rank.
+        seen: the last signs of the other processes, by rank.
         rounds: how often the thread has read all of them.
         lost: the store has closed its connection.
     """
@@ -99,14 +92,14 @@ class Beats:
     timeout: float
     interval: float
     system: System = field(default_factory=System)
-    seen: dict[int, Seen] = field(default_factory=dict, init=False)
+    seen: dict[int, Sign] = field(default_factory=dict, init=False)
     rounds: int = field(default=0, init=False)
     lost: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.sign = Sign(self.world.process)
         self._piece = 0
-        self._lock = self.system.lock()
+        self._lock = self.system.rlock()
         self._awake, self._stopped = self.system.event(), False
         store: Any = self.world.store  # torch's stubs lack `clone`
         self._store = store.clone()
@@ -122,7 +115,7 @@ class Beats:
             self.sign = replace(self.sign, number=self.sign.number + 1, **changes)
             self._store.set(_key(self.world.rank), self.sign.to_json())
 
-    def others(self) -> dict[int, Seen]:
+    def others(self) -> dict[int, Sign]:
         """Returns a copy of what is seen now."""
         return dict(self.seen)
 
@@ -169,8 +162,9 @@ class Beats:
         texts = self._reading.multi_get([_key(rank) for rank in present]) if present else []
         for rank, text in zip(present, texts, strict=True):
             sign, before = Sign.from_json(text), self.seen.get(rank)
-            silent = before is not None and before.sign.number == sign.number
-            self.seen[rank] = Seen(sign, before.silence + since if before and silent else 0.0)
+            if before and before.number == sign.number:
+                sign = replace(sign, silence=before.silence + since)
+            self.seen[rank] = sign
 
 
 def _key(rank: int) -> str:

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from .system import System
+from .processes import System
 
 _LOOK_AGAIN = 0.1  # seconds
 _GRACE = 20.0  # seconds for the others to end, once one has failed or the first stage has ended

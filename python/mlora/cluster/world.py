@@ -73,15 +73,11 @@ class World:
                 message is the line for the user.
             PeerError: another process raises that ValueError.
         """
-        entry = {"process": asdict(self.process), "facts": facts}
-        self.store.set(f"{topic}/{self.rank}", json.dumps(entry))
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + timeout
-        missing = self._missing(keys, deadline)
+        entries, missing = self._collect(topic, {"process": asdict(self.process), "facts": facts}, timeout)
         if missing:
             first = min(set(range(self.size)) - set(missing))
             raise self._error(first, f"{stages_have(missing)} not come up within {timeout:g} s")
-        entries = [json.loads(value) for value in self.store.multi_get(keys)]
         self._all_have_read(topic, deadline)
         for rank in range(1, self.size):
             difference = _difference(entries, rank)
@@ -91,19 +87,21 @@ class World:
     def gather(self, topic: str, value: Any, timeout: float = math.inf) -> list[Any]:
         """Waits for a JSON value of every process, and returns all by rank. Each topic may be gathered once.
         Without a limit, `Watch` ends the wait if a process is dead. PeerError if some have not come."""
-        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        missing = self._missing(keys, time.monotonic() + timeout)
+        found, missing = self._collect(topic, value, timeout)
         if missing:
             raise PeerError(f"{stages_have(missing)} not come up within {timeout:g} s")
-        return [json.loads(found) for found in self.store.multi_get(keys)]
+        return found
 
-    def _missing(self, keys: Sequence[str], deadline: float) -> list[int]:
-        while not self.store.check(list(keys)):
+    def _collect(self, topic: str, value: Any, timeout: float) -> tuple[list[Any], list[int]]:
+        """Returns the values of all processes, or the ranks of those that have not come in time."""
+        deadline = time.monotonic() + timeout
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        while not self.store.check(keys):
             if time.monotonic() > deadline:
-                return [rank for rank in range(self.size) if not self.store.check([keys[rank]])]
+                return [], [rank for rank in range(self.size) if not self.store.check([keys[rank]])]
             time.sleep(_LOOK_AGAIN)
-        return []
+        return [json.loads(found) for found in self.store.multi_get(keys)], []
 
     def _all_have_read(self, topic: str, deadline: float) -> None:
         """Counts the readers. The store may be in the process of rank 0, which therefore leaves last."""
