@@ -16,6 +16,7 @@ from .world import PeerError, World
 _TICK = 0.25  # seconds between two looks at the processes of this machine
 _ELECTION = 2.0  # seconds in which a lower stage may claim to tell the user
 _SETTLES = 0.75  # seconds in which a process that has closed its connections is seen to have ended
+_GOODBYE = 30.0  # seconds that rank 0 waits for the others' goodbye
 _OWN_ERROR = 2.0  # seconds in which a peer that has just died explains an error of this process
 
 
@@ -113,13 +114,13 @@ class Watch:
         self._stop()
         return mine
 
-    def goodbye(self, timeout: float = 30.0) -> None:
+    def goodbye(self) -> None:
         """Tells the others that this process has done its work and may end.
-        Rank 0 waits for the others' goodbye, `timeout` seconds at most: its process may hold the store."""
+        Rank 0 waits for the others' goodbye: its process may hold the store."""
         if self._stopped.is_set():
             return
         self._beats.give(goodbye=True)
-        deadline = self._system.now() + timeout
+        deadline = self._system.now() + _GOODBYE
         while self._world.rank == 0 and not self._all_done() and self._system.now() < deadline:
             self._beats.hurry()
             self._stopped.wait(0.05)

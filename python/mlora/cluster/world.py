@@ -60,13 +60,12 @@ class World:
             raise ValueError(f"the launcher's store cannot be reached: {reason}") from error
         return cls(rank, size, dist.get_node_local_rank(), dist.PrefixStore("mlora", store), Process.this())
 
-    def agree(self, facts: Mapping[str, Any], timeout: float = 300.0, *, topic: str = "facts") -> None:
+    def agree(self, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
         """Waits for every process, and checks that all hold the same facts as rank 0.
 
         Args:
             facts: JSON values, nested as one likes.
             timeout: seconds in which every process has to come here.
-            topic: names the facts; each topic may be agreed on once.
 
         Raises:
             ValueError: this process differs, or some are missing and this is the lowest rank present. The
@@ -74,11 +73,11 @@ class World:
             PeerError: another process raises that ValueError.
         """
         deadline = time.monotonic() + timeout
-        entries, missing = self._collect(topic, {"process": asdict(self.process), "facts": facts}, timeout)
+        entries, missing = self._collect("facts", {"process": asdict(self.process), "facts": facts}, timeout)
         if missing:
             first = min(set(range(self.size)) - set(missing))
             raise self._error(first, f"{stages_have(missing)} not come up within {timeout:g} s")
-        self._all_have_read(topic, deadline)
+        self._all_have_read(deadline)
         for rank in range(1, self.size):
             difference = _difference(entries, rank)
             if difference:
@@ -103,9 +102,9 @@ class World:
             time.sleep(_LOOK_AGAIN)
         return [json.loads(found) for found in self.store.multi_get(keys)], []
 
-    def _all_have_read(self, topic: str, deadline: float) -> None:
+    def _all_have_read(self, deadline: float) -> None:
         """Counts the readers. The store may be in the process of rank 0, which therefore leaves last."""
-        key = f"{topic}/read"
+        key = "facts/read"
         read = self.store.add(key, 1)
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN)

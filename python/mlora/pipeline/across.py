@@ -22,6 +22,8 @@ from .stage import Hooks, LossFn, Stage
 from .trace import Trace
 from .wire import Wire, connect
 
+_TIMEOUT = 1800.0  # seconds to make the connections, and for NCCL to carry a tensor
+
 
 @dataclass(frozen=True)
 class Neighbour:
@@ -58,9 +60,7 @@ class Neighbours:
                 neighbour.back.close()
 
 
-def connect_neighbours(
-    world: World, *, replicas: int = 1, nccl: torch.device | None = None, timeout: float = 1800.0
-) -> Neighbours:
+def connect_neighbours(world: World, *, replicas: int = 1, nccl: torch.device | None = None) -> Neighbours:
     """Connects the stages of a pipeline, and returns this stage's neighbours. Every process calls it once.
 
     Args:
@@ -68,7 +68,6 @@ def connect_neighbours(
         replicas: number of pipelines. Each consists of consecutive ranks.
         nccl: this stage's GPU, to send tensors from GPU to GPU. None = tensors go through the host, as they
             must if stages share a GPU.
-        timeout: seconds to make the connections, and for NCCL to carry a tensor.
 
     Raises:
         ValueError: the processes do not divide evenly into the pipelines.
@@ -81,8 +80,8 @@ def connect_neighbours(
     heads = range(stages, world.size, stages)
     chain = [(rank, rank + 1) for rank in range(world.size - 1) if (rank + 1) % stages]
     pairs = [*chain, *((0, head) for head in heads)]
-    wires = connect(world, [way for pair in pairs for way in (pair, pair[::-1])], timeout)
-    groups = {} if nccl is None else _nccl_groups(world, chain, nccl, timeout)
+    wires = connect(world, [way for pair in pairs for way in (pair, pair[::-1])], _TIMEOUT)
+    groups = {} if nccl is None else _nccl_groups(world, chain, nccl)
 
     def to(peer: int) -> Neighbour | None:
         if (me, peer) not in wires:
@@ -100,10 +99,10 @@ def connect_neighbours(
 
 
 def _nccl_groups(
-    world: World, chain: list[tuple[int, int]], device: torch.device, timeout: float
+    world: World, chain: list[tuple[int, int]], device: torch.device
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Creates a group per direction, in one order on all ranks, and sends a small message through each."""
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=_TIMEOUT)
     store = dist.PrefixStore("groups", world.store)
     # new_group needs a default group; that connects at its first use, and nobody uses it
     dist.init_process_group("nccl", store=store, rank=world.rank, world_size=world.size, timeout=limit)

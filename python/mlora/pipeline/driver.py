@@ -142,7 +142,6 @@ class Driver:
         }
         message = Message(MessageType.FORWARD, content)
         if replica:
-            self._first.leave(message)
             self._replicas[replica - 1].send(message)
         else:
             self._first.from_before(message)
@@ -207,7 +206,6 @@ class Driver:
         content = {"number": self._numbers + 1, "verb": verb, "arguments": arguments, "answers": []}
         message = Message(MessageType.CONTROL, content)
         if replica:
-            self._first.leave(message)
             self._replicas[replica - 1].send(message)
         else:
             answer = None if first_done else self._first.control(verb, arguments)
@@ -292,7 +290,7 @@ class Driver:
                 stack.pop_all()
         while self._first.results:
             message = self._first.results.popleft()
-            self._first.arrive(message)
+            message.wait()
             self._results[message.number] = message
 
 

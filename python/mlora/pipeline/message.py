@@ -67,6 +67,22 @@ class Message:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def record(self) -> None:
+        """Records, by a GPU event in the current stream, when the tensors are computed."""
+        device = next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
+        if device is not None:
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Makes the current stream of a GPU wait for the tensors."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.ready.device)
+            stream.wait_event(self.ready)
+            for tensor in self.tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+
     def encode(self) -> bytes:
         """Returns the header: a line that describes the tensors, then the content with marks."""
         table = [[str(t.dtype).removeprefix("torch."), t.is_cuda, *t.shape] for t in self.tensors]
