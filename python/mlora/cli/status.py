@@ -24,21 +24,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run has come.
-
-    Attributes:
-        status: ``running`` while a process is at work; ``finished``, ``failed``, ``paused``; else
-            ``interrupted``.
-        adapters: as in ``summary.json``, with current states; ``unfinished`` if no process is at work.
-        tasks: the same tasks, and what users asked of them.
-        memory: in bytes, as the run has published it; None without a limit.
-    """
+    """How far a run has come."""
 
     folder: RunFolder
+    # ``running`` while a process is at work; ``finished``, ``failed``, ``paused``; else ``interrupted``
     status: str
+    # as in ``summary.json``, with current states; ``unfinished`` if no process is at work
     adapters: dict[str, dict[str, Any]]
-    tasks: dict[str, KnownTask]
-    memory: dict[str, int] | None
+    tasks: dict[str, KnownTask]  # the same tasks, and what users asked of them
+    memory: dict[str, int] | None  # in bytes, as the run has published it; None without a limit
     sweep: SweepProgress | None = None
 
     @property

@@ -18,19 +18,13 @@ _JOIN = 2.0  # seconds
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a stage.
-
-    Attributes:
-        host: its machine; empty if the stage never gave a sign of life.
-        message: what the stage no longer does; if `own`, its own words.
-        own: the stage reported the fault itself.
-    """
+    """What is wrong with a stage."""
 
     stage: int
-    host: str
+    host: str  # its machine; empty if the stage never gave a sign of life
     pid: int
-    message: str
-    own: bool = False
+    message: str  # what the stage no longer does; if `own`, its own words
+    own: bool = False  # the stage reported the fault itself
 
     def __str__(self) -> str:
         """Returns the line for the user."""
@@ -40,24 +34,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sign:
-    """What a process tells the others each time.
-
-    Attributes:
-        number: counts the signs.
-        busy: seconds at the same piece of work.
-        in_flight: the adapters that it is working on.
-        goodbye: it has done its work; its silence from now on is no fault.
-        fault: what it found, in itself or in another stage, before it ends.
-        silence: seconds without a later sign, as the one who reads it counts.
-    """
+    """What a process tells the others each time."""
 
     process: Process
-    number: int = 0
-    busy: float = 0.0
-    in_flight: str = ""
-    goodbye: bool = False
-    fault: Fault | None = None
-    silence: float = 0.0
+    number: int = 0  # counts the signs
+    busy: float = 0.0  # seconds at the same piece of work
+    in_flight: str = ""  # the adapters that it is working on
+    goodbye: bool = False  # it has done its work; its silence from now on is no fault
+    fault: Fault | None = None  # what it found, in itself or in another stage, before it ends
+    silence: float = 0.0  # seconds without a later sign, as the one who reads it counts
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,30 +56,18 @@ class Sign:
 
 @dataclass
 class Beats:
-    """Gives and reads the signs, in its own thread and on its own connections to the store.
-
-    Args:
-        describe: returns the adapters in flight; called in the thread.
-        work: returns the number of the current piece of work, 0 = none; called in the thread.
-        timeout: seconds in which the store has to answer.
-        interval: seconds from one sign to the next.
-        system: the clock and the threads.
-
-    Attributes:
-        seen: the last signs of the other processes, by rank.
-        rounds: how often the thread has read all of them.
-        lost: the store has closed its connection.
-    """
+    """Gives and reads the signs, in its own thread and on its own connections to the store."""
 
     world: World
-    describe: Callable[[], str]
-    work: Callable[[], int]
-    timeout: float
-    interval: float
-    system: System = field(default_factory=System)
+    describe: Callable[[], str]  # returns the adapters in flight; called in the thread
+    work: Callable[[], int]  # returns the number of the current piece of work, 0 = none; called in the thread
+    timeout: float  # seconds in which the store has to answer
+    interval: float  # seconds from one sign to the next
+    system: System = field(default_factory=System)  # the clock and the threads
+    # the last signs of the other processes, by rank
     seen: dict[int, Sign] = field(default_factory=dict, init=False)
-    rounds: int = field(default=0, init=False)
-    lost: bool = field(default=False, init=False)
+    rounds: int = field(default=0, init=False)  # how often the thread has read all of them
+    lost: bool = field(default=False, init=False)  # the store has closed its connection
 
     def __post_init__(self) -> None:
         self.sign = Sign(self.world.process)

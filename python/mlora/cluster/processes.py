@@ -17,20 +17,14 @@ _STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted from the one after
 
 @dataclass(frozen=True)
 class Process:
-    """One process; its start time tells it from a later process with the same number.
+    """One process; its start time tells it from a later process with the same number."""
 
-    Attributes:
-        host: the name of its machine.
-        pid: its number there.
-        place: the machine's boot and the pid namespace of `pid`. Empty if the system tells neither, as on
-            macOS; then no other process can inspect it.
-        start: when it started, in clock ticks since the machine's start.
-    """
-
-    host: str
-    pid: int
+    host: str  # the name of its machine
+    pid: int  # its number there
+    # the machine's boot and the pid namespace of `pid`. Empty if the system tells neither, as on macOS; then
+    # no other process can inspect it.
     place: str = ""
-    start: int = 0
+    start: int = 0  # when it started, in clock ticks since the machine's start
 
     @classmethod
     def this(cls) -> Process:

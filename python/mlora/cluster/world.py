@@ -23,21 +23,13 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, one per stage of each replica, as one of them knows them.
+    """The processes of a run, one per stage of each replica, as one of them knows them."""
 
-    Attributes:
-        rank: this process's number among all of them. Messages call it the stage.
-        size: number of processes.
-        local_rank: its number among those that its launcher started on this machine, which is its GPU.
-        store: reaches all processes.
-        process: this one.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    store: dist.Store
-    process: Process
+    rank: int  # this process's number among all of them. Messages call it the stage.
+    size: int  # number of processes
+    local_rank: int  # its number among those that its launcher started on this machine, which is its GPU
+    store: dist.Store  # reaches all processes
+    process: Process  # this one
 
     @classmethod
     def from_launcher(cls, timeout: float = 60.0) -> World | None:

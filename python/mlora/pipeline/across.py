@@ -27,29 +27,22 @@ _TIMEOUT = 1800.0  # seconds to make the connections, and for NCCL to carry a te
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The connections to a neighbour and back.
+    """The connections to a neighbour and back."""
 
-    Attributes:
-        peer: the neighbour's rank.
-        nccl: for each direction a group of the two, for tensors from GPU to GPU; None = through the host.
-    """
-
-    peer: int
+    peer: int  # the neighbour's rank
     to: Wire
     back: Wire
+    # for each direction a group of the two, for tensors from GPU to GPU; None = through the host
     nccl: tuple[dist.ProcessGroup, dist.ProcessGroup] | tuple[None, None] = (None, None)
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A stage's neighbours, by `connect_neighbours`.
-
-    Attributes:
-        replicas: on rank 0 only, the first stages of the other pipelines, whose previous stage is rank 0.
-    """
+    """A stage's neighbours, by `connect_neighbours`."""
 
     previous: Neighbour | None = None
     next: Neighbour | None = None
+    # on rank 0 only, the first stages of the other pipelines, whose previous stage is rank 0
     replicas: tuple[Neighbour, ...] = ()
 
     def close(self) -> None:

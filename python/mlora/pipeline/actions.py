@@ -25,15 +25,11 @@ class Action:
 
     The last stage runs forward, loss and backward as one unit: in its list, the `F` and `B` of a micro-batch
     follow each other.
-
-    Attributes:
-        stage: from 0.
-        micro_batch: its index within the round.
     """
 
-    stage: int
+    stage: int  # from 0
     kind: ActionType
-    micro_batch: int
+    micro_batch: int  # its index within the round
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"

@@ -17,14 +17,10 @@ from .trace import Entry
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The result of a micro-batch.
+    """The result of a micro-batch."""
 
-    Attributes:
-        report: the loss function's report.
-        notes: the value of `Hooks.after_backward` on each stage, in stage order; empty without training.
-    """
-
-    report: Any
+    report: Any  # the loss function's report
+    # the value of `Hooks.after_backward` on each stage, in stage order; empty without training
     notes: Sequence[Mapping[str, Any]]
 
 

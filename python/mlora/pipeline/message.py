@@ -28,16 +28,11 @@ class MessageType(StrEnum):
 
 @dataclass(eq=False)
 class Message:
-    """One message. Its content must not change, because properties are cached.
-
-    Attributes:
-        content: plain values, lists, dictionaries and tensors.
-        ready: recorded on a GPU once the tensors are computed or have arrived.
-    """
+    """One message. Its content must not change, because properties are cached."""
 
     sort: MessageType
-    content: dict[str, Any] = field(default_factory=dict)
-    ready: torch.cuda.Event | None = None
+    content: dict[str, Any] = field(default_factory=dict)  # plain values, lists, dictionaries and tensors
+    ready: torch.cuda.Event | None = None  # recorded on a GPU once the tensors are computed or have arrived
 
     @property
     def number(self) -> int:

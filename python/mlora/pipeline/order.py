@@ -17,15 +17,10 @@ from .actions import FLUSHED, SCHEDULES, Action, ActionType, Schedule, check_sch
 
 @dataclass(frozen=True, slots=True)
 class RoundPosition:
-    """A micro-batch's position in its round.
+    """A micro-batch's position in its round."""
 
-    Attributes:
-        index: from 0.
-        size: number of micro-batches in the round.
-    """
-
-    index: int = 0
-    size: int = 1
+    index: int = 0  # from 0
+    size: int = 1  # number of micro-batches in the round
 
 
 ALONE = RoundPosition()

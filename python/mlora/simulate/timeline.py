@@ -26,38 +26,24 @@ COLUMNS = np.dtype(
 
 
 class Event(NamedTuple):
-    """A stage at work.
+    """A stage at work."""
 
-    Attributes:
-        stage: from 0.
-        kind: `F`, `B`, `S` for an optimizer step, or `E` for a forward of an evaluation.
-        stream: index of the adapter or group.
-        step: the stream's optimizer step, from 0.
-        micro_batch: index within the step.
-        begin, end: seconds.
-        rows: of the micro-batch.
-    """
-
-    stage: int
-    kind: str
-    stream: int
-    step: int
-    micro_batch: int
-    begin: float
+    stage: int  # from 0
+    kind: str  # `F`, `B`, `S` for an optimizer step, or `E` for a forward of an evaluation
+    stream: int  # index of the adapter or group
+    step: int  # the stream's optimizer step, from 0
+    micro_batch: int  # index within the step
+    begin: float  # begin, end: seconds
     end: float
-    rows: int = 1
+    rows: int = 1  # of the micro-batch
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The work of all stages.
-
-    Attributes:
-        events: rows of `COLUMNS`, sorted by stage and time.
-    """
+    """The work of all stages."""
 
     stages: int
-    events: np.ndarray
+    events: np.ndarray  # rows of `COLUMNS`, sorted by stage and time
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Timeline:

@@ -11,18 +11,13 @@ from ..pipeline.actions import SCHEDULES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds that a stage needs: `forward + forward_row * rows` for the forward of a micro-batch.
+    """Seconds that a stage needs: `forward + forward_row * rows` for the forward of a micro-batch."""
 
-    Attributes:
-        forward, backward: of any micro-batch.
-        forward_row, backward_row: more, for each of its rows.
-        optimizer: of a stream's optimizer step, which a stage runs just before the next step's first forward.
-    """
-
-    forward: float
+    forward: float  # forward, backward: of any micro-batch
     backward: float
-    forward_row: float = 0.0
+    forward_row: float = 0.0  # forward_row, backward_row: more, for each of its rows
     backward_row: float = 0.0
+    # of a stream's optimizer step, which a stage runs just before the next step's first forward
     optimizer: float = 0.0
 
     def seconds(self, rows: float = 0) -> float:
@@ -35,18 +30,12 @@ class SimulatedLink:
     """One direction between two neighbours: a FIFO that is busy while a message enters it.
 
     A message occupies it for `overhead + row_bytes * rows / bandwidth` and arrives `latency` after that.
-
-    Attributes:
-        latency: seconds.
-        bandwidth: bytes per second; infinite by default.
-        row_bytes: bytes of a row of a micro-batch.
-        overhead: seconds per message, whatever its size.
     """
 
-    latency: float = 0.0
-    bandwidth: float = math.inf
-    row_bytes: float = 0.0
-    overhead: float = 0.0
+    latency: float = 0.0  # seconds
+    bandwidth: float = math.inf  # bytes per second; infinite by default
+    row_bytes: float = 0.0  # bytes of a row of a micro-batch
+    overhead: float = 0.0  # seconds per message, whatever its size
 
     def seconds(self, rows: float) -> float:
         """Returns how long a message occupies the link."""
@@ -55,19 +44,12 @@ class SimulatedLink:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An adapter, or a group of adapters that are batched together.
+    """An adapter, or a group of adapters that are batched together."""
 
-    Attributes:
-        steps: optimizer steps until it ends.
-        micro_batches: N of each step.
-        rows: of its micro-batches, taken in turn over all its steps.
-        start: seconds; when it joins.
-    """
-
-    steps: int
-    micro_batches: int = 1
-    rows: tuple[int, ...] = (1,)
-    start: float = 0.0
+    steps: int  # optimizer steps until it ends
+    micro_batches: int = 1  # N of each step
+    rows: tuple[int, ...] = (1,)  # of its micro-batches, taken in turn over all its steps
+    start: float = 0.0  # seconds; when it joins
 
     def rows_of(self, step: int, micro_batch: int) -> int:
         """Returns the rows of one of its micro-batches."""
@@ -76,22 +58,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Workload:
-    """A pipeline and what runs through it.
+    """A pipeline and what runs through it."""
 
-    Attributes:
-        stages: times of the D stages.
-        streams: `gpipe` and `1f1b` flush after each step of a stream, so several streams take turns.
-        schedule: `lorapp`, `1f1b` or `gpipe`, or lists of actions.
-        forward: the links from each stage to the next: one for all, or D - 1.
-        backward: the links back; `backward[s]` is from stage s + 1 to stage s.
-        in_flight: for `lorapp`, the most micro-batches in the pipeline at once; None = any number.
-    """
-
-    stages: Sequence[StageTime]
+    stages: Sequence[StageTime]  # times of the D stages
+    # `gpipe` and `1f1b` flush after each step of a stream, so several streams take turns
     streams: Sequence[Stream]
-    schedule: str | Schedule = "lorapp"
+    schedule: str | Schedule = "lorapp"  # `lorapp`, `1f1b` or `gpipe`, or lists of actions
+    # the links from each stage to the next: one for all, or D - 1
     forward: SimulatedLink | Sequence[SimulatedLink] = SimulatedLink()
+    # the links back; `backward[s]` is from stage s + 1 to stage s
     backward: SimulatedLink | Sequence[SimulatedLink] = SimulatedLink()
+    # for `lorapp`, the most micro-batches in the pipeline at once; None = any number
     in_flight: int | None = None
 
     def __post_init__(self) -> None:
