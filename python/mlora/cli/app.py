@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mlora.cli.common import RunDir, begin, command, print_lines, print_rows, reporter, run_here, start_stages
+from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
 from mlora.cluster.imports import end_imports_at_once
@@ -168,65 +169,7 @@ for name, what in CHANGES.items():
     app.command(name, help=what)(change_tasks)
 
 
-@app.command()
-def generate(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="a run's output_dir or a PEFT adapter folder")
-    ],
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="a prompt; may be repeated")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="a jsonl file of objects with 'prompt', or a text file with one prompt per line"),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter", "-a", help="an adapter of the run, or __base__; may be repeated; default: all"
-        ),
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="the base model; default: the one that SOURCE names")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="the most new tokens per prompt")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token each time")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="draw from the most likely tokens that together have this probability")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="draw from this number of the most likely tokens; 0: from all")
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the seed of the random draws")] = 0,
-    chat: Annotated[
-        bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
-    ] = False,
-    bf16: Annotated[bool, typer.Option(help="load the base model in bf16")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
-) -> None:
-    """Complete each prompt with each adapter, all in one batch."""
-    with command():
-        begin()
-        from mlora.cli.generate import answer, print_answers, read_prompts
-        from mlora.model.generation import sampling
-
-        texts = read_prompts(prompt or [], prompts)
-        answers = answer(
-            source,
-            texts,
-            adapters=adapter,
-            base_model=base_model,
-            max_new_tokens=max_new_tokens,
-            draw=sampling(temperature, top_p, top_k),
-            seed=seed,
-            chat=chat,
-            bf16=bf16,
-            device=device,
-        )
-        print_answers(answers, as_json=json_lines, between=" | " if chat else "")
-
-
+app.command()(generate)
 app.command()(simulate)
 
 
