@@ -108,7 +108,6 @@ def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, t
 
 def finish(result: RunResult) -> None:
     """Prints the table at the end of a run and exits with the run's exit code."""
-    from mlora.cli.status import how_to_go_on
     from mlora.files.run_folder import RunFolder
     from mlora.queue.task_queue import has_news
 
@@ -137,6 +136,11 @@ def finish(result: RunResult) -> None:
             paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
             print(f"only paused tasks remain; continue with {how_to_go_on(result.output_dir, paused)}")
     raise typer.Exit(result.exit_code)
+
+
+def how_to_go_on(path: Path, paused: list[str]) -> str:
+    """Returns the commands that continue a run with paused tasks only."""
+    return f"`mlora unpause {path} {' '.join(paused)}`, then `mlora resume {path}`"
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlora.cli.common import result_table
+from mlora.cli.common import how_to_go_on, result_table
 from mlora.config.best_rule import METRICS
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
@@ -110,11 +110,6 @@ class RunStatus:
             "sweep": self.sweep.as_json() if self.sweep else None,
             "tasks": tasks,
         }
-
-
-def how_to_go_on(path: Path, paused: list[str]) -> str:
-    """Returns the commands that continue a run with paused tasks only."""
-    return f"`mlora unpause {path} {' '.join(paused)}`, then `mlora resume {path}`"
 
 
 def read_status(run_dir: Path | str) -> RunStatus:
