@@ -187,15 +187,8 @@ class Driver:
         micro-batch that starts later overtakes it. So nothing that is under way may depend on it.
 
         Raises what the first stage's `control` raises, before the other stages are asked; else as `finish`.
-
-        Args:
-            verb: passed to `Hooks.control`.
-            arguments: plain values and tensors.
-            first_done: whether the caller has already done it for the first stage, whose answer then is None.
-            replica: the pipeline that is asked.
-
-        Returns:
-            The stages' answers, in stage order.
+        Returns the stages' answers, in stage order. `verb` and `arguments`, plain values and tensors, go to
+        `Hooks.control`. With `first_done` the caller has done it for the first stage, whose answer is None.
         """
         self._check_open()
         arguments = arguments or {}

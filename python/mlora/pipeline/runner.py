@@ -25,27 +25,18 @@ class Runner:
     Controls and micro-batches without training run as soon as they are the oldest of their queue. The order
     decides about the others.
 
-    Args:
-        name: names this stage in errors that the others see; default: by its index.
-
-    Attributes:
-        before: the link to the stage before, None at the first.
-        after: the link to the stage after, None at the last.
-        others: the driver's links to further pipelines.
-        results: messages that have come back to the first stage, or from further pipelines.
-        failure: the error that ended its work before the pipeline's end.
-        piece: the number of the message that it works on, counted from 1; 0 while it waits.
+    `name` names this stage in errors that the others see; default: by its index.
     """
 
     def __init__(self, stage: Stage, order: Order, name: str = "") -> None:
         self.stage = stage
         self._name = name or f"stage {stage.index}"
-        self.before: Link | None = None
-        self.after: Link | None = None
-        self.others: Sequence[Link] = ()
-        self.results: deque[Message] = deque()
-        self.failure: BaseException | None = None
-        self.piece = self._pieces = 0
+        self.before: Link | None = None  # to the stage before, None at the first
+        self.after: Link | None = None  # to the stage after, None at the last
+        self.others: Sequence[Link] = ()  # the driver's, to further pipelines
+        self.results: deque[Message] = deque()  # come back to the first stage, or from further pipelines
+        self.failure: BaseException | None = None  # ended its work before the pipeline's end
+        self.piece = self._pieces = 0  # number of the message that it works on, from 1; 0 while it waits
         self._order = order
         self._change = threading.Condition()
         self._forwards: deque[Message] = deque()

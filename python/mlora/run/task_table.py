@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
-from mlora.config.lora_warnings import lora_warnings
+from mlora.config.lora_fields import lora_warnings
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
