@@ -23,7 +23,6 @@ from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
 from mlora.optim.optim_config import OptimConfig
-from mlora.pipeline import FirstStage
 from peft import LoraConfig
 from shared.llama import random_llama
 from shared.results import write_json
@@ -101,9 +100,7 @@ def main() -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         chosen.out.mkdir(parents=True, exist_ok=True)
         with profile(activities=activities) as profiler:
-            losses = (
-                [] if world.rank else lead(StageGroup(FirstStage(process), part, blocks), part_options, rows)
-            )
+            losses = [] if world.rank else lead(StageGroup(process, part, blocks), part_options, rows)
             if world.rank:
                 process.serve()
         profiler.export_chrome_trace(str(chosen.out / f"stage-{world.rank}.json"))

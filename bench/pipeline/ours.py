@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from mlora.pipeline import FirstStage, Hooks, Neighbours, RoundPosition, StageProcess
+from mlora.pipeline import Hooks, Neighbours, RoundPosition, StageProcess
 from mlora.pipeline.trace import Span
 from torch import Tensor, nn
 
@@ -74,7 +74,7 @@ class Ours:
         if stage:
             process.serve()
         else:
-            _Feed(FirstStage(process), case, steps, self._batch, turn).run()
+            _Feed(process, case, steps, self._batch, turn).run()
         turn.spans = process.runner.stage.trace.spans() + after.spans
         links = (process.runner.before, process.runner.after)
         turn.sent = sum(link.sent for link in links if link is not None)
@@ -111,7 +111,7 @@ class _AfterBackward(Hooks):
 class _Feed:
     """What stage 0 lets enter."""
 
-    def __init__(self, driver: FirstStage, case: Case, steps: int, batch: Batch, turn: Turn) -> None:
+    def __init__(self, driver: StageProcess, case: Case, steps: int, batch: Batch, turn: Turn) -> None:
         self._driver, self._case, self._steps, self._batch, self._turn = driver, case, steps, batch, turn
         turn.ended = [0.0] * case.adapters
 

@@ -25,9 +25,7 @@ def test_mlora_bench_passes_its_arguments_on() -> None:
 
 
 def test_without_the_source_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlora.cli import bench as benchmarks
-
-    monkeypatch.setattr(benchmarks, "FOLDER", tmp_path)
+    monkeypatch.setattr("mlora.cli.app.BENCHMARKS", tmp_path)
     done = CliRunner().invoke(app, ["bench", "linears"], catch_exceptions=False)
     assert done.exit_code == 1
     assert done.stderr.startswith(

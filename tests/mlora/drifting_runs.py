@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.config.scheduler_config import SchedulerConfig
+from mlora.config.sections import SchedulerConfig
 from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
 from mlora.engine.memory_limit import MIB, MemoryLimit

@@ -15,8 +15,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from mlora.cluster.processes import Process
-from mlora.cluster.system import System
+from mlora.cluster.processes import Process, System
 from mlora.cluster.watchdog import Watch
 from mlora.cluster.world import World
 
@@ -87,16 +86,16 @@ class Event(threading.Event):
 
 
 class Lock:
-    """One that simulated threads take."""
+    """One that simulated threads take, again and again."""
 
-    def __init__(self, stage: Stage, *, again: bool) -> None:
-        self.stage, self.again = stage, again
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
         self.owner: threading.Thread | None = None
         self.depth = 0
 
     def acquire(self, blocking: bool = True) -> bool:
         me = threading.current_thread()
-        if self.owner and not (self.again and self.owner is me):
+        if self.owner and self.owner is not me:
             if not blocking:
                 return False
             self.stage.wait(lambda: self.owner is None)
@@ -233,11 +232,8 @@ class Stage(System):
     def event(self) -> threading.Event:
         return Event(self)
 
-    def lock(self) -> Any:
-        return Lock(self, again=False)
-
     def rlock(self) -> Any:
-        return Lock(self, again=True)
+        return Lock(self)
 
     def start(self, work: Callable[[], object], name: str | None = None) -> threading.Thread:
         thread = Thread(self, work, name)

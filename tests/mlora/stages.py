@@ -31,9 +31,9 @@ rank = world.rank
 def ready(watch=None):
     # with a watch: when each has read which adapters the others work on
     peers = watch._beats.others if watch else dict
-    while watch and sum(bool(peer.sign.in_flight) for peer in peers().values()) < world.size - 1:
+    while watch and sum(bool(peer.in_flight) for peer in peers().values()) < world.size - 1:
         time.sleep(0.01)
-    world.agree({}, 60, topic="ready")
+    world.agree({}, 60)
     print("ready", flush=True)
 def watch(**options):
     return Watch(world, lambda: f"a{rank}, b{rank}", **options)

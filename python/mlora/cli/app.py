@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mlora.cli import queue as cli_queue
 from mlora.cli.common import RunDir, begin, command, print_lines, print_rows, reporter, run_here, start_stages
+from mlora.cli.generate import generate
+from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
 from mlora.cluster.imports import end_imports_at_once
 from mlora.errors import RunError
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "bench"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,34 +76,18 @@ def main() -> None:
     app()
 
 
-@app.command()
-def train(
-    run: RunFile,
-    set_: Overrides = None,
-    overwrite: Overwrite = False,
-    stages: Stages = None,
-    trace: Trace = False,
-) -> None:
-    """Train every adapter of RUN.yaml together."""
-    start("train", run, set_, overwrite=overwrite, stages=stages, trace=trace)
-
-
-@app.command()
-def sweep(
-    run: RunFile,
-    set_: Overrides = None,
-    overwrite: Overwrite = False,
-    stages: Stages = None,
-    trace: Trace = False,
-) -> None:
-    """Search hyperparameters: trials are adapters that train together."""
-    start("sweep", run, set_, overwrite=overwrite, stages=stages, trace=trace)
-
-
+@app.command("sweep", help="Search hyperparameters: trials are adapters that train together.")
+@app.command("train", help="Train every adapter of RUN.yaml together.")
 def start(
-    name: str, run: Path, set_: list[str] | None, *, overwrite: bool, stages: int | None, trace: bool
+    context: typer.Context,
+    run: RunFile,
+    set_: Overrides = None,
+    overwrite: Overwrite = False,
+    stages: Stages = None,
+    trace: Trace = False,
 ) -> None:
-    """Starts a new run for the commands `train` and `sweep`."""
+    """Starts a new run."""
+    name = str(context.info_name)
     with command(goes_on=True):
         from mlora.config.config_file import load_config
 
@@ -174,79 +163,13 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             print(f"{run}: {len(table.tasks)} adapters are ready to train")
 
 
-for queue_command in (
-    cli_queue.status,
-    cli_queue.submit,
-    cli_queue.cancel,
-    cli_queue.pause,
-    cli_queue.unpause,
-):
-    app.command()(queue_command)
+app.command()(status)
+app.command()(submit)
+for name, what in CHANGES.items():
+    app.command(name, help=what)(change_tasks)
 
 
-@app.command()
-def generate(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="a run's output_dir or a PEFT adapter folder")
-    ],
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="a prompt; may be repeated")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="a jsonl file of objects with 'prompt', or a text file with one prompt per line"),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter", "-a", help="an adapter of the run, or __base__; may be repeated; default: all"
-        ),
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="the base model; default: the one that SOURCE names")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="the most new tokens per prompt")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token each time")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="draw from the most likely tokens that together have this probability")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="draw from this number of the most likely tokens; 0: from all")
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the seed of the random draws")] = 0,
-    chat: Annotated[
-        bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
-    ] = False,
-    bf16: Annotated[bool, typer.Option(help="load the base model in bf16")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
-) -> None:
-    """Complete each prompt with each adapter, all in one batch."""
-    with command():
-        begin()
-        from mlora.cli.generate import answer, print_answers, read_prompts
-        from mlora.model.generation import Sampling
-
-        texts = read_prompts(prompt or [], prompts)
-        try:
-            sampling = Sampling(temperature, top_p, top_k)
-        except ValueError as error:
-            raise RunError(str(error)) from error
-        answers = answer(
-            source,
-            texts,
-            adapters=adapter,
-            base_model=base_model,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            chat=chat,
-            bf16=bf16,
-            device=device,
-        )
-        print_answers(answers, as_json=json_lines, between=" | " if chat else "")
-
-
+app.command()(generate)
 app.command()(simulate)
 
 
@@ -256,6 +179,11 @@ app.command()(simulate)
 def bench(context: typer.Context) -> None:
     """Run the benchmarks of the source checkout."""
     with command():
-        from mlora.cli.bench import run_suite
-
-        raise typer.Exit(run_suite(context.args))
+        if not (BENCHMARKS / "suite.py").is_file():
+            raise RunError(
+                "bench: the installed package holds no benchmarks; in a source checkout, run "
+                "`pip install --no-build-isolation -e .`"
+            )
+        if str(BENCHMARKS) not in sys.path:
+            sys.path.insert(0, str(BENCHMARKS))
+        raise typer.Exit(int(import_module("suite").main(context.args, program="mlora bench")))

@@ -1,4 +1,4 @@
-"""``mlora generate``: completes prompts with several adapters."""
+"""``mlora generate``, registered by `mlora.cli.app`: completes prompts with several adapters."""
 
 from __future__ import annotations
 
@@ -8,35 +8,108 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from mlora.config.yaml_file import read_yaml
-from mlora.data.chat import ChatTemplate
-from mlora.data.dataset import read_prompt_lines
-from mlora.data.record import FormatError
+import typer
+
+from mlora.cli.common import begin, command
 from mlora.errors import RunError, first_line
-from mlora.model.base_info import BaseInfo
-from mlora.model.generation import GenerationRequest, Sampling, complete, end_token, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mlora.engine.engine import Engine
+    from mlora.model.base_info import BaseInfo
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One completion. ``adapter`` is ``__base__`` for the base model alone."""
+def generate(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="a run's output_dir or a PEFT adapter folder")
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="a prompt; may be repeated")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="a jsonl file of objects with 'prompt', or a text file with one prompt per line"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", "-a", help="an adapter of the run, or __base__; may be repeated; default: all"
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="the base model; default: the one that SOURCE names")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="the most new tokens per prompt")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token each time")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="draw from the most likely tokens that together have this probability")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="draw from this number of the most likely tokens; 0: from all")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the seed of the random draws")] = 0,
+    chat: Annotated[
+        bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
+    ] = False,
+    bf16: Annotated[bool, typer.Option(help="load the base model in bf16")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
+) -> None:
+    """Complete each prompt with each adapter, all in one batch."""
+    with command():
+        begin()
+        import torch
 
-    adapter: str
-    prompt: str
-    completion: str
+        from mlora.model.base_info import BaseInfo
+        from mlora.model.generation import GenerationRequest, complete, end_token, sampling, text_of
+
+        texts, draw = read_prompts(prompt or [], prompts), sampling(temperature, top_p, top_k)
+        named, folders = find_adapters(source)
+        chosen = list(adapter or folders)
+        for name in chosen:
+            if name not in folders and name != "__base__":
+                raise RunError(
+                    f"{source}: has no trained adapter {name!r}; it has {', '.join(folders) or 'none'}"
+                )
+        if not chosen:
+            raise RunError(
+                f"{source}: has no trained adapter yet; `mlora status {source}` shows its progress"
+            )
+        if not (base_model or named):
+            raise RunError(f"{source}: names no base model; give it with --base-model")
+        base = BaseInfo(base_model or named)
+        tokenizer = base.tokenizer()
+        tokens = _tokens(tokenizer, texts, chat)
+        with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
+            wanted = {name: folders[name] for name in chosen if name != "__base__"}
+            engine = _load(base, wanted, bf16, device)
+        budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
+        pairs = [(name, index) for index in range(len(texts)) for name in chosen]
+        requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
+        torch.manual_seed(seed)
+        try:
+            with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
+                outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
+        for (name, index), output in zip(pairs, outputs, strict=True):
+            completion = text_of(tokenizer, output)
+            if json_lines:
+                answer = {"adapter": name, "prompt": texts[index], "completion": completion}
+                print(json.dumps(answer, ensure_ascii=escaped))
+            else:
+                print(f"[{name}] {texts[index]}{' | ' if chat else ''}{completion}")
 
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     """Returns prompts given one by one, then those of a file: jsonl with ``prompt``, or one a line."""
+    from mlora.data.dataset import read_prompt_lines
+
     for text in texts:
         try:
             text.encode()
@@ -50,6 +123,8 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
     """Returns the base model and the adapter folders, by name, of a run or of one PEFT folder."""
+    from mlora.config.yaml_file import read_yaml
+
     if os.path.isfile(source / "config.yaml"):
         folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
         found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
@@ -72,55 +147,6 @@ def _plain_name(folder: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_+-]", "-", folder.resolve().name) or "adapter"
 
 
-def answer(
-    source: Path,
-    prompts: Sequence[str],
-    *,
-    adapters: Sequence[str] | None,
-    base_model: str | None,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    chat: bool = False,
-    bf16: bool = False,
-    device: str | None = None,
-) -> list[Answer]:
-    """Completes each prompt with each adapter; answers come prompt by prompt, adapter by adapter.
-
-    `adapters` defaults to all; ``__base__`` is the base model alone. `max_new_tokens` is reduced to the
-    positions that the base model has left.
-    """
-    import torch
-
-    named, folders = find_adapters(source)
-    chosen = list(adapters or folders)
-    for name in chosen:
-        if name not in folders and name != "__base__":
-            raise RunError(
-                f"{source}: has no trained adapter {name!r}; it has {', '.join(folders) or 'none'}"
-            )
-    if not chosen:
-        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` shows its progress")
-    if not (base_model or named):
-        raise RunError(f"{source}: names no base model; give it with --base-model")
-    base = BaseInfo(base_model or named)
-    tokenizer = base.tokenizer()
-    tokens = _tokens(tokenizer, prompts, chat)
-    with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
-        engine = _load(base, {name: folders[name] for name in chosen if name != "__base__"}, bf16, device)
-    pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
-    budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
-    requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
-    torch.manual_seed(seed)
-    try:
-        with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
-            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), sampling=sampling)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    texts = [text_of(tokenizer, output) for output in outputs]
-    return [Answer(name, prompts[index], text) for (name, index), text in zip(pairs, texts, strict=True)]
-
-
 @contextmanager
 def _enough_memory(action: str, advice: str) -> Iterator[None]:
     """Turns running out of memory into a RunError."""
@@ -137,6 +163,9 @@ def _enough_memory(action: str, advice: str) -> Iterator[None]:
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[tuple[int, ...]]:
     if not chat:
         return [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    from mlora.data.chat import ChatTemplate
+    from mlora.data.record import FormatError
+
     try:
         template = ChatTemplate(tokenizer)
         return [template.question(prompt) for prompt in prompts]
@@ -171,14 +200,3 @@ def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | No
     except (ValueError, OSError, SafetensorError) as error:
         raise RunError(first_line(error)) from error
     return engine
-
-
-def print_answers(answers: Sequence[Answer], *, as_json: bool, between: str = "") -> None:
-    """Prints completions; in text, `between` stands between a prompt and its completion."""
-    escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
-    for item in answers:
-        print(
-            json.dumps(asdict(item), ensure_ascii=escaped)
-            if as_json
-            else f"[{item.adapter}] {item.prompt}{between}{item.completion}"
-        )

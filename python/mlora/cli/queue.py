@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from mlora.cli.common import RunDir, command, print_lines, print_rows
-
-Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")]
 
 
 def status(
@@ -47,28 +45,21 @@ def submit(
         print_lines(submit(run_dir, tasks))
 
 
-def cancel(run_dir: RunDir, names: Names) -> None:
-    """End tasks of a run for good. Their weights are not kept."""
+CHANGES = {
+    "cancel": "End tasks of a run for good. Their weights are not kept.",
+    "pause": "Pause tasks of a run until you unpause them.\n\nOther tasks use their memory in the meantime.",
+    "unpause": "Continue paused tasks of a run where they stopped.",
+}
+"""Help of the commands that `change_tasks` carries out, by their names."""
+
+
+def change_tasks(
+    context: typer.Context,
+    run_dir: RunDir,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")],
+) -> None:
+    """Carries out the command of `CHANGES` that the user gave."""
     with command():
-        from mlora.queue.requests import change
+        from mlora.queue.requests import Change, change
 
-        print_lines(change(run_dir, "cancel", names))
-
-
-def pause(run_dir: RunDir, names: Names) -> None:
-    """Pause tasks of a run until you unpause them.
-
-    Other tasks use their memory in the meantime.
-    """
-    with command():
-        from mlora.queue.requests import change
-
-        print_lines(change(run_dir, "pause", names))
-
-
-def unpause(run_dir: RunDir, names: Names) -> None:
-    """Continue paused tasks of a run where they stopped."""
-    with command():
-        from mlora.queue.requests import change
-
-        print_lines(change(run_dir, "unpause", names))
+        print_lines(change(run_dir, cast(Change, context.info_name), names))

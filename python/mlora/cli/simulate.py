@@ -69,30 +69,13 @@ def simulate(
 
     Prints bubbles, throughput and micro-batches in flight.
     """
+    given = locals()
     with command():
         from mlora.simulate.forecast import Options, forecast
 
         if out is not None and out.suffix.lower() != ".png":
             raise RunError(f"--out: expected the name of a .png file, got {str(out)!r}")
-        found = forecast(
-            Options(
-                schedule=schedule,
-                stages=stages,
-                adapters=adapters,
-                micro_batches=micro_batches,
-                steps=steps,
-                forward=forward,
-                backward=backward,
-                latency=latency,
-                bandwidth=bandwidth,
-                message_bytes=message_bytes,
-                hidden=hidden,
-                rows=rows,
-                itemsize=itemsize,
-                in_flight=in_flight,
-                times=times,
-            )
-        )
+        found = forecast(Options(**{name: given[name] for name in Options.__annotations__}))
         if out is not None:
             found.draw(out)
         if as_json:

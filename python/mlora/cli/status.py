@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlora.cli.result_table import result_table
+from mlora.cli.common import how_to_go_on, result_table
 from mlora.config.best_rule import METRICS
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
@@ -24,21 +24,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run has come.
-
-    Attributes:
-        status: ``running`` while a process is at work; ``finished``, ``failed``, ``paused``; else
-            ``interrupted``.
-        adapters: as in ``summary.json``, with current states; ``unfinished`` if no process is at work.
-        tasks: the same tasks, and what users asked of them.
-        memory: in bytes, as the run has published it; None without a limit.
-    """
+    """How far a run has come."""
 
     folder: RunFolder
+    # ``running`` while a process is at work; ``finished``, ``failed``, ``paused``; else ``interrupted``
     status: str
+    # as in ``summary.json``, with current states; ``unfinished`` if no process is at work
     adapters: dict[str, dict[str, Any]]
-    tasks: dict[str, KnownTask]
-    memory: dict[str, int] | None
+    tasks: dict[str, KnownTask]  # the same tasks, and what users asked of them
+    memory: dict[str, int] | None  # in bytes, as the run has published it; None without a limit
     sweep: SweepProgress | None = None
 
     @property
@@ -116,11 +110,6 @@ class RunStatus:
             "sweep": self.sweep.as_json() if self.sweep else None,
             "tasks": tasks,
         }
-
-
-def how_to_go_on(path: Path, paused: list[str]) -> str:
-    """Returns the commands that continue a run with paused tasks only."""
-    return f"`mlora unpause {path} {' '.join(paused)}`, then `mlora resume {path}`"
 
 
 def read_status(run_dir: Path | str) -> RunStatus:

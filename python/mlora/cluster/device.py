@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mlora.cluster.malloc import give_back_freed_memory, keep_freed_memory
-from mlora.cluster.onednn_caches import bound_caches
+from mlora.cluster.malloc import bound_caches, give_back_freed_memory, keep_freed_memory
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 
@@ -56,33 +55,29 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
 
 
-def set_malloc(config: RunConfig) -> None:
-    """Sets how libraries hold a run's memory on a CPU: fast, or under a limit as little as possible."""
-    bound_caches()
-    if config.scheduler.memory_limit is None:
-        keep_freed_memory()
-    else:
-        give_back_freed_memory()
+def set_allocators(limit: int | None, device: torch.device) -> None:
+    """Sets, until the process ends, how it holds memory of a device: fast, or under a limit in bytes.
 
-
-def limit_allocator(limit: int | None, device: torch.device) -> None:
-    """Limits PyTorch's allocator of a GPU to so many bytes, if there is a limit, until the process ends.
-
-    An allocation beyond the limit fails in this process, not in another one; before that, the allocator gives
-    back its unused blocks. Raises RunError if the process uses another allocator: nobody knows how much that
-    one holds.
+    On a CPU, libraries then hold as little as possible. On a GPU, an allocation beyond the limit fails in
+    this process, not in another one; before that, PyTorch's allocator gives back its unused blocks. Raises
+    RunError if the process uses another allocator: nobody knows how much that one holds.
     """
-    if limit is None:
-        return
-    backend = torch.cuda.get_allocator_backend()
-    if backend != "native":
-        raise RunError(
-            f"scheduler.memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
-            "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
-        )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    total = torch.cuda.mem_get_info(index)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
+    if device.type == "cpu":
+        bound_caches()
+        if limit is None:
+            keep_freed_memory()
+        else:
+            give_back_freed_memory()
+    elif limit is not None:
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise RunError(
+                f"scheduler.memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
+                "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        total = torch.cuda.mem_get_info(index)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
 
 
 def kind_of(device: torch.device) -> str:
@@ -93,12 +88,6 @@ def kind_of(device: torch.device) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{model or platform.processor()}, {torch.get_num_threads()} threads"
-
-
-def own_device(device: str | None, dtype: torch.dtype, local_rank: int) -> str:
-    """Returns a process's device as `choose_device`; `cuda` gives a machine's processes GPUs in turn."""
-    chosen = choose_device(device, dtype)
-    return f"cuda:{local_rank % torch.cuda.device_count()}" if chosen == "cuda" else chosen
 
 
 def load_operators() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .processes import Process
-from .system import System
+from .processes import Process, System
 from .world import World
 
 _JOIN = 2.0  # seconds
@@ -19,19 +18,13 @@ _JOIN = 2.0  # seconds
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a stage.
-
-    Attributes:
-        host: its machine; empty if the stage never gave a sign of life.
-        message: what the stage no longer does; if `own`, its own words.
-        own: the stage reported the fault itself.
-    """
+    """What is wrong with a stage."""
 
     stage: int
-    host: str
+    host: str  # its machine; empty if the stage never gave a sign of life
     pid: int
-    message: str
-    own: bool = False
+    message: str  # what the stage no longer does; if `own`, its own words
+    own: bool = False  # the stage reported the fault itself
 
     def __str__(self) -> str:
         """Returns the line for the user."""
@@ -41,22 +34,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sign:
-    """What a process tells the others each time.
-
-    Attributes:
-        number: counts the signs.
-        busy: seconds at the same piece of work.
-        in_flight: the adapters that it is working on.
-        goodbye: it has done its work; its silence from now on is no fault.
-        fault: what it found, in itself or in another stage, before it ends.
-    """
+    """What a process tells the others each time."""
 
     process: Process
-    number: int = 0
-    busy: float = 0.0
-    in_flight: str = ""
-    goodbye: bool = False
-    fault: Fault | None = None
+    number: int = 0  # counts the signs
+    busy: float = 0.0  # seconds at the same piece of work
+    in_flight: str = ""  # the adapters that it is working on
+    goodbye: bool = False  # it has done its work; its silence from now on is no fault
+    fault: Fault | None = None  # what it found, in itself or in another stage, before it ends
+    silence: float = 0.0  # seconds without a later sign, as the one who reads it counts
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,45 +54,25 @@ class Sign:
         return cls(process=Process(**values.pop("process")), fault=fault, **values)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The last sign of a process, and the seconds since then without a later one."""
-
-    sign: Sign
-    silence: float = 0.0
-
-
 @dataclass
 class Beats:
-    """Gives and reads the signs, in its own thread and on its own connections to the store.
-
-    Args:
-        describe: returns the adapters in flight; called in the thread.
-        work: returns the number of the current piece of work, 0 = none; called in the thread.
-        timeout: seconds in which the store has to answer.
-        interval: seconds from one sign to the next.
-        system: the clock and the threads.
-
-    Attributes:
-        seen: the other processes that have given a sign, by rank.
-        rounds: how often the thread has read all of them.
-        lost: the store has closed its connection.
-    """
+    """Gives and reads the signs, in its own thread and on its own connections to the store."""
 
     world: World
-    describe: Callable[[], str]
-    work: Callable[[], int]
-    timeout: float
-    interval: float
-    system: System = field(default_factory=System)
-    seen: dict[int, Seen] = field(default_factory=dict, init=False)
-    rounds: int = field(default=0, init=False)
-    lost: bool = field(default=False, init=False)
+    describe: Callable[[], str]  # returns the adapters in flight; called in the thread
+    work: Callable[[], int]  # returns the number of the current piece of work, 0 = none; called in the thread
+    timeout: float  # seconds in which the store has to answer
+    interval: float  # seconds from one sign to the next
+    system: System = field(default_factory=System)  # the clock and the threads
+    # the last signs of the other processes, by rank
+    seen: dict[int, Sign] = field(default_factory=dict, init=False)
+    rounds: int = field(default=0, init=False)  # how often the thread has read all of them
+    lost: bool = field(default=False, init=False)  # the store has closed its connection
 
     def __post_init__(self) -> None:
         self.sign = Sign(self.world.process)
         self._piece = 0
-        self._lock = self.system.lock()
+        self._lock = self.system.rlock()
         self._awake, self._stopped = self.system.event(), False
         store: Any = self.world.store  # torch's stubs lack `clone`
         self._store = store.clone()
@@ -122,7 +88,7 @@ class Beats:
             self.sign = replace(self.sign, number=self.sign.number + 1, **changes)
             self._store.set(_key(self.world.rank), self.sign.to_json())
 
-    def others(self) -> dict[int, Seen]:
+    def others(self) -> dict[int, Sign]:
         """Returns a copy of what is seen now."""
         return dict(self.seen)
 
@@ -169,8 +135,9 @@ class Beats:
         texts = self._reading.multi_get([_key(rank) for rank in present]) if present else []
         for rank, text in zip(present, texts, strict=True):
             sign, before = Sign.from_json(text), self.seen.get(rank)
-            silent = before is not None and before.sign.number == sign.number
-            self.seen[rank] = Seen(sign, before.silence + since if before and silent else 0.0)
+            if before and before.number == sign.number:
+                sign = replace(sign, silence=before.silence + since)
+            self.seen[rank] = sign
 
 
 def _key(rank: int) -> str:

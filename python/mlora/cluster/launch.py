@@ -1,53 +1,37 @@
 """Starts a pipeline's processes on one machine and attends them until they end.
 
-This is torch's launcher without its elastic agent, because the agent cannot end a run in order:
+torch's launcher, the elastic agent, cannot end a run in order:
 
 - After a signal `elastic_launch` raises `SignalException` and drops the processes' exit codes.
 - When one process fails, the agent sends SIGTERM to the others before these can say what was wrong.
 - After a fixed 30 seconds it kills those that are still at work.
 
-This module uses only `start_processes`, by which the agent starts its processes. They are told what
-`torchrun` tells them (`mlora.cluster.world.World`).
+The processes are told what `torchrun` tells them (`mlora.cluster.world.World`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    SignalException,
-    SubprocessContext,
-    start_processes,
-)
 
-from .system import System
+from .processes import System
 
 _LOOK_AGAIN = 0.1  # seconds
 _GRACE = 20.0  # seconds for the others to end, once one has failed or the first stage has ended
 _PATIENCE = 3.0  # seconds in which the others see for themselves that one has failed
 _AFTER_SECOND_SIGNAL = 5.0  # seconds
-_CATCHES = (signal.SIGINT, signal.SIGTERM)
-_TORCH_CATCHES = (*_CATCHES, signal.SIGHUP, signal.SIGQUIT)
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
-Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int
-
-
-def is_launched() -> bool:
-    """Whether a launcher (this one or torchrun) has started this process, even as the only one."""
-    return dist.is_torchelastic_launched()
 
 
 def launch(stages: int, arguments: Sequence[str]) -> int:
@@ -66,33 +50,29 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
     Returns:
         The exit code of the process that failed first, 128 + the signal that ended it, or 0.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = (*_python_options(), "-m", "mlora.cluster.worker", str(os.getpid()), *arguments)
-    with _handlers_kept() as before:
+    command = (sys.executable, *_python_options(), "-m", "mlora.cluster.worker", str(os.getpid()), *arguments)
+    processes: list[Process] = []
+    with _signals_caught(processes) as caught:
         try:
-            context = start_processes(
-                name="mlora",
-                entrypoint=sys.executable,
-                args=dict.fromkeys(range(stages), command),
-                envs=_environments(stages, store.port),
-                logs_specs=DefaultLogsSpecs(os.devnull),
-            )
-        except SignalException as error:  # torch has ended those that it had started
-            return 128 + error.sigval
-        assert isinstance(context, SubprocessContext)
-        processes = [context.subprocess_handlers[stage].proc for stage in range(stages)]
-        for number in _TORCH_CATCHES:
-            signal.signal(number, before[number])
-        try:
-            return _attend(processes, _caught(processes))
+            for variables in _environments(stages, store.port):
+                found = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+                processes.append(found)
+            return _attend(processes, caught)
         finally:
-            context.close(signal.SIGKILL)  # ends torch's threads too
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
 
 
-def _caught(processes: Sequence[Process]) -> list[int]:
-    """Collects SIGINT and SIGTERM from now on, and lets Ctrl-Z stop all processes."""
+@contextmanager
+def _signals_caught(processes: Sequence[Process]) -> Iterator[list[int]]:
+    """Inside `with`, collects SIGINT and SIGTERM, and lets Ctrl-Z stop all processes."""
     caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
 
     def pause(number: int, frame: FrameType | None) -> None:
         for process in processes:
@@ -101,10 +81,13 @@ def _caught(processes: Sequence[Process]) -> list[int]:
         for process in processes:
             process.send_signal(signal.SIGCONT)
 
-    for number in _CATCHES:
-        signal.signal(number, lambda number, frame: caught.append(number))
-    signal.signal(signal.SIGTSTP, pause)
-    return caught
+    handlers = {signal.SIGINT: catch, signal.SIGTERM: catch, signal.SIGTSTP: pause}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield caught
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier or signal.SIG_DFL)
 
 
 def _attend(processes: Sequence[Process], caught: Sequence[int], system: System | None = None) -> int:
@@ -175,7 +158,7 @@ def _python_options() -> list[str]:
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
 
 
-def _environments(stages: int, port: int) -> dict[int, dict[str, str]]:
+def _environments(stages: int, port: int) -> list[dict[str, str]]:
     """Returns each process's variables: torchrun's, and defaults for those that the user has not set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
@@ -194,16 +177,4 @@ def _environments(stages: int, port: int) -> dict[int, dict[str, str]]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-    return {stage: common | {"RANK": str(stage), "LOCAL_RANK": str(stage)} for stage in range(stages)}
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[dict[int, Handler]]:
-    """Restores the signal handlers that torch's launcher and this one replace."""
-    numbers = (*_TORCH_CATCHES, signal.SIGTSTP)
-    before: dict[int, Handler] = {n: signal.getsignal(n) or signal.SIG_DFL for n in numbers}
-    try:
-        yield before
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return [common | {"RANK": str(stage), "LOCAL_RANK": str(stage)} for stage in range(stages)]

@@ -1,32 +1,30 @@
-"""Identifies processes. One process can inspect and end another one on the same machine."""
+"""Identifies processes, and what a watch and a launcher use of the system: clock, threads, process table."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 _STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted from the one after the name, proc(5)
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process; its start time tells it from a later process with the same number.
+    """One process; its start time tells it from a later process with the same number."""
 
-    Attributes:
-        host: the name of its machine.
-        pid: its number there.
-        place: the machine's boot and the pid namespace of `pid`. Empty if the system tells neither, as on
-            macOS; then no other process can inspect it.
-        start: when it started, in clock ticks since the machine's start.
-    """
-
-    host: str
-    pid: int
+    host: str  # the name of its machine
+    pid: int  # its number there
+    # the machine's boot and the pid namespace of `pid`. Empty if the system tells neither, as on macOS; then
+    # no other process can inspect it.
     place: str = ""
-    start: int = 0
+    start: int = 0  # when it started, in clock ticks since the machine's start
 
     @classmethod
     def this(cls) -> Process:
@@ -80,3 +78,44 @@ def _place() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+class System:
+    """The operating system. Tests pass a simulated one, whose time passes at once."""
+
+    def now(self) -> float:
+        """Returns the time in seconds, from some moment on."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def event(self) -> threading.Event:
+        return threading.Event()
+
+    def rlock(self) -> threading.RLock:
+        """Returns a reentrant lock."""
+        return threading.RLock()
+
+    def start(self, work: Callable[[], object], name: str | None = None) -> threading.Thread:
+        """Runs work in a thread that does not keep the process alive."""
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def is_gone(self, process: Process) -> bool:
+        return process.is_gone()
+
+    def is_stopped(self, process: Process) -> bool:
+        return process.is_stopped()
+
+    def kill(self, process: Process) -> None:
+        process.kill()
+
+    def write_error(self, line: str) -> None:
+        """Writes to standard error, past Python's buffer and past a replaced `sys.stderr`."""
+        os.write(2, line.encode(errors="backslashreplace"))
+
+    def end(self, code: int) -> NoReturn:
+        """Ends this process at once, whatever its main thread does."""
+        os._exit(code)

@@ -9,14 +9,14 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from .heartbeats import Beats, Fault, Sign
-from .processes import Process
-from .system import System
+from .heartbeats import Beats, Fault
+from .processes import Process, System
 from .world import PeerError, World
 
 _TICK = 0.25  # seconds between two looks at the processes of this machine
 _ELECTION = 2.0  # seconds in which a lower stage may claim to tell the user
 _SETTLES = 0.75  # seconds in which a process that has closed its connections is seen to have ended
+_GOODBYE = 30.0  # seconds that rank 0 waits for the others' goodbye
 _OWN_ERROR = 2.0  # seconds in which a peer that has just died explains an error of this process
 
 
@@ -114,13 +114,13 @@ class Watch:
         self._stop()
         return mine
 
-    def goodbye(self, timeout: float = 30.0) -> None:
+    def goodbye(self) -> None:
         """Tells the others that this process has done its work and may end.
-        Rank 0 waits for the others' goodbye, `timeout` seconds at most: its process may hold the store."""
+        Rank 0 waits for the others' goodbye: its process may hold the store."""
         if self._stopped.is_set():
             return
         self._beats.give(goodbye=True)
-        deadline = self._system.now() + timeout
+        deadline = self._system.now() + _GOODBYE
         while self._world.rank == 0 and not self._all_done() and self._system.now() < deadline:
             self._beats.hurry()
             self._stopped.wait(0.05)
@@ -139,7 +139,7 @@ class Watch:
 
     def _all_done(self) -> bool:
         seen = self._beats.others()
-        return len(seen) == self._world.size - 1 and all(peer.sign.goodbye for peer in seen.values())
+        return len(seen) == self._world.size - 1 and all(peer.goodbye for peer in seen.values())
 
     def _guard(self) -> None:
         before = self._system.now()
@@ -153,16 +153,16 @@ class Watch:
     def _find(self, elapsed: float) -> Fault | None:
         seen = sorted(self._beats.others().items())
         for _, peer in seen:
-            if peer.sign.fault:
-                return peer.sign.fault
+            if peer.fault:
+                return peer.fault
         for rank, peer in seen:
-            if not peer.sign.goodbye and self._has_gone(rank, peer.sign.process):
+            if not peer.goodbye and self._has_gone(rank, peer.process):
                 return self._fault(rank, "was killed or ended")
         for rank, peer in seen:
-            if not peer.sign.goodbye and peer.silence > self._patience:
+            if not peer.goodbye and peer.silence > self._patience:
                 return self._fault(rank, f"has not answered for {peer.silence:.0f} s")
-            if not peer.sign.goodbye and peer.sign.busy > self._limit:
-                return self._fault(rank, f"hangs: at one micro-batch for {peer.sign.busy:.0f} s")
+            if not peer.goodbye and peer.busy > self._limit:
+                return self._fault(rank, f"hangs: at one micro-batch for {peer.busy:.0f} s")
         return self._store_fault(elapsed)
 
     def _has_gone(self, rank: int, process: Process) -> bool:
@@ -190,8 +190,8 @@ class Watch:
             return self._fault(self._world.rank, "gives no sign of life any more, after the error above")
         silent = "was killed or ended" if lost else f"has not answered for {self._store_silence:.0f} s"
         first = self._beats.others().get(0)
-        near = first is not None and first.sign.process.is_near(self._world.process)
-        if first and near and self._is_gone_or_stopped(first.sign.process):
+        near = first is not None and first.process.is_near(self._world.process)
+        if first and near and self._is_gone_or_stopped(first.process):
             return self._fault(0, silent)
         who = "its launcher" if self._world.rank == 0 or near else "it or its launcher"
         return self._fault(0, f"cannot be reached: {who} {silent}")
@@ -200,26 +200,22 @@ class Watch:
         return self._system.is_gone(process) or self._system.is_stopped(process)
 
     def _fault(self, rank: int, message: str) -> Fault:
-        others = self._beats.others()
-        if rank == self._world.rank:
-            sign: Sign | None = self._beats.sign
-        else:
-            sign = others[rank].sign if rank in others else None
+        sign = self._beats.sign if rank == self._world.rank else self._beats.others().get(rank)
         text = self._with_adapters(message, sign.in_flight if sign else "")
         return Fault(rank, sign.process.host, sign.process.pid, text) if sign else Fault(rank, "", 0, text)
 
     def _with_adapters(self, message: str, in_flight: str = "") -> str:
         """Adds to a message the adapters in flight on its stage, or else on this or another one."""
         texts = [in_flight, self._beats.describe(), self._beats.sign.in_flight]
-        texts += [peer.sign.in_flight for peer in self._beats.others().values()]
+        texts += [peer.in_flight for peer in self._beats.others().values()]
         return next((f"{message}; adapters in flight: {text}" for text in texts if text), message)
 
     def _end(self, fault: Fault) -> None:
         try:
             self._tell(fault)
             stuck = self._beats.others().get(fault.stage)
-            if stuck and not fault.own and stuck.sign.process.is_near(self._world.process):
-                self._system.kill(stuck.sign.process)
+            if stuck and not fault.own and stuck.process.is_near(self._world.process):
+                self._system.kill(stuck.process)
         finally:
             self._system.end(1)
 
@@ -240,7 +236,7 @@ class Watch:
         """Waits until the others have read of the fault: the store may end with this process."""
         deadline = self._system.now() + _ELECTION
         while self._system.now() < deadline:
-            signs = [peer.sign for rank, peer in self._beats.others().items() if rank != fault.stage]
+            signs = [peer for rank, peer in self._beats.others().items() if rank != fault.stage]
             if all(sign.fault or sign.goodbye for sign in signs):
                 return
             self._beats.hurry()

@@ -23,21 +23,13 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, one per stage of each replica, as one of them knows them.
+    """The processes of a run, one per stage of each replica, as one of them knows them."""
 
-    Attributes:
-        rank: this process's number among all of them. Messages call it the stage.
-        size: number of processes.
-        local_rank: its number among those that its launcher started on this machine, which is its GPU.
-        store: reaches all processes.
-        process: this one.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    store: dist.Store
-    process: Process
+    rank: int  # this process's number among all of them. Messages call it the stage.
+    size: int  # number of processes
+    local_rank: int  # its number among those that its launcher started on this machine, which is its GPU
+    store: dist.Store  # reaches all processes
+    process: Process  # this one
 
     @classmethod
     def from_launcher(cls, timeout: float = 60.0) -> World | None:
@@ -60,29 +52,24 @@ class World:
             raise ValueError(f"the launcher's store cannot be reached: {reason}") from error
         return cls(rank, size, dist.get_node_local_rank(), dist.PrefixStore("mlora", store), Process.this())
 
-    def agree(self, facts: Mapping[str, Any], timeout: float = 300.0, *, topic: str = "facts") -> None:
+    def agree(self, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
         """Waits for every process, and checks that all hold the same facts as rank 0.
 
         Args:
             facts: JSON values, nested as one likes.
             timeout: seconds in which every process has to come here.
-            topic: names the facts; each topic may be agreed on once.
 
         Raises:
             ValueError: this process differs, or some are missing and this is the lowest rank present. The
                 message is the line for the user.
             PeerError: another process raises that ValueError.
         """
-        entry = {"process": asdict(self.process), "facts": facts}
-        self.store.set(f"{topic}/{self.rank}", json.dumps(entry))
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + timeout
-        missing = self._missing(keys, deadline)
+        entries, missing = self._collect("facts", {"process": asdict(self.process), "facts": facts}, timeout)
         if missing:
             first = min(set(range(self.size)) - set(missing))
             raise self._error(first, f"{stages_have(missing)} not come up within {timeout:g} s")
-        entries = [json.loads(value) for value in self.store.multi_get(keys)]
-        self._all_have_read(topic, deadline)
+        self._all_have_read(deadline)
         for rank in range(1, self.size):
             difference = _difference(entries, rank)
             if difference:
@@ -91,23 +78,25 @@ class World:
     def gather(self, topic: str, value: Any, timeout: float = math.inf) -> list[Any]:
         """Waits for a JSON value of every process, and returns all by rank. Each topic may be gathered once.
         Without a limit, `Watch` ends the wait if a process is dead. PeerError if some have not come."""
-        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        missing = self._missing(keys, time.monotonic() + timeout)
+        found, missing = self._collect(topic, value, timeout)
         if missing:
             raise PeerError(f"{stages_have(missing)} not come up within {timeout:g} s")
-        return [json.loads(found) for found in self.store.multi_get(keys)]
+        return found
 
-    def _missing(self, keys: Sequence[str], deadline: float) -> list[int]:
-        while not self.store.check(list(keys)):
+    def _collect(self, topic: str, value: Any, timeout: float) -> tuple[list[Any], list[int]]:
+        """Returns the values of all processes, or the ranks of those that have not come in time."""
+        deadline = time.monotonic() + timeout
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        while not self.store.check(keys):
             if time.monotonic() > deadline:
-                return [rank for rank in range(self.size) if not self.store.check([keys[rank]])]
+                return [], [rank for rank in range(self.size) if not self.store.check([keys[rank]])]
             time.sleep(_LOOK_AGAIN)
-        return []
+        return [json.loads(found) for found in self.store.multi_get(keys)], []
 
-    def _all_have_read(self, topic: str, deadline: float) -> None:
+    def _all_have_read(self, deadline: float) -> None:
         """Counts the readers. The store may be in the process of rank 0, which therefore leaves last."""
-        key = f"{topic}/read"
+        key = "facts/read"
         read = self.store.add(key, 1)
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN)

@@ -11,17 +11,11 @@ FIELDS = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_
 
 @dataclass(frozen=True)
 class BestRule:
-    """How two evaluations of an adapter compare.
+    """How two evaluations of an adapter compare."""
 
-    Args:
-        metric: a key of ``METRICS``.
-        greater: whether greater is better.
-        loads: whether the adapter ends with the weights of its best evaluation, not of its last step.
-    """
-
-    metric: str
-    greater: bool
-    loads: bool
+    metric: str  # a key of ``METRICS``
+    greater: bool  # whether greater is better
+    loads: bool  # whether the adapter ends with the weights of its best evaluation, not of its last step
 
     def gain(self, value: float, best: float | None) -> float:
         """Returns by how much `value` beats `best` (None: no best yet). NaN gives NaN, which is no gain."""

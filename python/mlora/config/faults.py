@@ -9,11 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mlora.config.aliases import UNSUPPORTED, known_as, spelt_alike
-from mlora.config.dataset_config import DatasetConfig
 from mlora.config.lora_fields import CHOICES
-from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
-from mlora.config.scheduler_config import SchedulerConfig
+from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
 

@@ -1,16 +1,18 @@
-"""Checks of an adapter's ``lora`` block, which holds fields of PEFT's ``LoraConfig``."""
+"""Checks of an adapter's ``lora`` block, fields of PEFT's ``LoraConfig``, and warnings about it."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInfo
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInfo, create_model
 
+from mlora.config.aliases import nearest
 from mlora.config.strict import shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch import nn
 
 
 def _note(value: Any, info: ValidationInfo) -> Any:
@@ -68,11 +70,8 @@ class PeftNotes(BaseModel):
     runtime_config: Note = None
 
 
-class LoraFields(PeftNotes, extra="forbid"):
-    """The fields of PEFT's ``LoraConfig``, and checks of those that need no model.
-
-    They are written down because importing PEFT takes seconds. A test compares them.
-    """
+class _Checked(PeftNotes, extra="forbid"):
+    """The fields of PEFT's ``LoraConfig`` that can be checked without a model."""
 
     r: Rank = 8
     target_modules: Modules = None
@@ -80,35 +79,21 @@ class LoraFields(PeftNotes, extra="forbid"):
     lora_alpha: Alpha = 8
     lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     fan_in_fan_out: StrictBool = False
-    bias: Any = None
     use_rslora: StrictBool = False
-    modules_to_save: Any = None
-    init_lora_weights: Any = None
-    layers_to_transform: Any = None
-    layers_pattern: Any = None
     rank_pattern: dict[Pattern, Rank] | None = None
     alpha_pattern: dict[Pattern, Alpha] | None = None
-    task_type: Any = None
-    megatron_config: Any = None
-    trainable_token_indices: Any = None
-    loftq_config: Any = None
-    eva_config: Any = None
-    corda_config: Any = None
-    lora_ga_config: Any = None
     use_dora: StrictBool = False
-    velora_config: Any = None
-    alora_invocation_tokens: Any = None
-    use_qalora: Any = None
-    monteclora_config: Any = None
-    layer_replication: Any = None
-    lora_bias: Any = None
-    target_parameters: Any = None
-    use_bdlora: Any = None
-    arrow_config: Any = None
-    kasa_config: Any = None
-    ensure_weight_tying: Any = None
 
 
+_UNCHECKED = (
+    "bias modules_to_save init_lora_weights layers_to_transform layers_pattern task_type megatron_config "
+    "trainable_token_indices loftq_config eva_config corda_config lora_ga_config velora_config "
+    "alora_invocation_tokens use_qalora monteclora_config layer_replication lora_bias target_parameters "
+    "use_bdlora arrow_config kasa_config ensure_weight_tying"
+)
+_fields: Any = {key: (Any, None) for key in _UNCHECKED.split()}
+# written down because importing PEFT takes seconds; a test compares them
+LoraFields = create_model("LoraFields", __base__=_Checked, **_fields)
 CHOICES = [key for key in LoraFields.model_fields if key not in PeftNotes.model_fields]
 
 
@@ -132,3 +117,35 @@ def build_lora(values: dict[str, Any]) -> LoraConfig:
         return LoraConfig(**{"task_type": "CAUSAL_LM", **values})
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(str(error)) from error
+
+
+def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
+    """Returns warnings about entries that match no layer, and one if a rank exceeds what a layer can use.
+    PEFT accepts them, but they are probably mistakes."""
+    from peft.utils.other import get_pattern_key
+
+    from mlora_ext.nn.targets import features, is_linear, target_layers
+
+    modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
+    layers = target_layers(model, name, lora)
+    lines = []
+    if lora.target_modules is not None and not isinstance(lora.target_modules, str):
+        known = list(dict.fromkeys(key.rpartition(".")[2] for key, m in modules.items() if is_linear(m)))
+        for entry in sorted(lora.target_modules):
+            if not any(f".{key}".endswith(f".{entry}") for key in modules):
+                near = nearest(entry, known, "linear layers")
+                lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = list(getattr(lora, field) or ())
+        used = {get_pattern_key(patterns, key) for key in layers}
+        lines += [
+            f"{name}: lora.{field}: {pattern!r} applies to none of the adapter's layers"
+            for pattern in patterns
+            if pattern not in used
+        ]
+    for key, spec in layers.items():
+        width = min(features(modules[key]))
+        if spec.rank > width:
+            lines.append(f"{name}: lora.r: {spec.rank} is too high; {key} can use {width} at most")
+            break
+    return lines

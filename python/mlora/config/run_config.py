@@ -15,12 +15,18 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 
 from mlora.config.aliases import nearest
 from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
-from mlora.config.dataset_config import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig
 from mlora.config.lora_fields import LoraBlock
-from mlora.config.paths import ResolvedPath, is_hub_id, resolve_path
-from mlora.config.pipeline_config import PipelineConfig
-from mlora.config.scheduler_config import SchedulerConfig
-from mlora.config.strict import MOST, Location, Strict, wrong_key, wrong_keys
+from mlora.config.sections import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.strict import (
+    MOST,
+    Location,
+    ResolvedPath,
+    Strict,
+    is_hub_id,
+    resolve_path,
+    wrong_key,
+    wrong_keys,
+)
 from mlora.config.sweep_config import SweepConfig
 from mlora.objectives.registry import CROSS_ENTROPY, objective_names
 from mlora.optim.registry import optimizer_names

@@ -26,15 +26,10 @@ LEAF_KEYS = {"choice", "low", "high", "log", "step"}
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values of any kind.
+    """One of several values of any kind."""
 
-    Args:
-        keys: the path to the field, from an adapter.
-        values: each value by its text.
-    """
-
-    keys: tuple[str, ...]
-    values: Mapping[str, Any]
+    keys: tuple[str, ...]  # the path to the field, from an adapter
+    values: Mapping[str, Any]  # each value by its text
 
     def value(self, param: Param) -> Any:
         """Returns the value that a parameter stands for."""
@@ -52,21 +47,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Range:
-    """A number between two bounds, both included.
+    """A number between two bounds, both included."""
 
-    Args:
-        keys: the path to the field, from an adapter.
-        low: a whole number if whole numbers are drawn.
-        high: likewise; with a step, the last number that can be drawn.
-        log: whether numbers are drawn evenly over the logarithm.
-        step: counted from `low`; None = any number.
-    """
-
-    keys: tuple[str, ...]
-    low: Number
-    high: Number
-    log: bool = False
-    step: Number | None = None
+    keys: tuple[str, ...]  # the path to the field, from an adapter
+    low: Number  # a whole number if whole numbers are drawn
+    high: Number  # likewise; with a step, the last number that can be drawn
+    log: bool = False  # whether numbers are drawn evenly over the logarithm
+    step: Number | None = None  # counted from `low`; None = any number
 
     @property
     def whole(self) -> bool:

@@ -1,11 +1,21 @@
-"""The base class of the config models, and errors about keys below a validated field."""
+"""The base class of the config models, paths and hub ids, and errors about keys below a validated field."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import InitErrorDetails
 
 MOST = 10**9  # steps, epochs or samples; more is a typing mistake
@@ -51,3 +61,30 @@ def shown(value: Any) -> str:
         return "nothing"
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a Hugging Face hub id: ``name`` or ``owner/name``."""
+    return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
+
+
+def resolve_path(value: str, info: ValidationInfo) -> str:
+    """Returns an absolute path; ``~`` is a home folder. ValueError if the system cannot look it up.
+
+    Relative paths start at ``info.context["folder"]``, by default the working directory.
+    """
+    if "\0" in value:
+        raise ValueError(f"{value!r} is not a path: it holds a NUL character")
+    try:
+        path = (Path((info.context or {}).get("folder", ".")) / Path(value).expanduser()).resolve()
+        path.exists()
+    except OSError as error:  # a name that is too long, a folder that is closed
+        raise ValueError(
+            f"{value if len(value) <= 100 else value[:99] + '…'} cannot be reached: {error.strerror}"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(f"{value}: there is no such user's folder") from error
+    return str(path)
+
+
+ResolvedPath = Annotated[str, Field(min_length=1), AfterValidator(resolve_path)]

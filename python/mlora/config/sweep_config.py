@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from mlora.config.paths import resolve_path
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
-from mlora.config.strict import Strict, wrong_key
+from mlora.config.strict import Strict, resolve_path, wrong_key
 
 MOST_TRIALS = 10_000
 NAMED = "the run names its trials by their numbers; remove this key"

@@ -22,20 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset as one task sees it.
+    """A dataset as one task sees it."""
 
-    Args:
-        samples: the samples with at least one trained token, cut to the task's ``max_length``.
-        prompts: for ``prompt_completion`` and ``alpaca``, the prompts, in file order, of samples that were
-            not cut and that end with the end token; else empty.
-        warnings: one line for each reason to cut, leave out or doubt samples.
-        fingerprint: SHA-256 of the file.
-    """
-
-    samples: list[Sample]
+    samples: list[Sample]  # the samples with at least one trained token, cut to the task's ``max_length``
+    # for ``prompt_completion`` and ``alpaca``, the prompts, in file order, of samples that were not cut and
+    # that end with the end token; else empty
     prompts: list[Prompt]
-    warnings: list[str]
-    fingerprint: str
+    warnings: list[str]  # one line for each reason to cut, leave out or doubt samples
+    fingerprint: str  # SHA-256 of the file
 
 
 def load_dataset(

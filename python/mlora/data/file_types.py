@@ -12,16 +12,11 @@ from mlora.errors import RunError
 
 @dataclass(frozen=True)
 class FileType:
-    """A kind of file that is not read.
-
-    Args:
-        convert: a shell command that converts it to jsonl; ``{file}`` and ``{new}`` are paths.
-        packed: the suffix of a compressed file; empty for other kinds.
-    """
+    """A kind of file that is not read."""
 
     name: str
-    convert: str
-    packed: str = ""
+    convert: str  # a shell command that converts it to jsonl; ``{file}`` and ``{new}`` are paths
+    packed: str = ""  # the suffix of a compressed file; empty for other kinds
 
 
 def _pandas(reader: str) -> str:

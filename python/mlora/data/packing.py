@@ -18,21 +18,13 @@ BASE = "__base__"
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Which adapter and sample the T rows of a micro-batch belong to; every stage needs it.
+    """Which adapter and sample the T rows of a micro-batch belong to; every stage needs it."""
 
-    Attributes:
-        names: owners of the rows, in order; `__base__` owns rows without an adapter.
-        adapters: `names` without `__base__`, in the order of `layout`'s indices.
-        layout: rows of each owner.
-        sequences: rows of each sample.
-        position_ids: `[1, T]` int64, from 0 in each sample.
-    """
-
-    names: tuple[str, ...]
-    adapters: tuple[str, ...]
-    layout: SegmentLayout
-    sequences: PackedSequences
-    position_ids: Tensor
+    names: tuple[str, ...]  # owners of the rows, in order; `__base__` owns rows without an adapter
+    adapters: tuple[str, ...]  # `names` without `__base__`, in the order of `layout`'s indices
+    layout: SegmentLayout  # rows of each owner
+    sequences: PackedSequences  # rows of each sample
+    position_ids: Tensor  # `[1, T]` int64, from 0 in each sample
 
     @classmethod
     def of(
@@ -59,28 +51,18 @@ class PackedRows:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One micro-batch of several adapters, as the first stage gets it. Each adapter's rows are contiguous.
+    """One micro-batch of several adapters, as the first stage gets it. Each adapter's rows are contiguous."""
 
-    Attributes:
-        names: owners of the rows, in order; `__base__` owns rows without an adapter.
-        lengths: rows of each owner.
-        row0: rows that each owner has already seen in its current optimizer step.
-        sequences: rows of each sample.
-        input_ids: `[1, T]` int64.
-        rows: `[M]` int32 on the CPU, the rows with a label, in order.
-        targets: `[M]` int32 on the CPU, their labels: the token to predict from each. None for prompts.
-        tokens: number of trained tokens by owner; sums to M, or is 0 for prompts.
-        units: the divisor of each adapter's loss, as its objective gives it; without an entry, `tokens`.
-    """
-
-    names: tuple[str, ...]
-    lengths: tuple[int, ...]
-    row0: tuple[int, ...]
-    sequences: tuple[int, ...]
-    input_ids: Tensor
-    rows: Tensor
+    names: tuple[str, ...]  # owners of the rows, in order; `__base__` owns rows without an adapter
+    lengths: tuple[int, ...]  # rows of each owner
+    row0: tuple[int, ...]  # rows that each owner has already seen in its current optimizer step
+    sequences: tuple[int, ...]  # rows of each sample
+    input_ids: Tensor  # `[1, T]` int64
+    rows: Tensor  # `[M]` int32 on the CPU, the rows with a label, in order
+    # `[M]` int32 on the CPU, their labels: the token to predict from each. None for prompts.
     targets: Tensor | None
-    tokens: dict[str, int]
+    tokens: dict[str, int]  # number of trained tokens by owner; sums to M, or is 0 for prompts
+    # the divisor of each adapter's loss, as its objective gives it; without an entry, `tokens`
     units: dict[str, int] = field(default_factory=dict)
 
     def trained_lengths(self) -> list[list[int]]:

@@ -15,15 +15,11 @@ class FormatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence of tokens.
+    """One sequence of tokens."""
 
-    Args:
-        input_ids: token ids.
-        labels: as long as ``input_ids``; -100 = not trained. The first label is never trained, because no
-            token precedes it.
-    """
-
-    input_ids: tuple[int, ...]
+    input_ids: tuple[int, ...]  # token ids
+    # as long as ``input_ids``; -100 = not trained. The first label is never trained, because no token
+    # precedes it.
     labels: tuple[int, ...]
 
     @property
@@ -49,31 +45,20 @@ def sequence_lengths(samples: Iterable[Sample]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the completion that is expected from a model that learned it.
+    """A prompt and the completion that is expected from a model that learned it."""
 
-    Args:
-        input_ids: token ids of the prompt.
-        completion: the expected text, without the end token.
-        completion_tokens: the number of its tokens with the end token: the limit of generation.
-    """
-
-    input_ids: tuple[int, ...]
-    completion: str
-    completion_tokens: int
+    input_ids: tuple[int, ...]  # token ids of the prompt
+    completion: str  # the expected text, without the end token
+    completion_tokens: int  # the number of its tokens with the end token: the limit of generation
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a line of a dataset becomes.
-
-    Args:
-        prompt: for exact match, if the line has a prompt and a completion.
-        doubt: a warning, worded to follow "3 of 7 samples"; empty if there is none.
-    """
+    """What a line of a dataset becomes."""
 
     sample: Sample
-    prompt: Prompt | None = None
-    doubt: str = ""
+    prompt: Prompt | None = None  # for exact match, if the line has a prompt and a completion
+    doubt: str = ""  # a warning, worded to follow "3 of 7 samples"; empty if there is none
 
 
 JSON_NAMES = {

@@ -18,20 +18,13 @@ class BatchPlan:
     With `shuffle`, an epoch ends as in Transformers' ``Trainer``: its last micro-batch holds the samples that
     are left, and its last optimizer step the micro-batches that are left. In file order, batches are always
     full and wrap around the file's end. Only the order of the epoch asked for last is kept in memory.
-
-    Args:
-        samples: number of samples.
-        batch_size: samples of a micro-batch.
-        accumulation: micro-batches of an optimizer step.
-        shuffle: a new order each epoch, or the file's order.
-        seed: the orders derive from it.
     """
 
-    samples: int
-    batch_size: int
-    accumulation: int
-    shuffle: bool
-    seed: int
+    samples: int  # number of samples
+    batch_size: int  # samples of a micro-batch
+    accumulation: int  # micro-batches of an optimizer step
+    shuffle: bool  # a new order each epoch, or the file's order
+    seed: int  # the orders derive from it
     _epoch: int = field(default=-1, init=False, repr=False, compare=False)
     _order: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 

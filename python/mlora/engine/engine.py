@@ -15,10 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.cluster.device import limit_allocator
-from mlora.cluster.malloc import give_back_freed_memory
-from mlora.cluster.onednn_caches import bound_caches
-from mlora.config.scheduler_config import parse_size
+from mlora.cluster.device import set_allocators
+from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory, MemorySample, MemorySamples
 from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
@@ -248,11 +246,7 @@ class Engine:
                 "memory_limit: needs a process for each stage, but these stages are threads of one process; "
                 "use one stage, or start the run with `mlora train` or torchrun"
             )
-        if self.device.type == "cpu":
-            bound_caches()
-            give_back_freed_memory()
-        else:
-            limit_allocator(limit, self.device)
+        set_allocators(limit, self.device)
         samples = MeasuredSamples(self, limit)
         stages = self._dry(self.blocks if self.stages > 1 else 1)
         samples.warm_up()

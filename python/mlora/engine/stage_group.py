@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedModel
 import mlora_ext
 from mlora.cluster.world import World
 from mlora.engine.stage_worker import StageWorker
+from mlora.model.base_info import check_base
 from mlora.model.cut import Span
-from mlora.model.hub import check_base
 from mlora.model.load import load_base
 from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
@@ -118,8 +118,8 @@ def stage_of_this_process(
     """Makes this process's stage of a pipeline over processes; all of them must call it.
 
     Loads only the stage's weights from a folder or hub id; cuts a model in place. NCCL carries tensors if
-    each process has its own GPU, TCP otherwise. `FirstStage` feeds the first process's `StageProcess`; the
-    others `serve`.
+    each process has its own GPU, TCP otherwise. The first process
+    feeds its `StageProcess`; the others `serve`.
     """
     count = len(blocks)
     stage = world.rank % count

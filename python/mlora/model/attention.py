@@ -37,18 +37,13 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(eq=False)
 class PackedSequences:
-    """Where the sequences of packed rows begin and end; made on the host, once per micro-batch.
+    """Where the sequences of packed rows begin and end; made on the host, once per micro-batch."""
 
-    Attributes:
-        lengths: rows of each sequence, in order.
-        cu_seq_lens: `[N + 1]` int32 on the rows' device, running sums of `lengths`.
-        runs: `(sequences, length)` of neighbouring sequences of equal length: one attention call each.
-        windows: the sliding window that each layer asked for, by layer index.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seq_lens: Tensor
+    lengths: tuple[int, ...]  # rows of each sequence, in order
+    cu_seq_lens: Tensor  # `[N + 1]` int32 on the rows' device, running sums of `lengths`
+    # `(sequences, length)` of neighbouring sequences of equal length: one attention call each
     runs: list[tuple[int, int]] = field(init=False)
+    # the sliding window that each layer asked for, by layer index
     windows: dict[int | None, int | None] = field(default_factory=dict, init=False)
     _bands: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 

@@ -23,23 +23,16 @@ from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 @dataclass(eq=False)
 class BaseModel:
-    """A frozen, converted causal language model that trains packed rows.
+    """A frozen, converted causal language model that trains packed rows."""
 
-    Attributes:
-        model: the Transformers model, with its usual attention; `generate(..., adapter_names=)` works.
-        body: the part before the head.
-        configs: every config that names an attention function for a part of the model.
-        head_weight: the head's frozen weight if it is not plain.
-        cut: runs this stage's part of the model; None if the whole model is here.
-    """
-
+    # the Transformers model, with its usual attention; `generate(..., adapter_names=)` works
     model: PreTrainedModel
-    body: nn.Module
+    body: nn.Module  # the part before the head
     rule: LogitRule
     vocab_size: int
-    configs: Sequence[Any]
-    head_weight: FrozenWeight | None = None
-    cut: Cut | None = None
+    configs: Sequence[Any]  # every config that names an attention function for a part of the model
+    head_weight: FrozenWeight | None = None  # the head's frozen weight if it is not plain
+    cut: Cut | None = None  # runs this stage's part of the model; None if the whole model is here
 
     @property
     def span(self) -> Span | None:

@@ -24,19 +24,15 @@ class LeftStage(Exception):
 
 @dataclass(eq=False)
 class Pass:
-    """One pass of the model's loop over the blocks, in which blocks `first` to `last - 1` run.
-
-    Attributes:
-        leaves: whether to leave the loop behind block `last - 1`; otherwise later blocks are skipped.
-        received: `[1, T, D]` input of the first block, in place of the loop's hidden state.
-        begun: whether the loop has called a block.
-    """
+    """One pass of the model's loop over the blocks, in which blocks `first` to `last - 1` run."""
 
     first: int
     last: int
+    # whether to leave the loop behind block `last - 1`; otherwise later blocks are skipped
     leaves: bool = False
+    # `[1, T, D]` input of the first block, in place of the loop's hidden state
     received: Tensor | None = None
-    begun: bool = False
+    begun: bool = False  # whether the loop has called a block
 
     def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a block's result to the loop: runs the block, skips it, or leaves the loop."""

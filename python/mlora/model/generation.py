@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from mlora.errors import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,27 +25,21 @@ class GenerationRequest:
     max_new_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn.
+def sampling(temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+    """Returns how to draw tokens, as arguments of Transformers' ``generate``; RunError for a wrong number.
 
-    Attributes:
+    Args:
         temperature: 0 = always the most likely token.
         top_p: draw from the most likely tokens that together reach this probability.
         top_k: draw from this many most likely tokens; 0 = all.
     """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: must be at least 0 and finite, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: must be at least 0, got {self.top_k}")
+    if not 0 <= temperature < math.inf:
+        raise RunError(f"temperature: must be at least 0 and finite, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise RunError(f"top_p: must be above 0 and at most 1, got {top_p}")
+    if not temperature:
+        return {}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -68,14 +64,14 @@ def complete(
     *,
     end_token: int,
     rows: int = 64,
-    sampling: Sampling | None = None,
+    draw: Mapping[str, Any] | None = None,
 ) -> list[tuple[int, ...]]:
     """Completes prompts; prompts of equal length share batches of up to `rows`, whatever their adapters.
 
     Nothing is padded, so a prompt never meets another row's padding. Its completion is the same alone and in
     a batch, up to the rounding of matrix products with another number of rows. The model, converted by
-    ``mlora_ext.convert_model``, is in evaluation mode meanwhile. Without `sampling`, the most likely token is
-    taken. ValueError if a prompt has no tokens.
+    ``mlora_ext.convert_model``, is in evaluation mode meanwhile. `draw` is from `sampling`; without it, the
+    most likely token is taken. ValueError if a prompt has no tokens.
 
     Returns:
         Each request's new tokens: up to and with the end token, or ``max_new_tokens`` of them.
@@ -85,9 +81,8 @@ def complete(
     model.eval()
     try:
         for batch in _batches(requests, rows):
-            for index, tokens in zip(
-                batch, _generate(model, [requests[i] for i in batch], end_token, sampling), strict=True
-            ):
+            chosen = [requests[index] for index in batch]
+            for index, tokens in zip(batch, _generate(model, chosen, end_token, draw or {}), strict=True):
                 results[index] = tokens
     finally:
         model.train(training)
@@ -107,18 +102,10 @@ def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[
 
 
 def _generate(
-    model: Any, requests: Sequence[GenerationRequest], end_token: int, sampling: Sampling | None
+    model: Any, requests: Sequence[GenerationRequest], end_token: int, draw: Mapping[str, Any]
 ) -> list[tuple[int, ...]]:
     device = next(model.parameters()).device
     ids = torch.tensor([request.input_ids for request in requests], device=device)
-    draw: dict[str, Any] = {"do_sample": False}
-    if sampling is not None and sampling.temperature > 0:
-        draw = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -126,14 +113,8 @@ def _generate(
         max_new_tokens=max(request.max_new_tokens for request in requests),
         eos_token_id=end_token,
         pad_token_id=end_token,
-        **draw,
+        **{"do_sample": False, **draw},
     )
     new = output[:, ids.shape[1] :].tolist()
-    return [
-        _cut(row[: request.max_new_tokens], end_token) for row, request in zip(new, requests, strict=True)
-    ]
-
-
-def _cut(tokens: Sequence[int], end_token: int) -> tuple[int, ...]:
-    length = tokens.index(end_token) + 1 if end_token in tokens else len(tokens)
-    return tuple(tokens[:length])
+    rows = (row[: request.max_new_tokens] for row, request in zip(new, requests, strict=True))
+    return [tuple(row[: row.index(end_token) + 1] if end_token in row else row) for row in rows]

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mlora.model.hub import check_base, refuse_quantized
+from mlora.model.base_info import check_base, refuse_quantized
 
 
 def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,36 +4,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .across import FirstStage, StageProcess
-    from .driver import Driver, Result
-    from .neighbours import Neighbours, connect_neighbours
+    from .across import Neighbours, StageProcess, connect_neighbours
+    from .driver import Driver
     from .order import RoundPosition
     from .runner import PipelineError
     from .runtime import Pipeline
-    from .stage import Hooks, LossFn, MicroBatch, Stage
+    from .stage import Hooks
 
 _HOMES = {
-    "across": ("FirstStage", "StageProcess"),
-    "driver": ("Driver", "Result"),
-    "neighbours": ("Neighbours", "connect_neighbours"),
-    "order": ("RoundPosition",),
-    "runner": ("PipelineError",),
-    "runtime": ("Pipeline",),
-    "stage": ("Hooks", "LossFn", "MicroBatch", "Stage"),
+    "Driver": "driver",
+    "Hooks": "stage",
+    "Neighbours": "across",
+    "Pipeline": "runtime",
+    "PipelineError": "runner",
+    "RoundPosition": "order",
+    "StageProcess": "across",
+    "connect_neighbours": "across",
 }
 
 __all__ = [
     "Driver",
-    "FirstStage",
     "Hooks",
-    "LossFn",
-    "MicroBatch",
     "Neighbours",
     "Pipeline",
     "PipelineError",
-    "Result",
     "RoundPosition",
-    "Stage",
     "StageProcess",
     "connect_neighbours",
 ]
@@ -41,7 +36,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import, and schedules and their simulator do not need it
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"mlora.pipeline.{module}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"mlora.pipeline.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'mlora.pipeline' has no attribute {name!r}")

@@ -1,9 +1,13 @@
-"""Actions as data: an action is one stage's forward or backward of one micro-batch."""
+"""Schedules of one round of micro-batches, as data: for each stage a list of actions.
+
+Sources: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., PipeDream, 2019, with a flush after each round).
+LoRAPP (mLoRA, section 4) has no fixed list: see `order`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,15 +25,11 @@ class Action:
 
     The last stage runs forward, loss and backward as one unit: in its list, the `F` and `B` of a micro-batch
     follow each other.
-
-    Attributes:
-        stage: from 0.
-        micro_batch: its index within the round.
     """
 
-    stage: int
+    stage: int  # from 0
     kind: ActionType
-    micro_batch: int
+    micro_batch: int  # its index within the round
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
@@ -102,3 +102,32 @@ def _ready(action: Action, stages: int, done: set[Action]) -> bool:
         or Action(action.stage, ActionType.FORWARD, action.micro_batch) in done
     )
     return own and (before in (-1, stages) or Action(before, action.kind, action.micro_batch) in done)
+
+
+SCHEDULES = ("lorapp", "1f1b", "gpipe")
+
+
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """Returns a list per stage: all forwards of a round, then all backwards; the last stage runs units."""
+    return [_flushed(stage, stages, micro_batches, ahead=micro_batches) for stage in range(stages)]
+
+
+def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+    """Returns a list per stage. Stage s of D runs `D - 1 - s` forwards, then forward and backward in
+    turns, then the remaining backwards."""
+    return [_flushed(s, stages, micro_batches, ahead=stages - s) for s in range(stages)]
+
+
+def _flushed(stage: int, stages: int, micro_batches: int, ahead: int) -> list[Action]:
+    """Returns the list of a stage that has at most `ahead` micro-batches between forward and backward."""
+    ahead = 1 if stage == stages - 1 else min(ahead, micro_batches)
+    actions = [Action(stage, ActionType.FORWARD, index) for index in range(ahead)]
+    for index in range(micro_batches):
+        actions.append(Action(stage, ActionType.BACKWARD, index))
+        if index + ahead < micro_batches:
+            actions.append(Action(stage, ActionType.FORWARD, index + ahead))
+    return actions
+
+
+FLUSHED: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+"""Schedules that end each round before the next begins, by name."""

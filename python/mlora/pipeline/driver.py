@@ -12,20 +12,15 @@ from .link import Link
 from .message import Message, MessageType
 from .order import ALONE, RoundPosition
 from .runner import PipelineError, Runner
-from .stage import MicroBatch
 from .trace import Entry
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The result of a micro-batch.
+    """The result of a micro-batch."""
 
-    Attributes:
-        report: the loss function's report.
-        notes: the value of `Hooks.after_backward` on each stage, in stage order; empty without training.
-    """
-
-    report: Any
+    report: Any  # the loss function's report
+    # the value of `Hooks.after_backward` on each stage, in stage order; empty without training
     notes: Sequence[Mapping[str, Any]]
 
 
@@ -37,18 +32,21 @@ class Driver:
 
     Args:
         first: the first stage's runner.
-        replicas: links to the first stages of further pipelines, which run other micro-batches.
+        links: all links that belong to the pipeline; they are started.
+        replicas: those to the first stages of further pipelines, which run other micro-batches.
     """
 
-    def __init__(self, first: Runner, replicas: Sequence[Link] = ()) -> None:
-        self._first, self._replicas = first, replicas
+    def __init__(self, first: Runner, links: Sequence[Link] = (), replicas: Sequence[Link] = ()) -> None:
+        self._first, self._links, self._replicas = first, links, replicas
         first.others = replicas
-        self._waiting: list[MicroBatch] = []
+        self._waiting: list[dict[str, Any]] = []
         self._under_way: set[int] = set()
         self._results: dict[int, Message] = {}
         self._numbers = 0
         self._entries: deque[Entry] = deque(maxlen=first.stage.trace.limit)
         self._closed = False
+        for link in links:
+            link.start()
 
     def submit(
         self,
@@ -71,7 +69,8 @@ class Driver:
             RuntimeError: after `close`.
         """
         self._check_open()
-        self._waiting.append(MicroBatch(-1, inputs, targets, common or {}, train))
+        _check_inputs(inputs)
+        self._waiting.append({"inputs": inputs, "targets": targets, "common": common, "train": train})
 
     def step(self) -> list[Any]:
         """Runs all queued micro-batches to their end, as one round of the schedule.
@@ -85,16 +84,11 @@ class Driver:
         """
         self._check_open()
         waiting, self._waiting = self._waiting, []
-        size = sum(batch.train for batch in waiting)
+        size = sum(batch["train"] for batch in waiting)
         numbers, index = [], 0
         for batch in waiting:
-            position = RoundPosition(index, size)
-            index += batch.train
-            numbers.append(
-                self.start(
-                    batch.inputs, batch.targets, common=batch.common, train=batch.train, position=position
-                )
-            )
+            numbers.append(self.start(**batch, position=RoundPosition(index, size)))
+            index += batch["train"]
         return [self.finish(number).report for number in numbers]
 
     def start(
@@ -129,17 +123,25 @@ class Driver:
             RuntimeError: after `close`.
         """
         self._check_open()
+        _check_inputs(inputs)
         self._numbers += 1
-        batch = MicroBatch(self._numbers, inputs, targets, common or {}, train, position)
-        self._under_way.add(batch.number)
-        self._entries.append(Entry(batch.number, stream, position.index, rows, train, replica))
+        number = self._numbers
+        self._under_way.add(number)
+        self._entries.append(Entry(number, stream, position.index, rows, train, replica))
+        content = {
+            "number": number,
+            "train": train,
+            "position": [position.index, position.size],
+            "common": dict(common or {}),
+            "targets": targets,
+            "inputs": dict(inputs),
+        }
+        message = Message(MessageType.FORWARD, content)
         if replica:
-            message = batch.message()
-            self._first.leave(message)
             self._replicas[replica - 1].send(message)
         else:
-            self._first.from_before(batch.message())
-        return batch.number
+            self._first.from_before(message)
+        return number
 
     def first_done(self, numbers: Sequence[int]) -> int:
         """Works on the first stage until one of these micro-batches has ended; returns its number.
@@ -185,22 +187,14 @@ class Driver:
         micro-batch that starts later overtakes it. So nothing that is under way may depend on it.
 
         Raises what the first stage's `control` raises, before the other stages are asked; else as `finish`.
-
-        Args:
-            verb: passed to `Hooks.control`.
-            arguments: plain values and tensors.
-            first_done: whether the caller has already done it for the first stage, whose answer then is None.
-            replica: the pipeline that is asked.
-
-        Returns:
-            The stages' answers, in stage order.
+        Returns the stages' answers, in stage order. `verb` and `arguments`, plain values and tensors, go to
+        `Hooks.control`. With `first_done` the caller has done it for the first stage, whose answer is None.
         """
         self._check_open()
         arguments = arguments or {}
         content = {"number": self._numbers + 1, "verb": verb, "arguments": arguments, "answers": []}
         message = Message(MessageType.CONTROL, content)
         if replica:
-            self._first.leave(message)
             self._replicas[replica - 1].send(message)
         else:
             answer = None if first_done else self._first.control(verb, arguments)
@@ -226,6 +220,15 @@ class Driver:
 
         If micro-batches are under way, it calls `abort`. Raises PipelineError if another stage fails first.
         """
+        self._end_stages()
+        self.join()
+
+    def join(self) -> None:
+        """Waits until the links have ended, as they do when the pipeline is closed."""
+        for link in self._links:
+            link.join()
+
+    def _end_stages(self) -> None:
         self._waiting.clear()
         if self._closed:
             return
@@ -276,5 +279,11 @@ class Driver:
                 stack.pop_all()
         while self._first.results:
             message = self._first.results.popleft()
-            self._first.arrive(message)
+            message.wait()
             self._results[message.number] = message
+
+
+def _check_inputs(inputs: object) -> None:
+    if not isinstance(inputs, Mapping):
+        kind = type(inputs).__name__
+        raise TypeError(f"inputs: expected a dict of the first stage's keyword arguments, got {kind}")

@@ -39,10 +39,10 @@ class Link:
         into: Port,
         deliver: Callable[[Message], None],
         name: str,
-        *,
         credit_bytes: int = CREDIT_BYTES,
         delay: float = 0.0,
         trace: Trace | None = None,
+        *,
         keeps: bool = True,
     ) -> None:
         if credit_bytes < 1:
@@ -75,8 +75,11 @@ class Link:
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Queues a message and returns at once; `END` and `FAULT` are the last ones."""
+        """Queues a message and returns at once; `END` and `FAULT` are the last ones.
+        On a GPU the current stream is the one that computes the message's tensors."""
         size = message.size
+        if message.ready is None:
+            message.record()
         with self._change:
             if message.sort is MessageType.FAULT:
                 self._queue.clear()

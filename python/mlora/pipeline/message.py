@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .envelope import is_small
+_MARK = "mlora.tensor"
 
 
 class MessageType(StrEnum):
@@ -28,16 +28,11 @@ class MessageType(StrEnum):
 
 @dataclass(eq=False)
 class Message:
-    """One message. Its content must not change, because properties are cached.
-
-    Attributes:
-        content: plain values, lists, dictionaries and tensors.
-        ready: recorded on a GPU once the tensors are computed or have arrived.
-    """
+    """One message. Its content must not change, because properties are cached."""
 
     sort: MessageType
-    content: dict[str, Any] = field(default_factory=dict)
-    ready: torch.cuda.Event | None = None
+    content: dict[str, Any] = field(default_factory=dict)  # plain values, lists, dictionaries and tensors
+    ready: torch.cuda.Event | None = None  # recorded on a GPU once the tensors are computed or have arrived
 
     @property
     def number(self) -> int:
@@ -45,14 +40,21 @@ class Message:
         return int(self.content.get("number", -1))
 
     @cached_property
-    def flat(self) -> tuple[Any, list[Tensor]]:
-        """The content with tensors replaced by marks, and the tensors; TypeError for other values."""
+    def flat(self) -> tuple[str, list[Tensor]]:
+        """The content as JSON with marks in place of tensors, and the tensors; TypeError for other values."""
         tensors: list[Tensor] = []
-        return _flatten(self.content, tensors), tensors
+
+        def mark(value: object) -> dict[str, int]:
+            if not isinstance(value, Tensor):
+                raise TypeError(f"message: expected plain values and tensors, got {type(value).__name__}")
+            tensors.append(value)
+            return {_MARK: len(tensors) - 1}
+
+        return json.dumps(self.content, default=mark, separators=(",", ":")), tensors
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of the content, in the order of `encode`."""
+        """The tensors of the content, in order."""
         return self.flat[1]
 
     @cached_property
@@ -60,100 +62,44 @@ class Message:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def record(self) -> None:
+        """Records, by a GPU event in the current stream, when the tensors are computed."""
+        device = next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
+        if device is not None:
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(device))
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A header's entry for a tensor. A `small` tensor is inside the envelope, others follow it."""
+    def wait(self) -> None:
+        """Makes the current stream of a GPU wait for the tensors."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.ready.device)
+            stream.wait_event(self.ready)
+            for tensor in self.tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    small: bool
+    def encode(self) -> bytes:
+        """Returns the header: a line that describes the tensors, then the content with marks."""
+        table = [[str(t.dtype).removeprefix("torch."), t.is_cuda, *t.shape] for t in self.tensors]
+        return f"{json.dumps([self.sort, table])}\n{self.flat[0]}".encode()
 
-
-class Header(NamedTuple):
-    """A message without its tensors; `tree` is the content with marks in place of tensors."""
-
-    sort: MessageType
-    tree: Any
-    shapes: list[Shape]
-
-    @classmethod
-    def of(cls, encoded: bytes) -> Header:
-        """Parses the output of `encode`."""
-        sort, tree, shapes = json.loads(encoded)
-        return cls(
-            MessageType(sort),
-            tree,
-            [Shape(tuple(size), _DTYPES[name], small) for name, small, *size in shapes],
-        )
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Message:
+        """Returns a copy with `change` applied to each tensor; tuples become lists."""
+        return _built(self.sort, self.flat[0], [change(tensor) for tensor in self.tensors])
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def decode(
+    header: bytes, receive: Callable[[list[tuple[list[int], torch.dtype, bool]]], Sequence[Tensor]]
+) -> Message:
+    """Rebuilds a message. `receive` returns its tensors, given shape, dtype and whether it left a GPU."""
+    first, content = header.split(b"\n", 1)
+    sort, table = json.loads(first)
+    tensors = receive([(shape, getattr(torch, dtype), on_gpu) for dtype, on_gpu, *shape in table])
+    return _built(MessageType(sort), content, tensors)
 
 
-_DTYPES = {
-    _name(dtype): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-    )
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MARK = "tensor:"
+def _built(sort: MessageType, content: str | bytes, tensors: Sequence[Tensor]) -> Message:
+    def unmark(value: dict[str, Any]) -> Any:
+        return tensors[value[_MARK]] if value.keys() == {_MARK} else value
 
-
-def encode(message: Message) -> tuple[bytes, list[Tensor]]:
-    """Splits a message into a header, JSON in UTF-8, and the tensors that it mentions, in order."""
-    tree, tensors = message.flat
-    shapes = [[_NAMES[t.dtype], is_small(t), *t.shape] for t in tensors]
-    return json.dumps([message.sort, tree, shapes], separators=(",", ":")).encode(), tensors
-
-
-def decode(header: Header, tensors: Sequence[Tensor]) -> Message:
-    """Rebuilds a message; tuples come back as lists."""
-    return Message(header.sort, _unflatten(header.tree, tensors))
-
-
-def map_tensors(message: Message, change: Callable[[Tensor], Tensor]) -> Message:
-    """Returns a copy of a message with `change` applied to each tensor."""
-    tree, tensors = message.flat
-    return Message(message.sort, _unflatten(tree, [change(tensor) for tensor in tensors]))
-
-
-def _flatten(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if value.dtype not in _NAMES:
-            raise TypeError(f"message: expected a tensor of {', '.join(_DTYPES)}, got {_name(value.dtype)}")
-        tensors.append(value)
-        return f"{_MARK}{len(tensors) - 1}"
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"message: expected keys that are text, got {key!r}")
-        return {key: _flatten(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_flatten(item, tensors) for item in value]
-    if isinstance(value, str):
-        return f"text:{value}" if value.startswith((_MARK, "text:")) else value
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise TypeError(f"message: expected plain values and tensors, got {type(value).__name__}")
-
-
-def _unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, str):
-        if value.startswith(_MARK):
-            return tensors[int(value.removeprefix(_MARK))]
-        return value.removeprefix("text:")
-    if isinstance(value, dict):
-        return {key: _unflatten(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_unflatten(item, tensors) for item in value]
-    return value
+    return Message(sort, json.loads(content, object_hook=unmark))

@@ -12,21 +12,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from .actions import Action, ActionType, Schedule, check_schedule
-from .schedules import FLUSHED, SCHEDULES
+from .actions import FLUSHED, SCHEDULES, Action, ActionType, Schedule, check_schedule
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPosition:
-    """A micro-batch's position in its round.
+    """A micro-batch's position in its round."""
 
-    Attributes:
-        index: from 0.
-        size: number of micro-batches in the round.
-    """
-
-    index: int = 0
-    size: int = 1
+    index: int = 0  # from 0
+    size: int = 1  # number of micro-batches in the round
 
 
 ALONE = RoundPosition()

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from .actions import ActionType
 from .link import Link
 from .message import Message, MessageType
@@ -27,27 +25,18 @@ class Runner:
     Controls and micro-batches without training run as soon as they are the oldest of their queue. The order
     decides about the others.
 
-    Args:
-        name: names this stage in errors that the others see; default: by its index.
-
-    Attributes:
-        before: the link to the stage before, None at the first.
-        after: the link to the stage after, None at the last.
-        others: the driver's links to further pipelines.
-        results: messages that have come back to the first stage, or from further pipelines.
-        failure: the error that ended its work before the pipeline's end.
-        piece: the number of the message that it works on, counted from 1; 0 while it waits.
+    `name` names this stage in errors that the others see; default: by its index.
     """
 
     def __init__(self, stage: Stage, order: Order, name: str = "") -> None:
         self.stage = stage
         self._name = name or f"stage {stage.index}"
-        self.before: Link | None = None
-        self.after: Link | None = None
-        self.others: Sequence[Link] = ()
-        self.results: deque[Message] = deque()
-        self.failure: BaseException | None = None
-        self.piece = self._pieces = 0
+        self.before: Link | None = None  # to the stage before, None at the first
+        self.after: Link | None = None  # to the stage after, None at the last
+        self.others: Sequence[Link] = ()  # the driver's, to further pipelines
+        self.results: deque[Message] = deque()  # come back to the first stage, or from further pipelines
+        self.failure: BaseException | None = None  # ended its work before the pipeline's end
+        self.piece = self._pieces = 0  # number of the message that it works on, from 1; 0 while it waits
         self._order = order
         self._change = threading.Condition()
         self._forwards: deque[Message] = deque()
@@ -129,11 +118,11 @@ class Runner:
             link.consumed(message)
         if message.sort is MessageType.END:
             return self._end(kind, message)
-        self.arrive(message)
+        message.wait()
         if kind is ActionType.FORWARD:
             self._forward(message)
         else:
-            self._back(message)
+            self._hand_back(self.stage.backward(message) if message.sort is MessageType.BACKWARD else message)
         return True
 
     def _forward(self, message: Message) -> None:
@@ -141,9 +130,7 @@ class Runner:
             self.answer(message, self.control(message.content["verb"], message.content["arguments"]))
             return
         done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
-        self.leave(done)
-        if not self.stage.is_last:
-            assert self.after is not None
+        if self.after is not None:
             self.after.send(done)
             return
         if done.sort is MessageType.BACKWARD:
@@ -161,20 +148,9 @@ class Runner:
         content = message.content
         answers = [*content["answers"], answer]
         if self.after is not None:
-            onward = Message(MessageType.CONTROL, {**content, "answers": answers})
+            self.after.send(Message(MessageType.CONTROL, {**content, "answers": answers}))
         else:
-            onward = Message(MessageType.REPLY, {"number": message.number, "answers": answers})
-        self.leave(onward)
-        if self.after is not None:
-            self.after.send(onward)
-        else:
-            self._hand_back(onward)
-
-    def _back(self, message: Message) -> None:
-        if message.sort is MessageType.BACKWARD:
-            message = self.stage.backward(message)
-            self.leave(message)
-        self._hand_back(message)
+            self._hand_back(Message(MessageType.REPLY, {"number": message.number, "answers": answers}))
 
     def _hand_back(self, message: Message) -> None:
         if self.before is not None:
@@ -207,22 +183,6 @@ class Runner:
         text = str(error) if isinstance(error, PipelineError) else f"{self._name}: {_line(error)}"
         for link in links:
             link.send(Message(MessageType.FAULT, {"message": text}))
-
-    def arrive(self, message: Message) -> None:
-        """Makes the compute stream wait for a message's tensors."""
-        if message.ready is not None:
-            stream = torch.cuda.current_stream(message.ready.device)
-            stream.wait_event(message.ready)
-            for tensor in message.tensors:
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
-
-    def leave(self, message: Message) -> None:
-        """Records in a message, by a GPU event, when its tensors are computed."""
-        device = next((t.device for t in message.tensors if t.is_cuda), None)
-        if device is not None:
-            message.ready = torch.cuda.Event()
-            message.ready.record(torch.cuda.current_stream(device))
 
 
 def _position_of(message: Message | None) -> RoundPosition | None:

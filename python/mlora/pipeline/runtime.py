@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -83,16 +83,18 @@ class Pipeline(Driver):
             )
             for index, module in enumerate(stages)
         ]
-        super().__init__(self._runners[0])
-        self._links: list[Link] = []
-        for left, right in zip(self._runners, self._runners[1:], strict=False):
-            self._connect(left, right, credit_bytes, delay)
+        links = []
+        for left, right in pairwise(self._runners):
+            down, up = (LocalPort(_device(runner.stage.module)) for runner in (right, left))
+            before, after = (f"stage {runner.stage.index}" for runner in (left, right))
+            left.after = Link(down, up, left.from_after, after, credit_bytes, delay, left.stage.trace)
+            right.before = Link(up, down, right.from_before, before, credit_bytes, delay, right.stage.trace)
+            links += [left.after, right.before]
+        super().__init__(self._runners[0], links)
         self._threads = [
             threading.Thread(target=_serve, args=[runner], name=f"stage {index}", daemon=True)
             for index, runner in enumerate(self._runners[1:], 1)
         ]
-        for link in self._links:
-            link.start()
         for thread in self._threads:
             thread.start()
 
@@ -105,8 +107,6 @@ class Pipeline(Driver):
         super().close()
         for thread in self._threads:
             thread.join()
-        for link in self._links:
-            link.join()
 
     def _take_results(self) -> None:
         try:
@@ -115,14 +115,6 @@ class Pipeline(Driver):
             causes = [runner.failure for runner in self._runners if runner.failure is not None]
             cause = next((found for found in causes if not isinstance(found, PipelineError)), None)
             raise PipelineError(str(error)) from cause
-
-    def _connect(self, left: Runner, right: Runner, credit_bytes: int, delay: float) -> None:
-        down, up = (LocalPort(_device(runner.stage.module)) for runner in (right, left))
-        options: dict[str, Any] = {"credit_bytes": credit_bytes, "delay": delay}
-        before, after = (f"stage {runner.stage.index}" for runner in (left, right))
-        left.after = Link(down, up, left.from_after, after, trace=left.stage.trace, **options)
-        right.before = Link(up, down, right.from_before, before, trace=right.stage.trace, **options)
-        self._links += [left.after, right.before]
 
 
 def _serve(runner: Runner) -> None:

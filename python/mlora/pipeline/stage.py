@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .message import Message, MessageType
-from .order import ALONE, RoundPosition
 from .trace import Trace
 
 LossFn = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -34,53 +32,6 @@ class Hooks:
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Returns this stage's answer to a control, plain values and tensors; see `Driver.control`."""
         raise ValueError(f"control: this stage knows no {verb!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One micro-batch on its way through the stages.
-
-    Attributes:
-        number: counts all micro-batches of a pipeline.
-        inputs: keyword arguments of the first stage's module.
-        targets: travels to the last stage, for its loss.
-        common: keyword arguments of every stage's module.
-        train: whether a backward pass follows.
-        position: its position in its round.
-    """
-
-    number: int
-    inputs: Mapping[str, Any]
-    targets: Any
-    common: Mapping[str, Any]
-    train: bool = True
-    position: RoundPosition = ALONE
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inputs, Mapping):
-            kind = type(self.inputs).__name__
-            raise TypeError(f"inputs: expected a dict of the first stage's keyword arguments, got {kind}")
-
-    def message(self) -> Message:
-        """Returns the message that the first stage begins with."""
-        content = {
-            "number": self.number,
-            "train": self.train,
-            "position": [self.position.index, self.position.size],
-            "common": dict(self.common),
-            "targets": self.targets,
-            "inputs": dict(self.inputs),
-        }
-        return Message(MessageType.FORWARD, content)
-
-
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
-
-    received: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    common: Mapping[str, Any]
 
 
 class Stage:
@@ -108,7 +59,8 @@ class Stage:
         self.hooks = hooks or Hooks()
         self.trace = trace or Trace()
         self._loss_fn = loss_fn
-        self._in_flight: dict[int, _InFlight] = {}
+        # of each micro-batch between its forward and its backward: what it received, its outputs, `common`
+        self._in_flight: dict[int, tuple[list[Tensor], list[Tensor], Mapping[str, Any]]] = {}
 
     @property
     def is_last(self) -> bool:
@@ -122,7 +74,7 @@ class Stage:
             received, output = self._call(content)
         outputs = [output] if isinstance(output, Tensor) else list(output)
         if content["train"]:
-            self._in_flight[message.number] = _InFlight(received, outputs, content["common"])
+            self._in_flight[message.number] = received, outputs, content["common"]
         passed = {key: content[key] for key in ("number", "train", "position", "common", "targets")}
         return Message(
             MessageType.FORWARD, {**passed, "activations": [output.detach() for output in outputs]}
@@ -155,18 +107,18 @@ class Stage:
 
     def backward(self, message: Message) -> Message:
         """Runs a micro-batch backward; takes a `BACKWARD` and returns that for the stage before."""
-        flight = self._in_flight.pop(message.number)
+        received, outputs, common = self._in_flight.pop(message.number)
         pairs = [
             (output, gradient)
-            for output, gradient in zip(flight.outputs, message.content["gradients"], strict=True)
+            for output, gradient in zip(outputs, message.content["gradients"], strict=True)
             if gradient is not None and output.requires_grad
         ]
-        outputs, given = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        with self.hooks.around(True, flight.common, given), self._span(message):
+        given = [gradient for _, gradient in pairs]
+        with self.hooks.around(True, common, given), self._span(message):
             if pairs:
-                torch.autograd.backward(outputs, given)
-        notes = [self.hooks.after_backward(flight.common), *message.content["notes"]]
-        gradients = [tensor.grad for tensor in flight.received]
+                torch.autograd.backward([output for output, _ in pairs], given)
+        notes = [self.hooks.after_backward(common), *message.content["notes"]]
+        gradients = [tensor.grad for tensor in received]
         return Message(MessageType.BACKWARD, {**message.content, "gradients": gradients, "notes": notes})
 
     def _around(self, content: Mapping[str, Any]) -> AbstractContextManager[None]:

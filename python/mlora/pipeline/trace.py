@@ -13,38 +13,24 @@ ROLES = ("receive", "compute", "send")
 
 
 class Span(NamedTuple):
-    """One piece of work of a role.
+    """One piece of work of a role."""
 
-    Attributes:
-        role: one of `ROLES`.
-        sort: `forward` (with the loss, on the last stage), `backward`, or another message's.
-        number: the micro-batch's, or -1.
-        begin, end: nanoseconds of the machine's monotonic clock.
-    """
-
-    role: str
-    sort: str
-    number: int
-    begin: int
+    role: str  # one of `ROLES`
+    sort: str  # `forward` (with the loss, on the last stage), `backward`, or another message's
+    number: int  # the micro-batch's, or -1
+    begin: int  # begin, end: nanoseconds of the machine's monotonic clock
     end: int
 
 
 class Entry(NamedTuple):
-    """A micro-batch that entered a pipeline.
+    """A micro-batch that entered a pipeline."""
 
-    Attributes:
-        number: counts all micro-batches of the pipeline.
-        stream: the stream that it belongs to.
-        position: its index in its round.
-        replica: the pipeline that it entered.
-    """
-
-    number: int
-    stream: str
-    position: int
+    number: int  # counts all micro-batches of the pipeline
+    stream: str  # the stream that it belongs to
+    position: int  # its index in its round
     rows: int
     train: bool
-    replica: int = 0
+    replica: int = 0  # the pipeline that it entered
 
 
 class Trace:

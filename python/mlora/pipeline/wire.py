@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +21,7 @@ from ..cluster.world import PeerError, World, stages_have
 
 _HELLO = struct.Struct("<32sq")  # the listener's secret, and the source's rank
 _HELLO_SECONDS = 5.0
-_MOST_PARTS = 1024  # of one sendmsg, limits.h: UIO_MAXIOV
+_MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
 # seconds; notices a neighbour's machine that vanished, and keeps idle connections open in the network.
 # No TCP_USER_TIMEOUT: it would also end the connections of a run that is suspended for that long
 _KEEPING = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -43,36 +42,31 @@ class Wire:
 
     def send(self, parts: Sequence[Tensor]) -> None:
         """Sends contiguous `[n]` uint8 tensors of the host; returns when the system has taken them."""
-        views = [memoryview(part.numpy().data) for part in parts]
+        self._move(self._connection.sendmsg, parts)
+
+    def receive(self, parts: Sequence[Tensor]) -> None:
+        """Fills contiguous `[n]` uint8 tensors of the host, waiting for all of their bytes."""
+        self._move(lambda views: self._connection.recvmsg_into(views)[0], parts)
+
+    def _move(self, operation: Callable[[list[memoryview]], int], parts: Sequence[Tensor]) -> None:
+        views = [memoryview(part.numpy().data) for part in parts if part.nbytes]
         while views:
-            count = _done(self._connection.sendmsg, views[:_MOST_PARTS])
+            try:
+                count = operation(views[:_MOST_PARTS])
+            except OSError as error:
+                raise PeerError(error.strerror or str(error)) from error
+            if not count:
+                raise PeerError("closed by the other end")
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
-
-    def receive(self, into: Tensor) -> Tensor:
-        """Fills a contiguous `[n]` uint8 tensor of the host, waiting for all of its bytes, and returns it."""
-        room = memoryview(into.numpy().data)
-        while room:
-            count = _done(self._connection.recv_into, room)
-            if not count:
-                raise PeerError("closed by the other end")
-            room = room[count:]
-        return into
 
     def close(self) -> None:
         """Closes the connection. The other end, and a thread here, read what was sent and then the end."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-def _done(operation: Callable[[Any], int], data: Any) -> int:
-    try:
-        return operation(data)
-    except OSError as error:
-        raise PeerError(error.strerror or str(error)) from error
 
 
 def connect(world: World, pairs: Sequence[tuple[int, int]], timeout: float) -> dict[tuple[int, int], Wire]:

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from mlora.cluster.device import kind_of
 from mlora.cluster.world import World
-from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import RunConfig
+from mlora.config.sections import PipelineConfig
 from mlora.engine.stage_group import StageOptions
 from mlora.memory.process_memory import free_memory
 from mlora.planning.partition import Table, fastest, partition

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlora.config.config_file import resolve_config
-from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.sections import DatasetConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import is_trial
 from mlora.config.yaml_file import read_yaml

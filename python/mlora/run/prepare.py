@@ -12,9 +12,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, limit_allocator, set_malloc
-from mlora.config.dataset_config import DatasetConfig
+from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
 from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
@@ -212,10 +212,8 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
     dtype = dtype_of(config)
     try:
         device = choose_device(config.device, dtype)
-        if device == "cpu":
-            set_malloc(config)
-        elif member is None:
-            limit_allocator(config.scheduler.limit_bytes, torch.device(device))
+        if member is None:
+            set_allocators(config.scheduler.limit_bytes, torch.device(device))
         pipeline = config.pipeline
         engine = Engine(
             config.base_model,

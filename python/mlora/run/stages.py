@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mlora.cluster.device import dtype_of, is_out_of_memory, limit_allocator, own_device, set_malloc
+from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
 from mlora.cluster.imports import is_importing
 from mlora.cluster.watchdog import Watch
 from mlora.cluster.worker import end_with_parent
@@ -25,8 +25,8 @@ from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_pro
 from mlora.engine.stage_worker import StageWorker
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
-from mlora.model.stage_weights import digest
-from mlora.pipeline import FirstStage, PipelineError, StageProcess
+from mlora.model.load import digest
+from mlora.pipeline import PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
 from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way
@@ -177,7 +177,7 @@ def stage_0(config: RunConfig, member: Member, lengths: Sequence[int], trace: in
     usual_lengths_of(member, lengths)
     part, process, blocks = _own_stage(config, member, lengths, trace)
     replicas = config.pipeline.replicas
-    return StageGroup(FirstStage(process), part, blocks, replicas, config.base_model, spread=True)
+    return StageGroup(process, part, blocks, replicas, config.base_model, spread=True)
 
 
 def _own_stage(
@@ -186,17 +186,18 @@ def _own_stage(
     """Creates this process's stage; all processes call it. Returns the decoder blocks of each stage, too."""
     world, pipeline = member.world, config.pipeline
     dtype = dtype_of(config)
+    device = choose_device(config.device, dtype)
+    if device == "cuda":  # a machine's processes take its GPUs in turn
+        device = f"cuda:{world.local_rank % torch.cuda.device_count()}"
     options = StageOptions(
-        torch.device(own_device(config.device, dtype, world.local_rank)),
+        torch.device(device),
         dtype,
         config.gradient_checkpointing,
         config.frozen_weight,
     )
-    if options.device.type == "cpu":
-        set_malloc(config)
-    else:
+    if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
-        limit_allocator(config.scheduler.limit_bytes, options.device)
+    set_allocators(config.scheduler.limit_bytes, options.device)
     blocks = pipeline.partition or measured_cut(config, world, options, lengths)
     part, process = stage_of_this_process(
         config.base_model,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
-from mlora.config.lora_warnings import lora_warnings
+from mlora.config.lora_fields import lora_warnings
 from mlora.engine.batch_admission import MeasuredBatch
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
@@ -18,7 +18,7 @@ from mlora.queue.task_queue import Request
 from mlora.run.report import Reporter, some
 from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
-from mlora.sweep.proposal import Proposal
+from mlora.sweep.ranking import Proposal
 from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder
 

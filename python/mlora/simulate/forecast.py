@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlora.errors import RunError
-from mlora.pipeline.schedules import FLUSHED
+from mlora.pipeline.actions import FLUSHED
 from mlora.simulate.closed_form import is_reached, least_bubble
 from mlora.simulate.measures import Measures, measure
 from mlora.simulate.simulator import simulate
@@ -51,20 +51,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A simulated run.
-
-    Attributes:
-        closed_form: a lower bound of an endless run's bubble ratio.
-        exact: whether an endless run is known to reach this bound.
-        origin: says where the number of streams is from, unless it was given.
-    """
+    """A simulated run."""
 
     workload: Workload
     timeline: Timeline
     measures: Measures
-    closed_form: float
-    exact: bool
-    origin: str = ""
+    closed_form: float  # a lower bound of an endless run's bubble ratio
+    exact: bool  # whether an endless run is known to reach this bound
+    origin: str = ""  # says where the number of streams is from, unless it was given
 
     def as_json(self) -> dict[str, Any]:
         """Returns the content of `--json`, in seconds, bytes and rows."""

@@ -20,29 +20,18 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The measures of a timeline.
+    """The measures of a timeline."""
 
-    Attributes:
-        makespan: seconds from the first begin to the last end.
-        makespan_bubble_ratio: idle / (stages * makespan).
-        makespan_throughput: rows per second over the makespan.
-        window: the steady window, None if the run is too short for one.
-        rounds: number of rounds in the window.
-        bubble_ratio: idle / (stages * time) over the window.
-        throughput: rows per second over the window.
-        in_flight: for each stage, the most micro-batches between begin of forward and end of backward.
-        rows_in_flight: for each stage, the most rows of these micro-batches.
-    """
-
-    makespan: float
-    makespan_bubble_ratio: float
-    makespan_throughput: float
-    window: Window | None
-    rounds: int
-    bubble_ratio: float | None
-    throughput: float | None
+    makespan: float  # seconds from the first begin to the last end
+    makespan_bubble_ratio: float  # idle / (stages * makespan)
+    makespan_throughput: float  # rows per second over the makespan
+    window: Window | None  # the steady window, None if the run is too short for one
+    rounds: int  # number of rounds in the window
+    bubble_ratio: float | None  # idle / (stages * time) over the window
+    throughput: float | None  # rows per second over the window
+    # for each stage, the most micro-batches between begin of forward and end of backward
     in_flight: list[int]
-    rows_in_flight: list[int]
+    rows_in_flight: list[int]  # for each stage, the most rows of these micro-batches
 
     def bubbles(self, whole: str) -> str:
         """Returns the bubble ratios in words; `whole` names what the makespan covers, `run` or `trace`."""

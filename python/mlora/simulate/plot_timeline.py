@@ -21,7 +21,6 @@ Colour = tuple[float, float, float]
 
 FEW_STREAMS = 9
 _LONGEST_NAME = 22  # characters of a stream's name
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 IDLE = "#ededed"
 OTHERS = {OPTIMIZER: ("#222222", "optimizer step"), EVALUATION: ("#8d7b68", "evaluation")}
 
@@ -46,13 +45,13 @@ def plot_timeline(
         RunError: the file cannot be written.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     events, stages = timeline.events, timeline.stages
     whole = Window(float(events["begin"].min()), float(events["end"].max()))
     first, end = whole.begin, whole.end if until is None else until
-    scale, unit = next((entry for entry in UNITS if end - first >= entry[0]), UNITS[-1])
     shown = [
-        event._replace(begin=(event.begin - first) / scale, end=(event.end - first) / scale)
+        event._replace(begin=event.begin - first, end=event.end - first)
         for event in as_events(events[events["begin"] < end])
     ]
     streams = np.unique(events["stream"]).tolist()
@@ -60,8 +59,9 @@ def plot_timeline(
     figure = Figure(figsize=(13, min(1.6 + 0.42 * stages, 8.5)), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left", pad=18 if window else 6)
-    axes.set_xlabel(f"time, {unit}", fontsize=9)
-    axes.set_xlim(0, (end - first) / scale)
+    axes.set_xlabel("time", fontsize=9)
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.set_xlim(0, end - first)
     axes.set_ylim(stages - 0.4, -0.6)
     ticks = range(0, stages, max(1, stages // 16))
     axes.set_yticks(ticks, [f"stage {stage}" for stage in ticks], fontsize=8)
@@ -77,7 +77,7 @@ def plot_timeline(
             axes.text(1.005, stage, f"{share:.0%}", transform=side, fontsize=8, va="center")
         axes.text(1.005, 1.01, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
     if window:
-        _mark(axes, (window.begin - first) / scale, (window.end - first) / scale)
+        _mark(axes, window.begin - first, window.end - first)
     _legend(axes, names, colours, {event.kind for event in shown})
     save_figure(path, figure)
 

@@ -32,7 +32,7 @@ def simulate(
     orders: Callable[[int, int], Order] | None = None,
     measured: MeasuredTimes | None = None,
 ) -> Timeline:
-    """Simulates a workload, and returns every action of every micro-batch and every message.
+    """Simulates a workload, and returns every action of every micro-batch.
 
     A stream's micro-batches are offered to stage 0 together: when the stream joins, and when all backwards of
     its step have ended there. Streams queue in the order in which they become free. The last stage runs
@@ -69,19 +69,16 @@ class _Cost:
 
 
 class _Channel:
-    """The links of one direction; `begins[s]` belongs to the link between stages s and s + 1."""
+    """The links of one direction; number s is the one between stages s and s + 1."""
 
     def __init__(self, links: list[SimulatedLink]) -> None:
         self.latencies = [_ticks(link.latency) for link in links]
         self.free = [0] * len(links)
-        self.begins: list[list[int]] = [[] for _ in links]
 
     def send(self, hop: int, now: int, ticks: int) -> int:
         """Queues a message behind the earlier ones, and returns when it arrives."""
-        begin = max(now, self.free[hop])
-        self.begins[hop].append(begin)
-        self.free[hop] = begin + ticks
-        return begin + ticks + self.latencies[hop]
+        self.free[hop] = max(now, self.free[hop]) + ticks
+        return self.free[hop] + self.latencies[hop]
 
 
 class _Simulation:
@@ -256,19 +253,16 @@ class _Simulation:
         stream, step, micro_batch, rows = np.array(self.items).T
         which = np.array([cost.index for cost in self.costs])
         common = {"stream": stream, "step": step, "micro_batch": micro_batch, "rows": rows}
-        stages, hops = np.arange(self.stages)[:, None], np.arange(self.last)[:, None]
+        common |= {"stage": np.arange(self.stages)[:, None]}
 
-        def part(kind: str, stage: np.ndarray, begun: list[list[int]], ticks: str) -> dict[str, np.ndarray]:
-            begin = np.array(begun, dtype=np.int64).reshape(len(stage), len(which))
+        def part(kind: str, begun: list[list[int]], ticks: str) -> dict[str, np.ndarray]:
+            begin = np.array(begun, dtype=np.int64)
             end = begin + np.array([getattr(cost, ticks) for cost in self.cost_of.values()])[which].T
-            return common | {"kind": kind, "stage": stage, "begin": begin / TICKS, "end": end / TICKS}
+            return common | {"kind": kind, "begin": begin / TICKS, "end": end / TICKS}
 
-        forward = part(ActionType.FORWARD, stages, self.begun_forward, "forward")
-        parts = [forward, part(ActionType.BACKWARD, stages, self.begun_backward, "backward")]
-        events = stack([*parts, self.optimizer_part(forward)])
-        sent = part(ActionType.FORWARD, hops, self.forward.begins, "sent")
-        returned = part(ActionType.BACKWARD, hops + 1, self.backward.begins, "returned")
-        return Timeline(self.stages, events, stack([sent, returned]))
+        forward = part(ActionType.FORWARD, self.begun_forward, "forward")
+        backward = part(ActionType.BACKWARD, self.begun_backward, "backward")
+        return Timeline(self.stages, stack([forward, backward, self.optimizer_part(forward)]))
 
     def optimizer_part(self, forward: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the optimizer steps, each just before the forward that waited for it."""

@@ -13,36 +13,24 @@ from mlora.simulate.workload import SimulatedLink, StageTime
 
 
 class MeasuredStage(BaseModel):
-    """Median seconds of a stage.
-
-    Attributes:
-        forward, backward: of a micro-batch.
-        optimizer: of an adapter's optimizer step.
-    """
+    """Median seconds of a stage."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    forward: float = Field(ge=0)
+    forward: float = Field(ge=0)  # forward, backward: of a micro-batch
     backward: float = Field(ge=0)
-    optimizer: float = Field(default=0.0, ge=0)
+    optimizer: float = Field(default=0.0, ge=0)  # of an adapter's optimizer step
 
 
 class MeasuredLink(BaseModel):
-    """One direction between two neighbours.
-
-    Attributes:
-        latency: seconds.
-        bandwidth: bytes per second; None = unlimited.
-        message_bytes: of a micro-batch.
-        overhead: seconds that each message occupies the link beyond its bytes.
-    """
+    """One direction between two neighbours."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    latency: float = Field(default=0.0, ge=0)
-    bandwidth: float | None = Field(default=None, gt=0)
-    message_bytes: float = Field(default=0.0, ge=0)
-    overhead: float = Field(default=0.0, ge=0)
+    latency: float = Field(default=0.0, ge=0)  # seconds
+    bandwidth: float | None = Field(default=None, gt=0)  # bytes per second; None = unlimited
+    message_bytes: float = Field(default=0.0, ge=0)  # of a micro-batch
+    overhead: float = Field(default=0.0, ge=0)  # seconds that each message occupies the link beyond its bytes
 
     def link(self, rows: int) -> SimulatedLink:
         """Returns the link for the simulator."""
@@ -55,21 +43,15 @@ class StageTimes(BaseModel):
 
     `{"rows": 512, "stages": [{"forward": 0.012, "backward": 0.014}, {"forward": 0.013, "backward": 0.015}],
     "forward": [{"latency": 5e-5, "bandwidth": 1.2e9, "message_bytes": 4194304}], "backward": [{...}]}`
-
-    Attributes:
-        rows: of the micro-batches that were measured.
-        stages: D of them, from the first.
-        forward: D - 1 links, each from a stage to the next; none = links take no time.
-        backward: D - 1 links back, the first from stage 1 to stage 0.
-        streams: number of adapters, or of groups that share batches, in the run; None = unknown.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    rows: int = Field(default=1, ge=1)
-    stages: list[MeasuredStage] = Field(min_length=1)
-    forward: list[MeasuredLink] = []
-    backward: list[MeasuredLink] = []
+    rows: int = Field(default=1, ge=1)  # of the micro-batches that were measured
+    stages: list[MeasuredStage] = Field(min_length=1)  # D of them, from the first
+    forward: list[MeasuredLink] = []  # D - 1 links, each from a stage to the next; none = links take no time
+    backward: list[MeasuredLink] = []  # D - 1 links back, the first from stage 1 to stage 0
+    # number of adapters, or of groups that share batches, in the run; None = unknown
     streams: int | None = Field(default=None, ge=1)
 
     def stage_times(self) -> list[StageTime]:

@@ -26,47 +26,30 @@ COLUMNS = np.dtype(
 
 
 class Event(NamedTuple):
-    """A stage at work, or a message on a link.
+    """A stage at work."""
 
-    Attributes:
-        stage: from 0; of a message, the stage that sends it.
-        kind: `F`, `B`, `S` for an optimizer step, or `E` for a forward of an evaluation.
-        stream: index of the adapter or group.
-        step: the stream's optimizer step, from 0.
-        micro_batch: index within the step.
-        begin, end: seconds.
-        rows: of the micro-batch.
-    """
-
-    stage: int
-    kind: str
-    stream: int
-    step: int
-    micro_batch: int
-    begin: float
+    stage: int  # from 0
+    kind: str  # `F`, `B`, `S` for an optimizer step, or `E` for a forward of an evaluation
+    stream: int  # index of the adapter or group
+    step: int  # the stream's optimizer step, from 0
+    micro_batch: int  # index within the step
+    begin: float  # begin, end: seconds
     end: float
-    rows: int = 1
+    rows: int = 1  # of the micro-batch
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The work of all stages.
-
-    Attributes:
-        events: of the stages, rows of `COLUMNS`, sorted by stage and time.
-        messages: on the links, sorted likewise.
-    """
+    """The work of all stages."""
 
     stages: int
-    events: np.ndarray
-    messages: np.ndarray
+    events: np.ndarray  # rows of `COLUMNS`, sorted by stage and time
 
     @classmethod
-    def of(cls, events: Iterable[Event], messages: Iterable[Event] = ()) -> Timeline:
-        """Puts events of stages (at least one) and messages on links, in any order, into columns."""
+    def of(cls, events: Iterable[Event]) -> Timeline:
+        """Puts events (at least one), in any order, into columns."""
         columns = _sorted(np.array([tuple(event) for event in events], dtype=COLUMNS))
-        sent = _sorted(np.array([tuple(event) for event in messages], dtype=COLUMNS))
-        return cls(int(columns["stage"].max()) + 1, columns, sent)
+        return cls(int(columns["stage"].max()) + 1, columns)
 
     def of_stage(self, stage: int) -> list[Event]:
         """Returns a stage's events in the order of time."""

@@ -1,10 +1,10 @@
-"""The results of a sweep's trials, and how far the sweep has come, from the files of its run."""
+"""A sweep's trials in the files of its run: what was proposed, what came of it, and how far it has come."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,33 +12,41 @@ from mlora.config.best_rule import METRICS
 from mlora.config.sweep_config import SweepConfig
 from mlora.files.run_folder import RunFolder, read_metrics
 from mlora.queue.task_queue import TaskQueue
-from mlora.sweep.proposal import trials_begun
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A trial to begin or to prune; part of the journal's entries."""
+
+    task: str  # its name
+    # what a submission would hold, and what Optuna keeps of the trial; None = prune it
+    trial: Mapping[str, Any] | None
+
+
+def trials_begun(queue: TaskQueue, until: int | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields name and content of each trial that a run began, by its journal up to iteration `until`."""
+    for iteration, entry in queue.entries().items():
+        if until is None or iteration <= until:
+            for proposal in entry.get("proposals", ()):
+                if proposal["trial"] is not None:
+                    yield proposal["task"], proposal["trial"]
 
 
 @dataclass(frozen=True)
 class RankedTrial:
-    """A trial and its results.
+    """A trial and its results."""
 
-    Attributes:
-        rank: from 1 among finished trials; None for others.
-        step: optimizer steps made.
-        value: the sweep's metric of the saved adapter. If that is ``eval_loss``, the last one measured of a
-            trial that has not finished.
-        loss: its ``eval_loss`` likewise.
-        seconds: wall time in training.
-        params: values of the search space by their paths.
-        curve: steps, and ``eval_loss`` after them.
-    """
-
-    rank: int | None
+    rank: int | None  # from 1 among finished trials; None for others
     name: str
     state: str
-    step: int
+    step: int  # optimizer steps made
+    # the sweep's metric of the saved adapter. If that is ``eval_loss``, the last one measured of a trial that
+    # has not finished.
     value: float | None
-    loss: float | None
-    seconds: float
-    params: Mapping[str, Any]
-    curve: Sequence[tuple[int, float]]
+    loss: float | None  # its ``eval_loss`` likewise
+    seconds: float  # wall time in training
+    params: Mapping[str, Any]  # values of the search space by their paths
+    curve: Sequence[tuple[int, float]]  # steps, and ``eval_loss`` after them
 
     def metrics(self, sweep: SweepConfig) -> list[float | None]:
         """Returns the values of `shown_metrics`; None where there is none."""
@@ -110,18 +118,12 @@ def param_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How far a sweep has come.
+    """How far a sweep has come."""
 
-    Attributes:
-        begun: trials that have begun.
-        count: trials that there will be.
-        best: the best of those that have finished; None before there is one.
-    """
-
-    begun: int
-    count: int
+    begun: int  # trials that have begun
+    count: int  # trials that there will be
     metric: str
-    best: RankedTrial | None
+    best: RankedTrial | None  # the best of those that have finished; None before there is one
 
     @property
     def line(self) -> str:

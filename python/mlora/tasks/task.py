@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.config.dataset_config import DatasetConfig
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, load_dataset
 from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed

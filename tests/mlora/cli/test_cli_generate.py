@@ -104,7 +104,11 @@ def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("function", "action"), [("_load", "loading "), ("complete", "completing prompts; give fewer prompts")]
+    ("function", "action"),
+    [
+        ("cli.generate._load", "loading "),
+        ("model.generation.complete", "completing prompts; give fewer prompts"),
+    ],
 )
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
 def test_out_of_memory_is_one_line(
@@ -113,7 +117,7 @@ def test_out_of_memory_is_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"mlora.cli.generate.{function}", fail)
+    monkeypatch.setattr(f"mlora.{function}", fail)
     line = only_line(run("generate", trained, "-p", "x"))
     assert line.startswith(f"error: out of memory while {action}")
 

@@ -8,13 +8,11 @@ import pytest
 import yaml
 from mlora.config.aliases import NAMES
 from mlora.config.config_file import load_config
-from mlora.config.dataset_config import DatasetConfig
 from mlora.config.faults import unknown_key
 from mlora.config.lora_fields import CHOICES
-from mlora.config.pipeline_config import PipelineConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
-from mlora.config.scheduler_config import SchedulerConfig
 from mlora.config.search_space import LEAF_KEYS
+from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.sweep_config import SweepConfig
 from mlora.errors import RunError
 from transformers import TrainingArguments

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from mlora.cluster.launch import _attend
-from mlora.cluster.system import System
+from mlora.cluster.processes import System
 
 NEVER = math.inf
 

@@ -18,8 +18,8 @@ import torch
 with watch() as w:
     links = connect_neighbours(world)
     ready(w)
-    link = links.from_previous or links.from_next
-    link.wire.receive(torch.zeros(1, dtype=torch.uint8))
+    neighbour = links.previous or links.next
+    neighbour.back.receive([torch.zeros(1, dtype=torch.uint8)])
 """
 WAITING = """
 w = watch()

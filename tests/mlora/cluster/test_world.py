@@ -21,11 +21,11 @@ links = connect_neighbours(world)
 def hand_on(source, target):
     token = torch.zeros(1, dtype=torch.uint8)
     if source:
-        source.wire.receive(token)
+        source.back.receive([token])
     if target:
-        target.wire.send([token + 1])
+        target.to.send([token + 1])
     return token.item()
-print(hand_on(links.from_previous, links.to_next), hand_on(links.from_next, links.to_previous))
+print(hand_on(links.previous, links.next), hand_on(links.next, links.previous))
 links.close()
 """
 

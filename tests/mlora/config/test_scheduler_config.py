@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from mlora.config.scheduler_config import SchedulerConfig, parse_size
+from mlora.config.sections import SchedulerConfig, parse_size
 
 
 @pytest.mark.parametrize(

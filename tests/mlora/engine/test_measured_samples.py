@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
-from mlora.cluster.device import limit_allocator
+from mlora.cluster.device import set_allocators
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import Sample
 from mlora.engine.adapter_memory import seed_shapes, spread
@@ -284,13 +284,13 @@ def test_a_limit_bounds_the_allocator_of_a_gpu(
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     for device in (torch.device("cuda:1"), torch.device("cuda")):
-        limit_allocator(RESERVED + LEFT, device)
-        limit_allocator(None, device)
+        set_allocators(RESERVED + LEFT, device)
+        set_allocators(None, device)
     assert told == [(0.25, 1), (0.25, 2)]
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(RunError, match="needs PyTorch's own allocator, this process uses cudaMallocAsync"):
-        limit_allocator(RESERVED + LEFT, device)
+        set_allocators(RESERVED + LEFT, device)
 
 
 # whole runs

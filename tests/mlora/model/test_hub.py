@@ -7,8 +7,8 @@ import huggingface_hub
 import pytest
 from command_line import Run, only_line
 from huggingface_hub import errors
-from mlora.config.paths import is_hub_id
-from mlora.model.hub import check_base
+from mlora.config.strict import is_hub_id
+from mlora.model.base_info import check_base
 from tiny_run import run_data, write_run
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from deep_models import CPU, DEEP, deep, spans
 from mlora.model.cut import Span
-from mlora.model.load import load_base
+from mlora.model.load import load_base, load_stage
 from mlora.model.pretrained import load_whole
-from mlora.model.stage_weights import load_stage
 from safetensors.torch import load_file, save_file
 from tiny_models import make
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -166,7 +165,7 @@ MEASURE = """
 import sys, torch
 from mlora.model.cut import Span
 from mlora.model.pretrained import skeleton
-from mlora.model.stage_weights import load_stage
+from mlora.model.load import load_stage
 
 def status(key):
     with open("/proc/self/status") as lines:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from mlora.pipeline.message import Header, Message, MessageType, decode, encode
+from mlora.pipeline.message import Message, MessageType, decode
 
 
 def test_content_comes_back() -> None:
@@ -14,20 +14,22 @@ def test_content_comes_back() -> None:
         "none": None,
         "real": 0.1 + 0.2,
         "endless": math.inf,
-        "text": "tensor:1",
-        "odd": "text:tensor:0",
+        "text": "a\nb",
         "nested": {"a": [1, True, {"b": tensors[1]}], "x": tensors[0]},
         "empty": tensors[2],
         "scalar": torch.tensor(2.5, dtype=torch.float64),
     }
-    encoded, found = encode(Message(MessageType.FORWARD, content))
-    header = Header.of(encoded)
-    assert [(tuple(t.shape), t.dtype) for t in found] == [(s.shape, s.dtype) for s in header.shapes]
-    message = decode(header, found)
+    sent = Message(MessageType.FORWARD, content)
+
+    def receive(expected: list[tuple[list[int], torch.dtype, bool]]) -> list[torch.Tensor]:
+        assert expected == [(list(t.shape), t.dtype, False) for t in sent.tensors]
+        return sent.tensors
+
+    message = decode(sent.encode(), receive)
     assert message.sort is MessageType.FORWARD
     assert message.number == 7
     assert message.size == 3 * 2 * 4 + 4 * 4 + 8
-    for key in ("none", "real", "endless", "text", "odd"):
+    for key in ("none", "real", "endless", "text"):
         assert message.content[key] == content[key]
     assert message.content["nested"]["a"][:2] == [1, True]
     assert message.content["nested"]["a"][2]["b"] is tensors[1]
@@ -35,10 +37,7 @@ def test_content_comes_back() -> None:
     assert message.content["empty"].shape == (0, 5)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [{"a": object()}, {"a": {1, 2}}, {"a": {3: "x"}}, {"a": torch.ones(2, dtype=torch.complex64)}],
-)
+@pytest.mark.parametrize("content", [{"a": object()}, {"a": {1, 2}}, {"a": [3 + 1j]}])
 def test_what_is_not_plain_is_refused(content: dict[str, object]) -> None:
     with pytest.raises(TypeError, match="message: expected"):
-        encode(Message(MessageType.CONTROL, content))
+        Message(MessageType.CONTROL, content).encode()

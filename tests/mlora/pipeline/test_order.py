@@ -1,9 +1,17 @@
 """Actions, schedules and the choices of a stage, as data."""
 
 import pytest
-from mlora.pipeline.actions import Action, ActionType, Schedule, check_schedule
+from mlora.pipeline.actions import (
+    FLUSHED,
+    SCHEDULES,
+    Action,
+    ActionType,
+    Schedule,
+    check_schedule,
+    gpipe,
+    one_forward_one_backward,
+)
 from mlora.pipeline.order import Alternating, Listed, RoundPosition, in_flight_of, order_of
-from mlora.pipeline.schedules import FLUSHED, SCHEDULES, gpipe, one_forward_one_backward
 
 F, B = ActionType.FORWARD, ActionType.BACKWARD
 ANY = RoundPosition()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.config.pipeline_config import PipelineConfig
+from mlora.config.sections import PipelineConfig
 from mlora.engine.stage_group import StageOptions
 from mlora.planning import measured_cut as module
 from mlora.planning.measured_cut import held_by, measured_cut

@@ -12,7 +12,7 @@ import pytest
 import torch
 from full_disk import fill_disk
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
-from mlora.cli.result_table import result_table
+from mlora.cli.common import result_table
 from mlora.cli.status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig

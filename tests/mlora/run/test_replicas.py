@@ -2,16 +2,17 @@
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import yaml
 from mlora.config.config_file import load_config
 from mlora.errors import RunError
-from mlora.pipeline import FirstStage, Hooks, Neighbours, StageProcess
+from mlora.pipeline import Hooks, Neighbours, StageProcess
+from mlora.pipeline.across import Neighbour
 from mlora.pipeline.port import LocalPort
+from mlora.pipeline.wire import Wire
 from mlora.run.run import resume, train
 from safetensors.torch import load_file
 from stage_runs import run_stages
@@ -93,8 +94,8 @@ def test_replicas_need_processes(tiny_base: Path, tmp_path: Path) -> None:
 def test_results_give_credit_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than its credit comes back from another pipeline, as with a few checkpoints."""
     monkeypatch.setattr("mlora.pipeline.across.WirePort", lambda wire, device, nccl: wire)
-    there, back = (SimpleNamespace(peer=1, nccl=None, wire=LocalPort(torch.device("cpu"))) for _ in range(2))
-    links = [Neighbours(replicas=((there, back),)), Neighbours(from_previous=there, to_previous=back)]
+    there, back = (cast(Wire, LocalPort(torch.device("cpu"))) for _ in range(2))
+    links = [Neighbours(replicas=(Neighbour(1, there, back),)), Neighbours(Neighbour(0, back, there))]
     first, other = (
         StageProcess(
             torch.nn.Linear(1, 1), 0, 1, link, "lorapp", mean_square, hooks=Answering(), credit_bytes=1000
@@ -103,12 +104,11 @@ def test_results_give_credit_back(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     thread = threading.Thread(target=other.serve, daemon=True)
     thread.start()
-    driver = FirstStage(first)
 
     def ask() -> None:
         for _ in range(5):
-            driver.control("state", replica=1)
-        driver.close()
+            first.control("state", replica=1)
+        first.close()
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

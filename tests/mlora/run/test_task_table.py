@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.config.scheduler_config import SchedulerConfig
+from mlora.config.sections import SchedulerConfig
 from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
 from mlora.engine.memory_limit import Candidate

@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 from closed_forms import flushed_bubble, lorapp_adapters, lorapp_bubble, slowest_stage_bubble
-from mlora.pipeline.actions import ActionType
-from mlora.pipeline.schedules import gpipe
+from mlora.pipeline.actions import ActionType, gpipe
 from mlora.simulate.closed_form import is_reached, least_bubble
 from mlora.simulate.measures import measure
 from mlora.simulate.simulator import simulate

@@ -1,0 +1,116 @@
+"""The models of parts of a run's config: an entry under ``datasets``, ``scheduler`` and ``pipeline``."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
+
+WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
+WITH_PROMPTS = ("prompt_completion", "alpaca")
+
+
+class DatasetConfig(Strict):
+    """A named jsonl file and how its lines are read.
+
+    Each format trains the tokens that TRL's ``SFTTrainer`` trains on the same data:
+
+    - ``tokens``: ``input_ids``, or ``labels`` if given (-100 = not trained).
+    - ``text``: ``text`` and the end token.
+    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. If both are lists of
+      messages, the chat template ends the completion, and no end token is added.
+    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, if
+      given and not empty, ``input``.
+    - ``messages``: every token of the conversation as the chat template writes it; with
+      ``assistant_only_loss``, only tokens that the template marks as the assistant's.
+    - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
+    """
+
+    name: str = Field(min_length=1)
+    path: str = Field(min_length=1)
+    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"]
+
+    @field_validator("path")
+    @classmethod
+    def _path(cls, value: str, info: ValidationInfo) -> str:
+        if "://" in value:
+            raise ValueError(f"{value} is a web address; download the file and give its path")
+        return resolve_path(value, info)
+
+
+class SchedulerConfig(Strict):
+    """Which tasks run at once: as many as fit in memory; without a limit, all of them.
+
+    ``memory_limit`` bounds the resident memory of a stage's process on a CPU, and what its allocator holds
+    on a GPU. ``policy`` is the order of admission: ``fcfs`` (higher priority, then earlier arrival) or
+    ``shortest_first`` (higher priority, then least work left). ``placement`` chooses which tasks share
+    a slot of a pipeline: ``token_balanced`` or ``in_order``.
+    """
+
+    memory_limit: int | str | None = None
+    policy: Literal["fcfs", "shortest_first"] = "fcfs"
+    placement: Literal["token_balanced", "in_order"] = "token_balanced"
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _limit(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        size = parse_size(value)
+        return size if isinstance(value, float) else value
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """``memory_limit`` in bytes."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit)
+
+
+def parse_size(value: Any) -> int:
+    """Returns a size in bytes, rounded down, from a number or a text such as ``8GiB``, ``500 MB``, ``2G``."""
+    size = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
+    if isinstance(value, str) and match is not None:
+        power = " KMGT".index(match[2].upper() or " ")
+        size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if not 1 <= size <= sys.float_info.max:
+        raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
+    return math.floor(size)
+
+
+class PipelineConfig(Strict):
+    """How the model is cut into stages, and what fills them.
+
+    Each of ``stages`` processes holds consecutive decoder blocks. ``partition`` gives the number of blocks
+    of each stage. Without it, the run measures the cut with the fastest slowest stage, and names it in its
+    resolved config. ``lorapp`` keeps several groups of adapters under way at once; ``gpipe`` and ``1f1b``
+    batch all adapters together. Each batch is cut into ``micro_batches``. There are ``replicas`` pipelines,
+    each of which trains adapters of its own.
+    """
+
+    stages: int = Field(default=1, ge=1, le=4096)
+    schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
+    micro_batches: int = Field(default=1, ge=1, le=MOST)
+    partition: list[int] | None = None
+    replicas: int = Field(default=1, ge=1, le=4096)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.stages * self.replicas
+
+    @model_validator(mode="after")
+    def _partition(self) -> PipelineConfig:
+        if self.partition is not None and len(self.partition) != self.stages:
+            raise wrong_key(
+                "partition",
+                f"must have one number per stage: stages is {self.stages}, got {len(self.partition)} numbers"
+                "; remove it to have the best cut measured",
+            )
+        if self.partition is not None and min(self.partition) < 1:
+            raise wrong_key("partition", f"each stage needs at least one block, got {self.partition}")
+        return self
