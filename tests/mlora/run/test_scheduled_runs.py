@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from statistics import median
 
 import pytest
-from mlora.memory.bound import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
 from mlora.memory.estimate import DryRun
+from mlora.memory.peak_model import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
 from mlora.scheduler import MemoryEstimate
 from scheduled_runs import simulate
 
