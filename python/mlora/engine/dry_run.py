@@ -200,7 +200,7 @@ class DryStage:
             part = StageWorker(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
-            stage = Stage(part.module, index, stages, part.losses, part)
+            stage = Stage(part, index, stages, part.losses, part)
             for count in counts:
                 base.cut = self._cut(model, count)
                 try:

@@ -92,8 +92,7 @@ def stage_group_of_threads(
         make_worker(copy.deepcopy(source) if copies else source, span, _on_its_device(options, stage))
         for stage, span in enumerate(spans)
     ]
-    modules = [part.module for part in parts]
-    driver = Pipeline(modules, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
+    driver = Pipeline(parts, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
     return StageGroup(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
 
 
@@ -130,7 +129,7 @@ def stage_of_this_process(
     device = options.device if nccl else None
     neighbours = connect_neighbours(world, replicas=replicas, nccl=device)
     process = StageProcess(
-        part.module,
+        part,
         stage,
         count,
         neighbours,

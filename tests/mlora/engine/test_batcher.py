@@ -30,7 +30,7 @@ def test_what_an_error_left_behind_never_runs(monkeypatch: pytest.MonkeyPatch) -
     engine, other = (Engine(llama(), micro_batches=3) for _ in range(2))
     for each in (engine, other):
         create(each, "d")
-    plain, calls = engine._part.module.forward, []
+    plain, calls = engine._part.forward, []
 
     def first_fails(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
@@ -38,7 +38,7 @@ def test_what_an_error_left_behind_never_runs(monkeypatch: pytest.MonkeyPatch) -
             raise torch.OutOfMemoryError("out of memory")
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(engine._part.module, "forward", first_fails)
+    monkeypatch.setattr(engine._part, "forward", first_fails)
     with pytest.raises(torch.OutOfMemoryError):
         engine.forward_backward({"d": samples(6, 9, seed=1)})
     again = {"d": samples(3, 9, seed=2)}
@@ -63,7 +63,7 @@ def test_the_error_of_an_evaluation_is_the_one_that_is_raised(
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine._part.module, "forward", no_memory)
+        patched.setattr(engine._part, "forward", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             list(engine.evaluate_each(batches))
     assert [each["a"] for each in engine.evaluate_each(batches)] == expected
