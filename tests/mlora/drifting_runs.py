@@ -16,7 +16,7 @@ from mlora.data.sampler import BatchPlan
 from mlora.engine.memory_limit import MIB, MemoryLimit
 from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import DryRun
-from mlora.planning.task_memory import WORDS
+from mlora.planning.task_memory import LIMIT
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.micro_batches import MicroBatches
@@ -183,7 +183,7 @@ class _Run:
         """Train until nobody is left, or only such as this process has no room for."""
         engine, builder = Process(self.dice, self.states), SimpleNamespace(warnings=[], build=self._build)
         known: Any = Adapters(self.states)
-        memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, words=WORDS)
+        memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, name=LIMIT)
         parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
         self.task_table, self.memory, self.engine = TaskTable(*parts), memory, engine
         self.decisions = Decisions(self.config, engine, self.task_table, self.told)  # type: ignore[arg-type]

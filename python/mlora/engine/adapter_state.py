@@ -10,8 +10,7 @@ from typing import Any
 
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
-from mlora.optim.scaler import LossScaler
-from mlora.optim.step_rule import StepRule, Update
+from mlora.optim.step_rule import LossScaler, StepRule, Update
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,11 @@ class AdapterState:
 
     def decide(self, squares: float) -> StepResult:
         """Decides a step on what was accumulated; `squares` sums the squared gradients of all stages."""
-        done = self.rule.decide(squares, self.units * self.scaler.scale)
-        skipped = self.scaler.update(overflow=not done.update.taken)
+        rate, norm, update = self.rule.decide(squares, self.units * self.scaler.scale)
+        skipped = self.scaler.update(overflow=not update.taken)
         self.steps += 1
-        self.leave(done.update)
-        return StepResult(self.steps, done.learning_rate, done.grad_norm, skipped, done.update.taken)
+        self.leave(update)
+        return StepResult(self.steps, rate, norm, skipped, update.taken)
 
     def leave(self, update: Update) -> None:
         """Leaves an update to the stages and clears what was accumulated."""
@@ -159,6 +158,11 @@ class AdapterState:
 
 class AdapterStates(dict[str, AdapterState]):
     """An engine's adapter states by name, in the order of creation."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(state.under_way for state in self.values())
 
     def of(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError for an unknown name."""

@@ -6,22 +6,21 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
-from mlora.data.record import sequence_lengths
+from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchResult
-from mlora.engine.batch_admission import BatchAdmission, Lengths, MeasuredBatch, cut_batch
+from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
+from mlora.memory.estimate import MemorySample
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.pipeline import Driver, RoundPosition
 
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
-
-if TYPE_CHECKING:
-    from mlora.data.dataset import Sample
 
 
 class BatchFuture:
@@ -34,7 +33,7 @@ class BatchFuture:
 
     def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
         self.parts, self.ends = parts, ends
-        self.measured: list[MeasuredBatch] = []
+        self.measured: list[MemorySample] = []
 
     @property
     def last(self) -> int:
@@ -65,7 +64,7 @@ class Batcher:
         self.admission: BatchAdmission | None = None
         self._pipeline, self._states = pipeline, states
         self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
-        self._measures = 0
+        self._measures = count(1)
 
     def start(
         self,
@@ -89,9 +88,9 @@ class Batcher:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         rows = {name: self._states[name].rows for name in batches}
         packed = []
-        pieces = self._cut(batches, 1 if whole else self._micro_batches, sequence_lengths)
+        pieces = self._cut(batches, 1 if whole else self._micro_batches)
         if self.admission is not None:
-            measure = measure or self.admission.worth_measuring(pieces, sequence_lengths)
+            measure = measure or self.admission.worth_measuring(pieces)
         for piece in pieces:
             packed.append(self._pack(piece, rows))
             for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
@@ -103,7 +102,7 @@ class Batcher:
             position = (
                 RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else RoundPosition()
             )
-            more = self._measure() if measure else {}
+            more = {"measure": next(self._measures)} if measure else {}
             number = self._enter(batch, ends if last else (), position, stream, train=True, more=more)
             parts.append((batch, number))
         for batch in packed:
@@ -113,20 +112,12 @@ class Batcher:
             self._states[name].ending = bool(trained)
         future = BatchFuture(parts, ends if trained else ())
         if self.admission is not None:
-            self.admission.entered(id(future), pieces, sequence_lengths)
+            self.admission.entered(id(future), pieces)
         return future
 
-    def _cut(
-        self, batches: Mapping[Any, Sequence[Any]], least: int, lengths: Lengths
-    ) -> Sequence[Mapping[Any, Sequence[Any]]]:
+    def _cut(self, batches: Batch, least: int) -> list[Batch]:
         """Cuts a batch into micro-batches: at least so many, more where memory is short."""
-        if self.admission is None:
-            return cut_batch(batches, least, lengths)
-        return self.admission.cut(batches, least, lengths)
-
-    def _measure(self) -> dict[str, int]:
-        self._measures += 1
-        return {"measure": self._measures}
+        return (self.admission.cut if self.admission else cut_batch)(batches, least)
 
     def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
         """Works until one of these batches has come back, and returns it."""
@@ -143,7 +134,7 @@ class Batcher:
                 stack.pop_all()
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
-                future.measured.append(MeasuredBatch(_sequences(batch), phases))
+                future.measured.append(MemorySample(batch.sequences, phases))
             for name, found in losses.items():
                 self._states[name].came_back()
                 results[name] = results[name].plus(found) if name in results else found
@@ -152,8 +143,8 @@ class Batcher:
                 if notes and all(name in note["squares"] for note in notes):
                     self._states[name].squares = sum(float(note["squares"][name]) for note in notes)
         if self.admission is not None:
-            idle = not any(state.under_way for state in self._states.values())
-            self.admission.passed(future.measured, self.peak_memory, self.used_memory if idle else ())
+            after = self.used_memory if self._states.idle else ()
+            self.admission.passed(future.measured, self.peak_memory, after)
             self.admission.left(id(future))
         return results
 
@@ -170,12 +161,7 @@ class Batcher:
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
-                pieces = [
-                    piece
-                    for part in self._by_replica(batch)
-                    for piece in self._cut(part, 1, sequence_lengths)
-                ]
-                packed = [self._pack(piece, None) for piece in pieces]
+                packed = [self._pack(piece, None) for piece in self._pieces(batch)]
                 under_way.append(
                     [(part, self._enter(part, (), RoundPosition(), train=False)) for part in packed]
                 )
@@ -211,23 +197,24 @@ class Batcher:
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """Returns the most likely next token of each sequence."""
         found: dict[str, list[int]] = {}
-        pieces = [piece for part in self._by_replica(batches) for piece in self._cut(part, 1, _rows_of)]
-        for part in pieces:
-            packed = pack_prompts(part, device=self._device)
+        samples = {name: [Sample(tuple(ids), ()) for ids in prompts] for name, prompts in batches.items()}
+        for part in self._pieces(samples):
+            prompts = {name: [sample.input_ids for sample in own] for name, own in part.items()}
+            packed = pack_prompts(prompts, device=self._device)
             number = self._enter(packed, (), RoundPosition(), train=False)
             assert number is not None
             tokens = iter(self._pipeline.finish(number).report.tolist())
-            for name, prompts in part.items():
-                found.setdefault(name or BASE, []).extend(next(tokens) for _ in prompts)
+            for name, own in part.items():
+                found.setdefault(name or BASE, []).extend(next(tokens) for _ in own)
         return found
 
-    def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Splits batches by replica; the base model's go to the first."""
+    def _pieces(self, batches: Batch) -> list[Batch]:
+        """Cuts batches by replica, the base model's go to the first, and as small as memory needs."""
         found: dict[int, dict[Any, Any]] = {}
         for name, rows in batches.items():
             replica = 0 if name in (None, BASE) else self._states.of(name).replica
             found.setdefault(replica, {})[name] = rows
-        return list(found.values())
+        return [piece for part in found.values() for piece in self._cut(part, 1)]
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
@@ -261,16 +248,17 @@ class Batcher:
             "ends": list(ends),
             **(more or {}),
         }
-        targets = {
+        targets: dict[str, Any] = {
             "rows": batch.rows,
             "targets": batch.targets,
             "counts": [batch.tokens[name] for name in batch.names],
             "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
-            **self._objectives(batch),
         }
-        inputs = {"input_ids": batch.input_ids}
+        objectives = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
+        if batch.targets is not None and not set(objectives) <= {CROSS_ENTROPY}:
+            targets |= {"objectives": objectives, "lengths": batch.trained_lengths()}
         return self._pipeline.start(
-            inputs,
+            {"input_ids": batch.input_ids},
             targets,
             common=common,
             train=train,
@@ -280,20 +268,13 @@ class Batcher:
             replica=self._states[adapters[0]].replica if adapters else 0,
         )
 
-    def _objectives(self, batch: PackedBatch) -> dict[str, Any]:
-        """Returns what the last stage is told of objectives other than cross-entropy."""
-        names = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
-        if batch.targets is None or set(names) <= {CROSS_ENTROPY}:
-            return {}
-        return {"objectives": names, "lengths": batch.trained_lengths()}
-
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, BatchResult]]:
         """Waits for a micro-batch; returns the stages' notes on it and its results by name."""
         if number is None:
             return (), {name: BatchResult(0.0, batch.tokens[name], True, 0) for name in batch.names}
         result = self._pipeline.finish(number)
         self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
-        if result.notes and "used_memory" in result.notes[0]:
+        if result.notes:
             self.used_memory = [note["used_memory"] for note in result.notes]
         report = result.report
         metrics = report.get("metrics") or [{}] * len(batch.names)
@@ -302,21 +283,3 @@ class Batcher:
             units = batch.units.get(name, batch.tokens[name])
             found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss), units, own)
         return result.notes, found
-
-
-def _rows_of(prompts: Sequence[Sequence[int]]) -> list[int]:
-    return [len(ids) for ids in prompts]
-
-
-def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
-    """Returns the sequence lengths of each owner."""
-    found, rest = {}, list(batch.sequences)
-    for name, rows in zip(batch.names, batch.lengths, strict=True):
-        found[name] = tuple(_take(rest, rows))
-    return found
-
-
-def _take(rest: list[int], rows: int) -> Iterator[int]:
-    while rows:
-        rows -= rest[0]
-        yield rest.pop(0)

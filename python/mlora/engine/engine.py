@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -19,20 +19,21 @@ from mlora.cluster.device import limit_allocator
 from mlora.cluster.malloc import give_back_freed_memory
 from mlora.cluster.onednn_caches import bound_caches
 from mlora.config.scheduler_config import parse_size
-from mlora.engine.adapter_memory import AdapterMemory, MemorySample, MemorySamples
+from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher, BatchFuture
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
-from mlora.engine.memory_limit import WORDS, MemoryLimit, Words
+from mlora.engine.memory_limit import MemoryLimit
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import plain_lora, put_adapter
+from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
+from mlora.model.pretrained import skeleton
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.scaler import LossScaler
-from mlora.optim.step_rule import StepRule, Update
+from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.frozen.base_gemm import base_gemm_of
@@ -82,6 +83,9 @@ class Engine:
 
     Attributes:
         model: the base model with the adapters, or the first stage's piece of it.
+        stages: the number of stages of each pipeline.
+        replicas: the number of pipelines.
+        blocks: the number of decoder blocks of each stage, if there are several stages.
         alone: whether there is only one stage, in this process, so that `model` is whole.
         registry: a model that knows the config, layers and shapes of all adapters, including those of other
             replicas.
@@ -123,17 +127,16 @@ class Engine:
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
-        self._stage_group = stage_group or stage_group_of_threads(
-            base_model, stages, options, schedule, **more
-        )
-        self._pipeline = self._stage_group.driver
-        self._part = self._stage_group.first
+        group = stage_group or stage_group_of_threads(base_model, stages, options, schedule, **more)
+        self._pipeline, self._part, self._spread = group.driver, group.first, group.spread
+        self.stages, self.replicas, self.blocks = len(group.blocks), group.replicas, list(group.blocks)
         self._base = self._part.base
         self.model = self._base.model
-        self.alone = self._stage_group.stages * self._stage_group.replicas == 1
-        self.registry: PreTrainedModel = (
-            self.model if self._stage_group.replicas == 1 else self._stage_group.skeleton()
-        )
+        self.alone = self.stages * self.replicas == 1
+        self.registry: PreTrainedModel = self.model
+        if self.replicas > 1:  # without any weight, so that adapters on it take no memory
+            self.registry = skeleton(os.fspath(cast(str, base_model)), torch.float32)
+            mlora_ext.convert_model(self.registry, {}, every_linear=True)
         self._states = AdapterStates()
         self._batcher = Batcher(
             self._pipeline, self._states, self.device, self._base.vocab_size, micro_batches
@@ -150,42 +153,18 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not any(state.under_way for state in self._states.values())
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return self._stage_group.stages
-
-    @property
-    def replicas(self) -> int:
-        """The number of pipelines."""
-        return self._stage_group.replicas
-
-    @property
-    def blocks(self) -> list[int]:
-        """The number of decoder blocks of each stage, if there are several stages."""
-        return list(self._stage_group.blocks)
-
-    @property
-    def spread(self) -> bool:
-        """Whether each stage is a process of its own."""
-        return self._stage_group.spread
+        return self._states.idle
 
     def used_memory(self) -> list[int]:
         """Returns the bytes that each stage of each replica has in use now.
 
         Stages that are threads of one process report that of the whole process.
         """
-        replicas = range(self.replicas)
-        return [
-            used for replica in replicas for used in self._pipeline.control("memory", {}, replica=replica)
-        ]
+        return self._every("memory")
 
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""
-        for replica in range(self.replicas):
-            self._pipeline.control("release_memory", {}, replica=replica)
+        self._every("release_memory")
 
     @property
     def memory_after(self) -> list[int]:
@@ -208,7 +187,7 @@ class Engine:
         measured: bool = False,
         held: Sequence[int] | None = None,
         earlier: int = 0,
-        words: Words = WORDS,
+        name: str = "memory_limit",
     ) -> MemoryLimit:
         """Sets a limit on the memory of each stage's process, before any adapter is created.
 
@@ -225,7 +204,7 @@ class Engine:
             measured: measure samples where dry runs would do, too.
             held: batches that each stage holds at once; default: what the schedule says.
             earlier: bytes that this process's earlier runs left in use.
-            words: what messages call the limit.
+            name: what messages call the limit.
 
         Returns:
             What is also in `memory`.
@@ -239,7 +218,7 @@ class Engine:
             raise ValueError(f"memory_limit: set it before there are adapters, got {len(self.adapters)}")
         if self.replicas > 1:
             raise ValueError("memory_limit: cannot be used with several replicas; use one")
-        if self.stages > 1 and not self.spread:
+        if self.stages > 1 and not self._spread:
             raise ValueError(
                 "memory_limit: needs a process for each stage, but these stages are threads of one process; "
                 "use one stage, or start the run with `mlora train` or torchrun"
@@ -250,48 +229,37 @@ class Engine:
         else:
             limit_allocator(limit, self.device)
         samples = MeasuredSamples(self, limit)
+
+        def unlimited(*asked: Any) -> Sequence[MemorySample]:
+            """Measures without enforcing the limit: the samples keep to it by themselves."""
+            admission, self._batcher.admission = self._batcher.admission, None
+            try:
+                return samples(*asked)
+            finally:
+                self._batcher.admission = admission
+
         stages = self._dry(self.blocks if self.stages > 1 else 1)
         samples.warm_up()
-        pieces = 0 if self.device.type == "cpu" else limit // PIECES
-        measures = measured or self.device.type != "cpu"
         memory = MemoryLimit(
-            AdapterMemory(stages, self._unlimited(samples) if measures else None),
+            AdapterMemory(stages, unlimited if measured or self.device.type != "cpu" else None),
             limit,
             self._look(),
             peak_memory(self.device),
-            pieces=pieces,
+            pieces=0 if self.device.type == "cpu" else limit // PIECES,
             look=self._look,
             earlier=earlier,
             held=self._held(self.stages) if held is None else held,
-            words=words,
+            name=name,
         )
         self.memory = memory
         if enforce:
             memory.adapters.know(STAND_IN, samples.stand_in(), OptimConfig(total_steps=1), FORESEEN)
-            self._batcher.admission = BatchAdmission(memory, lambda: self.adapters, self._look_again)
+            self._batcher.admission = BatchAdmission(memory, self._states)
         return memory
 
     def _look(self) -> list[int]:
         self.release_memory()
         return self.used_memory()
-
-    def _look_again(self) -> None:
-        if self.memory is not None and self.idle:
-            self.memory.look_again(self.adapters)
-
-    def _unlimited(self, samples: MemorySamples) -> MemorySamples:
-        """Returns the same samples, for which the limit is not enforced: they keep to it by themselves."""
-
-        def take(
-            loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-        ) -> Sequence[MemorySample]:
-            admission, self._batcher.admission = self._batcher.admission, None
-            try:
-                return samples(loras, states, longest)
-            finally:
-                self._batcher.admission = admission
-
-        return take
 
     @property
     def base_gemm(self) -> str | None:
@@ -309,9 +277,7 @@ class Engine:
     def base_gemm(self, library: str) -> None:
         if self.device.type != "cpu":
             raise ValueError(f"base_gemm: there is no choice on {self.device}, got {library!r}; leave it out")
-        for replica in range(self.replicas):
-            arguments = {"dtype": _name(self.dtype), "library": library}
-            self._pipeline.control("base_gemm", arguments, replica=replica)
+        self._every("base_gemm", dtype=_name(self.dtype), library=library)
 
     def create_adapter(
         self,
@@ -648,8 +614,7 @@ class Engine:
             The spans of each stage of each replica, as `mlora.pipeline.trace.Trace.by_the_wall` returns them,
             and the micro-batches that entered; the latest ones of both.
         """
-        parts = [self._pipeline.control("spans", replica=replica) for replica in range(self.replicas)]
-        return [spans for part in parts for spans in part], self._pipeline.entries()
+        return self._every("spans"), self._pipeline.entries()
 
     def close(self) -> None:
         """Ends the pipeline; with one stage the model stays usable."""
@@ -667,6 +632,15 @@ class Engine:
             self.close()
         else:
             self._pipeline.abort(error)
+
+    def _every(self, verb: str, **arguments: Any) -> list[Any]:
+        """Asks every stage of each replica."""
+        replicas = range(self.replicas)
+        return [
+            answer
+            for replica in replicas
+            for answer in self._pipeline.control(verb, arguments, replica=replica)
+        ]
 
     def _control(
         self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False

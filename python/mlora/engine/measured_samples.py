@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.data.dataset import Sample
-from mlora.engine.adapter_memory import LEAST, MemorySample, seed_shapes, spread
-from mlora.engine.batcher import BatchFuture
+from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
 from mlora.engine.memory_limit import RESERVED
 from mlora.errors import MemoryLimitError
+from mlora.memory.estimate import MemorySample
 from mlora.optim.optim_config import OptimConfig
 from mlora_ext.nn import MultiLoRALinear
 
@@ -33,39 +33,16 @@ _SMALLEST = 4  # longest sequence of the first micro-batches, in rows
 _CAREFUL = 0.5  # share of the free memory that a micro-batch's bound may reach
 
 
-class SampledEngine(Protocol):
-    """What samples use of an `mlora.engine.engine.Engine`; that module imports this one."""
-
-    registry: Any
-
-    @property
-    def idle(self) -> bool: ...
-
-    @property
-    def stages(self) -> int: ...
-
-    def used_memory(self) -> list[int]: ...
-
-    def create_adapter(self, name: str, lora: LoraConfig, optim: OptimConfig, *, seed: int) -> None: ...
-
-    def remove_adapter(self, name: str) -> None: ...
-
-    def start(
-        self, batches: Mapping[str, Sequence[Sample]], *, measure: bool, whole: bool
-    ) -> BatchFuture: ...
-
-    def finish(self, future: BatchFuture) -> object: ...
-
-
 class MeasuredSamples:
     """Measures mixtures of adapters on an engine; see `mlora.engine.adapter_memory.MemorySamples`.
 
     Leaves the engine as it was: adapters' weights, gradients, moments and counts, random states, and all
     pages except those that its adapters had. Peaks of memory are kept, since the limit holds for them too.
-    The engine must have one replica; `limit` is in bytes per stage's process.
+    `engine` is an `Engine`, whose module imports this one; it must have one replica. `limit` is in bytes per
+    stage's process.
     """
 
-    def __init__(self, engine: SampledEngine, limit: int) -> None:
+    def __init__(self, engine: Any, limit: int) -> None:
         self._engine, self._limit = engine, limit
         self._vocabulary = int(engine.registry.config.get_text_config().vocab_size)
 
@@ -149,7 +126,7 @@ class MeasuredSamples:
         future = self._engine.start(batch, measure=True, whole=True)
         self._engine.finish(future)
         (measured,) = future.measured
-        return [length for own in measured.lengths.values() for length in own], measured.phases
+        return measured
 
 
 def _tokens(length: int, vocabulary: int) -> Sample:

@@ -17,8 +17,9 @@ from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
-from mlora.optim.adapter_optimizer import AdapterOptimizer
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import Optimizer
+from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora_ext.frozen.base_gemm import set_base_gemm
@@ -41,7 +42,7 @@ class StageWorker(Hooks, nn.Module):
         super().__init__()
         self.base, self.device = base, device
         self.body = base.body
-        self._optimizers: dict[str, AdapterOptimizer] = {}
+        self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
@@ -119,7 +120,7 @@ class StageWorker(Hooks, nn.Module):
 
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model."""
-        self._optimizers[name] = AdapterOptimizer(self._own_parameters(name), optim)
+        self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
 
     def _create_again(
         self,

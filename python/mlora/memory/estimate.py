@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlora.memory.memory_model import BatchShape
 from mlora.memory.peak_model import PeakModel
@@ -20,18 +20,29 @@ Phases = Sequence[int]
 """Bytes of each phase of a micro-batch at a stage; the largest counts."""
 
 
-@dataclass(frozen=True)
-class DryRun:
+class MemorySample(NamedTuple):
+    """What a micro-batch needed beyond the weights, gradients and moments.
+
+    Attributes:
+        lengths: of its sequences.
+        phases: the most bytes that each stage held at once during forward, loss (0 if it has none) and
+            backward, including the neighbouring stages' activations and gradients.
+    """
+
+    lengths: Sequence[int]
+    phases: Sequence[Phases]
+
+
+class DryRun(NamedTuple):
     """Samples of a mixture of adapters: micro-batches that never trained anything.
 
     Attributes:
         knees: of each stage's `PeakModel`.
-        samples: sequence lengths of each, and its phases at each stage; empty if nothing can be found out
-            now.
+        samples: empty if nothing can be found out now.
     """
 
     knees: Sequence[Sequence[int | None]]
-    samples: Sequence[tuple[Sequence[int], Sequence[Phases]]]
+    samples: Sequence[MemorySample]
 
 
 @dataclass

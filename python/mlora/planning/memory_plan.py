@@ -10,7 +10,7 @@ from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import Candidate, MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
 from mlora.planning.memory_needs import memory_need
-from mlora.planning.task_memory import WORDS, TaskMemory
+from mlora.planning.task_memory import LIMIT, TaskMemory
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Room, admit
 from mlora.tasks.groups import held_batches, slot_count
 from mlora.tasks.task import Task
@@ -97,7 +97,7 @@ def memory_plan(
         known.know(task)
     limit, room, never = config.scheduler.limit_bytes, Room(), {}
     if limit is not None:
-        memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), words=WORDS)
+        memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), name=LIMIT)
         never = _never(memory, [known.candidate(task) for task in tasks])
         room = memory.room()
     fitting = [task for task in tasks if task.name not in never]

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from mlora.data.record import sequence_lengths
 from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.memory_limit import Candidate, Words
+from mlora.engine.memory_limit import Candidate
 from mlora.planning.memory_needs import largest_lengths, with_batches_of
 from mlora.tasks.task import Task
 from mlora_ext.nn.interop.peft_folder import read_config
 
-WORDS = Words("scheduler.memory_limit", "per_device_train_batch_size")
-"""How a run's messages call what a user can change."""
+LIMIT = "scheduler.memory_limit"  # what a run's messages call it
 
 
 class TaskMemory:

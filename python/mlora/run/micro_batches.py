@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mlora.engine.batch_admission import MeasuredBatch
 from mlora.engine.engine import Engine
+from mlora.memory.estimate import MemorySample
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import next_batch
 from mlora.scheduler.memory_need import within
@@ -46,14 +46,13 @@ class MicroBatches:
         lengths = {task.name: task.next_lengths() for task in chosen}
         return self._memory.estimate.worth_measuring(lengths, list(self._table.admission.slots))
 
-    def passed(self, measured: Sequence[MeasuredBatch]) -> None:
+    def passed(self, measured: Sequence[MemorySample]) -> None:
         """Learns from a batch that has passed: measured micro-batches, memory kept and peak."""
         if self._memory is None:
             return
         admission = self._table.admission
         for one in measured:
-            together = [length for own in one.lengths.values() for length in own]
-            self._memory.estimate.observe(together, list(admission.slots), one.phases)
+            self._memory.estimate.observe(one.lengths, list(admission.slots), one.phases)
         after = self._engine.memory_after if self._engine.idle else ()  # else stages hold other micro-batches
         names = [task.name for task in self._table.admitted()]
         self._memory.took(names, self._foreseen(), self._engine.peak_memory, after)

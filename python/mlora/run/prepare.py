@@ -23,7 +23,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
 from mlora.planning.memory_needs import memory_need
-from mlora.planning.task_memory import WORDS
+from mlora.planning.task_memory import LIMIT
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks
@@ -165,7 +165,7 @@ def limit_memory(
             measured=measured,
             held=held_batches(config),
             earlier=earlier,
-            words=WORDS,
+            name=LIMIT,
         )
     except ValueError as error:
         line = first_line(error).removeprefix("memory_limit: ")

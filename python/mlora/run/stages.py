@@ -230,9 +230,7 @@ def own_stage(config: RunConfig, member: Member, lengths: Sequence[int], trace: 
 def stage_group_of(config: RunConfig, stage: OwnStage) -> StageGroup:
     """Returns the stages as stage 0 sees them."""
     first = FirstStage(stage.process)
-    return StageGroup(
-        first, stage.part, stage.blocks, config.pipeline.replicas, config.base_model, spread=True
-    )
+    return StageGroup(first, stage.part, stage.blocks, config.pipeline.replicas, spread=True)
 
 
 def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None:

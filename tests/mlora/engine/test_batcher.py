@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.data.record import sequence_lengths
 from mlora.engine.batch_admission import cut_batch
 from mlora.engine.engine import Engine
 from mlora.simulate.trace_file import TraceFiles
@@ -123,7 +122,7 @@ def test_micro_batches_have_about_as_many_tokens(
     counts: dict[str, int], pieces: int, expected: list[str]
 ) -> None:
     batches = {name: samples(count, 6, seed=1) for name, count in counts.items()}
-    cut = cut_batch(batches, pieces, sequence_lengths)
+    cut = cut_batch(batches, pieces)
     lengths = [" ".join(f"{name}:{len(found)}" for name, found in piece.items()) for piece in cut]
     tokens = [sum(len(s.input_ids) for found in piece.values() for s in found) for piece in cut]
     assert sum(tokens) == sum(len(s.input_ids) for n, c in counts.items() for s in samples(c, 6, seed=1))
