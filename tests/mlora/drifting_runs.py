@@ -15,7 +15,6 @@ from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
 from mlora.engine.memory_limit import MIB, MemoryLimit
 from mlora.files.run_folder import RunFolder
-from mlora.memory.estimate import DryRun
 from mlora.planning.task_memory import LIMIT
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
@@ -79,7 +78,7 @@ class Adapters:
     def __init__(self, states: dict[str, int]) -> None:
         self._states = states
         shapes = [[40], [200], [10] * 8, [20, 300]]
-        dry = DryRun([[None]], [(shape, [[ROW * sum(shape)]]) for shape in shapes])
+        dry = [(shape, [[ROW * sum(shape)]]) for shape in shapes]
         self.estimate = MemoryEstimate(lambda names: "all", lambda names: dry)
 
     def know(self, *_: Any) -> None:

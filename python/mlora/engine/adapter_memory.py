@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlora.engine.dry_run import DryStage, States
-from mlora.memory.estimate import DryRun, MemoryEstimate, MemorySample
+from mlora.memory.estimate import MemoryEstimate, MemorySample
 from mlora.optim.optim_config import OptimConfig
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class AdapterMemory:
     """What adapters need at each stage; `samples` defaults to dry runs of the stages, which serve the CPU."""
 
     def __init__(self, stages: Sequence[DryStage], samples: MemorySamples | None = None) -> None:
-        self.estimate = MemoryEstimate(self._mixture, self._dry_run, len(stages))
+        self.estimate = MemoryEstimate(self._mixture, self._dry_run, [stage.knees for stage in stages])
         self._stages = stages
         self._samples = samples or self._dry_samples
         self._known: dict[str, _Known] = {}
@@ -104,13 +104,13 @@ class AdapterMemory:
                 ranks[layer] = max(rank, ranks.get(layer, 0))
         return hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
 
-    def _dry_run(self, names: Sequence[str]) -> DryRun:
+    def _dry_run(self, names: Sequence[str]) -> Sequence[MemorySample]:
         """Samples one adapter of each kind; how many of a kind there are does not matter."""
         kinds = {self._known[name].key: name for name in reversed(names)}
         loras = {name: self._known[name].lora for name in kinds.values()}
         states = [sum(parts) for parts in zip(*map(self.begun, loras), strict=True)]
         longest = max(self._known[name].longest for name in names)
-        return DryRun([stage.knees for stage in self._stages], self._samples(loras, states, longest))
+        return self._samples(loras, states, longest)
 
     def _dry_samples(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -20,9 +20,9 @@ from mlora.cluster.malloc import give_back_freed_memory
 from mlora.cluster.onednn_caches import bound_caches
 from mlora.config.scheduler_config import parse_size
 from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
+from mlora.engine.adapter_state import AdapterState, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
-from mlora.engine.batcher import Batcher, BatchFuture
+from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
@@ -44,10 +44,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
-    from mlora.data.dataset import Sample
 
-
-class Engine:
+class Engine(Batcher):
     """Trains many adapters over one frozen base model, in batches that they share.
 
     Accumulating and stepping are separate: call `forward_backward` once or several times, then `optim_step`
@@ -85,6 +83,9 @@ class Engine:
         model: the base model with the adapters, or the first stage's piece of it.
         stages: the number of stages of each pipeline.
         replicas: the number of pipelines.
+        peak_memory: the most bytes that any stage had used when its last results came.
+        memory_after: bytes in use on each stage after the last micro-batch that came back; empty before the
+            first one, and after adapters have come or gone.
         blocks: the number of decoder blocks of each stage, if there are several stages.
         alone: whether there is only one stage, in this process, so that `model` is whole.
         registry: a model that knows the config, layers and shapes of all adapters, including those of other
@@ -122,14 +123,14 @@ class Engine:
             raise ValueError(f"fp16: expected dtype torch.float16 beside it, got {dtype}")
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
-        self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        options = StageOptions(self.device, dtype, gradient_checkpointing, frozen_weight)
+        self.dtype, self.seed = dtype, seed
+        options = StageOptions(torch.device(device), dtype, gradient_checkpointing, frozen_weight)
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
         group = stage_group or stage_group_of_threads(base_model, stages, options, schedule, **more)
-        self._pipeline, self._part, self._spread = group.driver, group.first, group.spread
-        self.stages, self.replicas, self.blocks = len(group.blocks), group.replicas, list(group.blocks)
+        super().__init__(group, torch.device(device), micro_batches)
+        self._part, self._spread, self.blocks = group.first, group.spread, list(group.blocks)
         self._base = self._part.base
         self.model = self._base.model
         self.alone = self.stages * self.replicas == 1
@@ -137,10 +138,6 @@ class Engine:
         if self.replicas > 1:  # without any weight, so that adapters on it take no memory
             self.registry = skeleton(os.fspath(cast(str, base_model)), torch.float32)
             mlora_ext.convert_model(self.registry, {}, every_linear=True)
-        self._states = AdapterStates()
-        self._batcher = Batcher(
-            self._pipeline, self._states, self.device, self._base.vocab_size, micro_batches
-        )
         self.memory: MemoryLimit | None = None
         if memory_limit is not None:
             self.limit_memory(memory_limit)
@@ -165,19 +162,6 @@ class Engine:
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""
         self._every("release_memory")
-
-    @property
-    def memory_after(self) -> list[int]:
-        """The bytes that each stage had in use after the last micro-batch that came back.
-
-        Empty before the first one, and after adapters have come or gone.
-        """
-        return list(self._batcher.used_memory)
-
-    @property
-    def peak_memory(self) -> int:
-        """The most bytes that any stage had used when its last results came."""
-        return self._batcher.peak_memory
 
     def limit_memory(
         self,
@@ -232,11 +216,11 @@ class Engine:
 
         def unlimited(*asked: Any) -> Sequence[MemorySample]:
             """Measures without enforcing the limit: the samples keep to it by themselves."""
-            admission, self._batcher.admission = self._batcher.admission, None
+            admission, self._admission = self._admission, None
             try:
                 return samples(*asked)
             finally:
-                self._batcher.admission = admission
+                self._admission = admission
 
         stages = self._dry(self.blocks if self.stages > 1 else 1)
         samples.warm_up()
@@ -254,7 +238,7 @@ class Engine:
         self.memory = memory
         if enforce:
             memory.adapters.know(STAND_IN, samples.stand_in(), OptimConfig(total_steps=1), FORESEEN)
-            self._batcher.admission = BatchAdmission(memory, self._states)
+            self._admission = BatchAdmission(memory, self._states)
         return memory
 
     def _look(self) -> list[int]:
@@ -317,18 +301,17 @@ class Engine:
         objective_of(objective)
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
-            if self._batcher.admission is not None and self.memory is not None:
+            if self._admission is not None and self.memory is not None:
                 known = lora or read_config(Path(os.fspath(init_from or "")))
                 self.memory.adapters.know(name, known, optim, FORESEEN)
                 unless_created.callback(self.memory.adapters.forget, name)
-                self._batcher.admission.check_states(name)
-            if self.registry is not self.model:
-                put_adapter(self.registry, name, lora, folder, seed)
-            else:
-                self._part.create(name, lora, optim, folder, seed)
+                self._admission.check_states(name)
+            put_adapter(self.registry, name, lora, folder, seed)
+            if self.registry is self.model:
+                self._part.own(name, optim)
             unless_created.pop_all()
         self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), objective)
-        self._batcher.used_memory = ()
+        self.memory_after = []
         if not self.alone:
             arguments = {
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
@@ -352,129 +335,9 @@ class Engine:
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)
         del self._states[name]
-        self._batcher.used_memory = ()
-        if self._batcher.admission is not None and self.memory is not None:
+        self.memory_after = []
+        if self._admission is not None and self.memory is not None:
             self.memory.adapters.forget(name)
-
-    def forward_backward(
-        self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
-    ) -> dict[str, BatchResult]:
-        """Runs one batch and adds each adapter's gradient, a sum over its tokens, to what it has.
-
-        Args:
-            batches: samples by adapter name.
-            ends: adapters whose accumulation this batch completes. Naming them spares `optim_step` a journey
-                through the stages.
-
-        Returns:
-            Results by adapter name. A loss that is not finite spoils that adapter's gradient only; call
-            `discard_gradients` or `remove_adapter` for it.
-
-        Raises:
-            ValueError: if a name is unknown, or a sample is malformed.
-            Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
-                the batch's adapters lose what they have accumulated, also from earlier batches.
-        """
-        return self.finish(self.start(batches, ends=ends))
-
-    def start(
-        self,
-        batches: Mapping[str, Sequence[Sample]],
-        *,
-        ends: Sequence[str] = (),
-        measure: bool = False,
-        whole: bool = False,
-    ) -> BatchFuture:
-        """Lets a batch enter the pipeline and returns at once; `finish` returns its results.
-
-        Args:
-            batches: samples by adapter name, of adapters of one replica.
-            ends: adapters whose accumulation this batch completes.
-            measure: measure the memory of each micro-batch on each stage; after `finish` it is in
-                `BatchFuture.measured`.
-            whole: do not cut the batch into micro-batches.
-
-        Returns:
-            The batch's future, for `finish` and `first_done`.
-
-        Raises:
-            ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
-                samples, or a sample is malformed; nothing has entered then.
-        """
-        return self._batcher.start(batches, ends, measure, whole)
-
-    def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
-        """Works until one of these batches has passed its pipeline.
-
-        Args:
-            futures: of `start`, in the order in which they started; at least one.
-
-        Returns:
-            The first of the batches that have passed.
-
-        Raises:
-            ValueError: if none of them is under way, as after an error.
-        """
-        return self._batcher.first_done(futures)
-
-    def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
-        """Waits until a batch has passed the pipeline.
-
-        Args:
-            future: of `start`; batches end in the order in which they started.
-
-        Returns:
-            Results by adapter name.
-
-        Raises:
-            ValueError: if the batch is not under way, as after an error in one that started before it.
-            Exception: as `forward_backward`.
-        """
-        return self._batcher.finish(future)
-
-    def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
-        """Returns losses without gradients or dropout.
-
-        Args:
-            batches: samples by adapter name; None or `__base__` is the base model alone.
-
-        Returns:
-            Results by name; `__base__` for the base model.
-
-        Raises:
-            ValueError: if a name is unknown, or a sample is malformed.
-        """
-        return next(self.evaluate_each([batches]))
-
-    def evaluate_each(
-        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]]
-    ) -> Iterator[dict[str, BatchResult]]:
-        """Evaluates batch after batch; over several stages, some are under way at once.
-
-        Args:
-            batches: as for `evaluate`; taken as the pipeline has room for more.
-
-        Yields:
-            The results of each batch, in their order.
-
-        Raises:
-            ValueError: as `evaluate`.
-        """
-        return self._batcher.evaluate(batches, 2 * self.stages * self.replicas)
-
-    def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """Returns the most likely next token of sequences, without dropout.
-
-        Args:
-            batches: token ids by adapter name; None or `__base__` is the base model alone.
-
-        Returns:
-            One token per sequence, by name.
-
-        Raises:
-            ValueError: if a name is unknown, or a sequence is empty.
-        """
-        return self._batcher.next_tokens(batches)
 
     def optim_step(self, name: str) -> StepResult:
         """Steps an adapter's optimizer on the mean gradient over the tokens that it has accumulated.

@@ -8,7 +8,7 @@ negative, `β0 + β1·ΣL + β2·ΣL² + ...`, so it grows at most by the factor
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -57,25 +57,13 @@ class MeasuredSamples:
         """
         if not self._engine.idle or min(self._free(states)) <= 0:
             return []
-        try:
-            with ExitStack() as stack:
-                names = [self._put_on(stack, number, lora) for number, lora in enumerate(loras.values())]
-                return self._climb(names, max(longest, LEAST))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return []
+        return self._tried(loras.values(), lambda names: self._climb(names, max(longest, LEAST)))
 
     def warm_up(self) -> None:
         """Runs a micro-batch of six rows, so that libraries take what they keep for good."""
-        try:
-            with ExitStack() as stack:
-                name = self._put_on(stack, 0, self.stand_in())
-                self._measure([name], seed_shapes(_SMALLEST)[0])
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryLimitError("the base model alone takes it all; raise the limit") from error
+        shape = seed_shapes(_SMALLEST)[0]
+        if not self._tried([self.stand_in()], lambda names: [self._measure(names, shape)]):
+            raise MemoryLimitError("the base model alone takes it all; raise the limit")
 
     def stand_in(self) -> LoraConfig:
         """Returns the config of the smallest adapter: rank 1 on layers of one name."""
@@ -86,11 +74,22 @@ class MeasuredSamples:
             raise ValueError("base_model: has no layer that an adapter could be put on")
         return LoraConfig(r=1, target_modules=[layers[0].rpartition(".")[2]])
 
-    def _put_on(self, stack: ExitStack, number: int, lora: LoraConfig) -> str:
-        name = f"measured {number}"  # no task has a name with a space
-        self._engine.create_adapter(name, copy.deepcopy(lora), _OPTIM, seed=0)
-        stack.callback(self._engine.remove_adapter, name)
-        return name
+    def _tried(
+        self, loras: Iterable[LoraConfig], work: Callable[[list[str]], list[MemorySample]]
+    ) -> list[MemorySample]:
+        """Puts adapters on the engine for a moment; returns what `work` measures, none if memory runs out."""
+        names: list[str] = []
+        try:
+            with ExitStack() as stack:
+                for lora in loras:
+                    names.append(f"measured {len(names)}")  # no task has a name with a space
+                    self._engine.create_adapter(names[-1], copy.deepcopy(lora), _OPTIM, seed=0)
+                    stack.callback(self._engine.remove_adapter, names[-1])
+                return work(names)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return []
 
     def _free(self, states: Sequence[int]) -> list[int]:
         """Returns the bytes free at each stage besides `states` and the reserve."""
@@ -119,19 +118,14 @@ class MeasuredSamples:
 
     def _measure(self, names: Sequence[str], shape: Sequence[int]) -> MemorySample:
         """Runs a micro-batch forward and backward; trains all tokens but each sequence's first."""
-        batch = {
-            name: [_tokens(length, self._vocabulary) for length in lengths]
-            for name, lengths in spread(names, shape).items()
-        }
+        batch: dict[str, list[Sample]] = {}
+        for name, lengths in spread(names, shape).items():
+            ids = [tuple(place % self._vocabulary for place in range(length)) for length in lengths]
+            batch[name] = [Sample(each, each) for each in ids]
         future = self._engine.start(batch, measure=True, whole=True)
         self._engine.finish(future)
         (measured,) = future.measured
         return measured
-
-
-def _tokens(length: int, vocabulary: int) -> Sample:
-    ids = tuple(place % vocabulary for place in range(length))
-    return Sample(ids, ids)
 
 
 def _halved(longest: int, size: int) -> list[int]:

@@ -96,7 +96,7 @@ class StageWorker(Hooks, nn.Module):
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Runs one of the verbs below; see `Hooks.control`."""
         verbs: dict[str, Callable[..., Any]] = {
-            "create": self._create_again,
+            "create": self._create,
             "remove": self.remove,
             "update": self._update,
             "squares": lambda name: self._optimizers[name].squares(),
@@ -111,18 +111,11 @@ class StageWorker(Hooks, nn.Module):
             return super().control(verb, arguments)
         return verbs[verb](**arguments)
 
-    def create(
-        self, name: str, lora: LoraConfig | None, optim: OptimConfig, init_from: str | None, seed: int
-    ) -> None:
-        """Puts a new adapter on the model; see `put_adapter`."""
-        put_adapter(self.base.model, name, lora, init_from, seed)
-        self.own(name, optim)
-
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model."""
         self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
 
-    def _create_again(
+    def _create(
         self,
         name: str,
         lora: dict[str, Any],
@@ -133,7 +126,8 @@ class StageWorker(Hooks, nn.Module):
         """Creates here an adapter that the first stage has created."""
         from peft import LoraConfig
 
-        self.create(name, LoraConfig(**lora), OptimConfig(**optim), None, seed)
+        put_adapter(self.base.model, name, LoraConfig(**lora), None, seed)
+        self.own(name, OptimConfig(**optim))
         if weights is not None:
             write_weights(self.base.model, name, weights)
 

@@ -33,18 +33,6 @@ class MemorySample(NamedTuple):
     phases: Sequence[Phases]
 
 
-class DryRun(NamedTuple):
-    """Samples of a mixture of adapters: micro-batches that never trained anything.
-
-    Attributes:
-        knees: of each stage's `PeakModel`.
-        samples: empty if nothing can be found out now.
-    """
-
-    knees: Sequence[Sequence[int | None]]
-    samples: Sequence[MemorySample]
-
-
 @dataclass
 class _Mixture:
     """What is known of a mixture of adapters.
@@ -74,8 +62,9 @@ class MemoryEstimate:
 
     Args:
         mixture: names the mixture that tasks form, given their names. A mixture of more tasks takes no less.
-        dry_run: runs micro-batches of a mixture dry, with sequences as long as the tasks' longest.
-        places: the number of stages.
+        dry_run: returns samples of a mixture, micro-batches that never trained anything, with sequences as
+            long as the tasks' longest; none if nothing can be found out now.
+        knees: of each stage's `PeakModel`.
 
     Attributes:
         stale: whether a new decision is worthwhile. Since the last `adopt` a micro-batch needed more than its
@@ -85,17 +74,17 @@ class MemoryEstimate:
     def __init__(
         self,
         mixture: Callable[[Sequence[str]], str],
-        dry_run: Callable[[Sequence[str]], DryRun],
-        places: int = 1,
+        dry_run: Callable[[Sequence[str]], Sequence[MemorySample]],
+        knees: Sequence[Sequence[int | None]] = ((None,),),
     ) -> None:
         self.stale = False
         self._mixture = mixture
-        self._dry_run: Callable[[Sequence[str]], DryRun] | None = dry_run
+        self._dry_run: Callable[[Sequence[str]], Sequence[MemorySample]] | None = dry_run
         self._learned: dict[str, _Mixture] = {}
         self._adopted: dict[str, _Mixture] = {}
         self._changed: set[str] = set()  # since the last entry
         self._observed: set[str] = set()  # since it was adopted
-        self._places = places
+        self._knees = knees
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
 
@@ -118,7 +107,7 @@ class MemoryEstimate:
         together = _together(lengths)
         mixture = self._adopted_of(among, max(together))
         if mixture is None:
-            return [math.inf] * self._places
+            return [math.inf] * len(self._knees)
         key = self._key(among), together
         if key not in self._bounds:
             if len(self._bounds) >= _REMEMBERED:
@@ -131,14 +120,14 @@ class MemoryEstimate:
         together = _together(lengths)
         mixture = self._adopted_of(among, max(together))
         if mixture is None:
-            return [math.inf] * self._places
+            return [math.inf] * len(self._knees)
         return [model.by_samples(together) for model in mixture.places]
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
         """Returns what `activations` returns, but without a margin; 0 if nothing is known."""
         mixture = self._adopted_of(among)
         if mixture is None:
-            return [0] * self._places
+            return [0] * len(self._knees)
         return [model.predict(_together(lengths)) for model in mixture.places]
 
     def _key(self, among: Sequence[str]) -> str:
@@ -156,16 +145,16 @@ class MemoryEstimate:
         if self._dry_run is None or (known is not None and longest <= known.longest):
             return known
         found = self._dry_run(among)
-        if known is None and not found.samples:
+        if known is None and not found:
             return None
-        new = _Mixture([PeakModel(knees) for knees in found.knees])
+        new = _Mixture([PeakModel(knees) for knees in self._knees])
         self._bounds.clear()
         for mixtures in (self._learned, self._adopted):
             mixture = mixtures.setdefault(key, copy.deepcopy(new))
-            for lengths, places in found.samples:
+            for lengths, places in found:
                 for model, phases in zip(mixture.places, places, strict=True):
                     model.seed(lengths, phases)
-            mixture.longest = max([longest, *(max(lengths) for lengths, _ in found.samples)])
+            mixture.longest = max([longest, *(max(lengths) for lengths, _ in found)])
         self._changed.add(key)
         return self._adopted[key]
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.files.state_files import StateFiles, best_file, read_state, write_state
+from mlora.files.disk import write_tensors
+from mlora.files.state_files import StateFiles, best_file, read_state
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class BestWeights:
             return False
         if task.config.best_rule is not None and task.config.best_rule.loads:
             content = {**_stamp(task), "weights": self._engine.weights(task.name)}
-            write_state(_path(task, self._folder), content)
+            write_tensors(_path(task, self._folder), content)
             if before is not None:
                 self._files.drop(best_file(task.name, before))
         return True

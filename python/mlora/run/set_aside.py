@@ -13,7 +13,8 @@ from typing import Any
 
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_line
-from mlora.files.state_files import read_state, write_state
+from mlora.files.disk import write_tensors
+from mlora.files.state_files import read_state
 from mlora.tasks.task import Task
 
 
@@ -53,7 +54,7 @@ def set_aside(engine: Engine, task: Task, folder: Path) -> None:
     """
     if task.progress.batches:
         name = f"{task.name}-{task.progress.batches:08d}.pt"
-        write_state(folder / name, {**_stamp(task), "state": engine.state_dict(task.name)})
+        write_tensors(folder / name, {**_stamp(task), "state": engine.state_dict(task.name)})
         task.kept = name
     engine.remove_adapter(task.name)
 
