@@ -91,7 +91,10 @@ class StageWorker(Hooks, nn.Module):
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
         note = {"squares": squares, **memory_now}
-        return note if memory is None else {**note, "memory": _phases(memory.peaks)}
+        if memory is not None:  # only the last stage has a loss between forward and backward
+            forward, *loss, backward = memory.peaks
+            note["memory"] = (forward, *(loss or [0]), backward)
+        return note
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Runs one of the verbs below; see `Hooks.control`."""
@@ -245,11 +248,6 @@ class StageWorker(Hooks, nn.Module):
             total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
         self._next_phase()
         return total, found
-
-
-def _phases(peaks: Sequence[int]) -> tuple[int, ...]:
-    """Returns the peaks of forward, loss and backward; the loss is 0 except on the last stage."""
-    return (peaks[0], 0, *peaks[1:]) if len(peaks) == 2 else tuple(peaks)
 
 
 def put_adapter(

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from mlora.optim.learning_rate import schedule_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.registry import optimizer_kind
-from mlora.optim.step_rule import StepRule, Update
+from mlora.optim.step_rule import StepRule, Update, schedule_of
 from torch import nn
 from transformers import get_scheduler
 
