@@ -221,10 +221,13 @@ def by_phases(knees: Sequence[int | None]) -> Predictor:
         knees: as the dry runs name them.
     """
     model = PeakModel(knees)
-    return (
-        lambda sample: model.observe(together(sample[0]), sample[1]),
-        lambda lengths: model.predict(together(lengths)),
-    )
+
+    def predict(lengths: Mapping[str, Sequence[int]]) -> float:
+        if not model.known:
+            raise RuntimeError("nothing has been measured")
+        return model.predict(together(lengths))
+
+    return lambda sample: model.observe(together(sample[0]), sample[1]), predict
 
 
 def by_peak() -> Predictor:
@@ -239,4 +242,4 @@ def by_peak() -> Predictor:
 def knees_of(state: Mapping[str, Any]) -> list[int | None]:
     """The knees of the phases in an estimate's state with one mixture on one stage."""
     (mixture,) = state["adopted"].values()
-    return [model["knee"] for model in mixture["places"][0]["model"]]
+    return [model["knee"] for model in mixture["places"][0]["models"]]

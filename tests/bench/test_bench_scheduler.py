@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from mlora.memory.estimate import DryRun
 from mlora.scheduler import MemoryEstimate
 
 
@@ -193,10 +192,7 @@ def test_each_order_begins_with_the_seeds(prediction: ModuleType) -> None:
     seeds = [(list(shape["a"]), [phases]) for shape, phases in LEARNED]
     doubled = [(lengths, [(2 * first, second)]) for lengths, [(first, second)] in seeds]
 
-    def dry_run(names: Sequence[str]) -> DryRun:
-        return DryRun([[None, 64]], doubled)
-
-    estimate = MemoryEstimate(lambda names: "all", dry_run)
+    estimate = MemoryEstimate(lambda names: "all", lambda names: doubled, [[None, 64]])
     estimate.predict({"a": [3]}, ["a"])
     seeded = estimate.state()
     assert prediction.knees_of(seeded) == [None, 64]

@@ -187,7 +187,7 @@ class Chaos:
 
 def break_stage(part: StageWorker, rng: random.Random) -> str:
     """Let a stage meet a fault in one of its next forwards, backwards or controls; returns in which."""
-    name = rng.choice(["begin", "after_backward", "control"])
+    name = rng.choice(["forward", "after_backward", "control"])
     plain, left = getattr(part, name), rng.randrange(12)
 
     def broken(*arguments: Any, **options: Any) -> Any:
@@ -218,7 +218,7 @@ def random_engine(rng: random.Random, base: LlamaForCausalLM, broken: bool) -> t
     breaks = break_stage(rng.choice(parts), rng) if broken else ""
     schedule = rng.choice(["lorapp", "lorapp", "gpipe", "1f1b"])
     driver = Pipeline(
-        [part.module for part in parts],
+        parts,
         schedule,
         parts[-1].losses,
         hooks=parts,

@@ -15,8 +15,7 @@ from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
 from mlora.engine.memory_limit import MIB, MemoryLimit
 from mlora.files.run_folder import RunFolder
-from mlora.memory.estimate import DryRun
-from mlora.planning.task_memory import WORDS
+from mlora.planning.task_memory import LIMIT
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.task_table import TaskTable
@@ -78,7 +77,7 @@ class Adapters:
     def __init__(self, states: dict[str, int]) -> None:
         self._states = states
         shapes = [[40], [200], [10] * 8, [20, 300]]
-        dry = DryRun([[None]], [(shape, [[ROW * sum(shape)]]) for shape in shapes])
+        dry = [(shape, [[ROW * sum(shape)]]) for shape in shapes]
         self.estimate = MemoryEstimate(lambda names: "all", lambda names: dry)
 
     def know(self, *_: Any) -> None:
@@ -182,7 +181,7 @@ class _Run:
         """Train until nobody is left, or only such as this process has no room for."""
         engine, builder = Process(self.dice, self.states), SimpleNamespace(warnings=[], build=self._build)
         known: Any = Adapters(self.states)
-        memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, words=WORDS)
+        memory = MemoryLimit(known, self.limit, [LOADED], LOADED, look=engine.look, name=LIMIT)
         parts: Any = engine, builder, tasks, {}, RunFolder("nowhere"), self.told, memory
         self.task_table, self.memory, self.engine = TaskTable(*parts), memory, engine
         self.decisions = Decisions(self.config, self.task_table)  # type: ignore[arg-type]

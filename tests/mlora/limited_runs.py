@@ -18,7 +18,6 @@ from mlora.config.config_file import resolve_config
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import RESERVED, MemoryLimit
-from mlora.memory.estimate import DryRun
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.report import Reporter
 from mlora.run.run import resume
@@ -30,17 +29,16 @@ from tests.tolerances import STEADY_EPSILON
 
 MIB = 2**20
 TASK = 100 * MIB
-KNEES = (None, 64, None)
 
 
 def replace_memory(patch: pytest.MonkeyPatch) -> None:
     """Let nothing be measured; see this module."""
 
-    def dry_run(self: AdapterMemory, names: Sequence[str]) -> DryRun:
+    def dry_run(self: AdapterMemory, names: Sequence[str]) -> Any:
         shapes = [[4], [40], [10] * 8]
         phases = [[1024 * sum(shape), 512 * sum(shape), 0] for shape in shapes]
         places = len(self._stages)
-        return DryRun([KNEES] * places, [(s, [p] * places) for s, p in zip(shapes, phases, strict=True)])
+        return [(s, [p] * places) for s, p in zip(shapes, phases, strict=True)]
 
     patch.setattr(Engine, "used_memory", lambda self: [0] * self.stages)
     patch.setattr("mlora.run.prepare.left_by_runs", lambda _: 0)

@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlora.engine.adapter_memory import seed_shapes
-from mlora.memory.estimate import DryRun
 from mlora.scheduler import ORDERS, PLACEMENTS, MemoryEstimate, MemoryNeed, Room, admit, next_batch
 
 MIB = 2**20
@@ -106,13 +106,13 @@ def simulate(seed: int, *, many: bool = False) -> Outcome:
     def mixture(names: Sequence[str]) -> str:
         return str(max(kinds[name] for name in names))
 
-    def dry_run(names: Sequence[str]) -> DryRun:
+    def dry_run(names: Sequence[str]) -> list[Any]:
         kind = max(kinds[name] for name in names)
         own = [task for task in tasks if task.name in names]
         shapes = seed_shapes(max(length for task in own for lengths in task.batches for length in lengths))
-        return DryRun([[None, int(truth.loss_rows)]], [(s, [truth.dry(kind, s)]) for s in shapes])
+        return [(s, [truth.dry(kind, s)]) for s in shapes]
 
-    estimate = MemoryEstimate(mixture, dry_run)
+    estimate = MemoryEstimate(mixture, dry_run, [[None, int(truth.loss_rows)]])
     waiting: list[SimulatedTask] = []
     outcome = Outcome(base + free, 0, 0, len(tasks), [])
     coming = sorted(tasks, key=lambda task: task.arrives)

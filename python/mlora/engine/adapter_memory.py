@@ -7,13 +7,13 @@ Samples are micro-batches of each mixture of adapters, run dry if possible, else
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlora.engine.dry_run import DryStage, States
-from mlora.memory.estimate import DryRun, Phases
+from mlora.memory.estimate import MemoryEstimate, MemorySample
 from mlora.optim.optim_config import OptimConfig
-from mlora.scheduler import MemoryEstimate
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -21,60 +21,57 @@ if TYPE_CHECKING:
 _SHORT = 32  # rows of each sequence in a sample of many short ones
 LEAST = 2  # rows of the shortest sequence: a trained row needs a token after it
 
-MemorySample = tuple[Sequence[int], Sequence[Phases]]
-"""Lengths of a micro-batch's sequences, and the bytes of its phases at each stage."""
+MemorySamples = Callable[["Mapping[str, LoraConfig]", Sequence[int], int], Sequence[MemorySample]]
+"""Returns micro-batches of adapters and what they take; none if that cannot be found out now.
+
+Takes PEFT's configs by adapter name, the bytes of the adapters' weights and gradients at each stage, and
+the rows of the longest sequence that they will have.
+"""
 
 
-class MemorySamples(Protocol):
-    """Takes samples of a mixture."""
+@dataclass
+class _Known:
+    """An adapter: its config, its states at each stage, and the rows of its longest sequence."""
 
-    def __call__(
-        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-    ) -> Sequence[MemorySample]:
-        """Returns micro-batches of adapters and what they take; none if that cannot be found out now.
+    lora: LoraConfig
+    states: list[States]
+    longest: int
 
-        Args:
-            loras: PEFT's configs by adapter name.
-            states: bytes of the adapters' weights and gradients at each stage.
-            longest: rows of the longest sequence that they will have.
-        """
+    @property
+    def key(self) -> tuple[tuple[str, int], ...]:
+        """Equal for adapters of one kind: the adapted layers and their ranks."""
+        return tuple(rank for state in self.states for rank in state.ranks)
 
 
 class AdapterMemory:
     """What adapters need at each stage; `samples` defaults to dry runs of the stages, which serve the CPU."""
 
     def __init__(self, stages: Sequence[DryStage], samples: MemorySamples | None = None) -> None:
-        self.estimate = MemoryEstimate(self._mixture, self._dry_run, len(stages))
+        self.estimate = MemoryEstimate(self._mixture, self._dry_run, [stage.knees for stage in stages])
         self._stages = stages
         self._samples = samples or self._dry_samples
-        self._loras: dict[str, LoraConfig] = {}
-        self._keys: dict[str, tuple[tuple[str, int], ...]] = {}
-        self._states: dict[str, list[States]] = {}
-        self._longest: dict[str, int] = {}
+        self._known: dict[str, _Known] = {}
 
     def know(self, name: str, lora: LoraConfig, optim: OptimConfig, longest: int) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
         Raises ValueError if the adapter cannot be put on the base.
         """
-        self._states[name] = [stage.states(lora, optim) for stage in self._stages]
-        self._loras[name], self._longest[name] = lora, longest
-        self._keys.pop(name, None)
+        self._known[name] = _Known(lora, [stage.states(lora, optim) for stage in self._stages], longest)
         self.estimate.forget_keys()
 
     def forget(self, name: str) -> None:
         """Drops an adapter; what was learned of mixtures like its own stays."""
-        for known in (self._states, self._loras, self._longest, self._keys):
-            known.pop(name, None)
+        self._known.pop(name, None)
         self.estimate.forget_keys()
 
     def expect(self, name: str, longest: int) -> None:
         """Says that an adapter's sequences will have up to `longest` rows."""
-        self._longest[name] = max(longest, self._longest[name])
+        self._known[name].longest = max(longest, self._known[name].longest)
 
     def knows(self, name: str) -> bool:
         """Whether `know` was told of an adapter."""
-        return name in self._states
+        return name in self._known
 
     def admitted(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's states at each stage while it is admitted.
@@ -82,45 +79,38 @@ class AdapterMemory:
         That includes the copy that a checkpoint writes, or what the optimizer takes for a moment if that is
         more.
         """
-        return tuple(state.total + max(state.total, state.update) for state in self._states[name])
+        return tuple(state.total + max(state.total, state.update) for state in self._known[name].states)
 
     def begun(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's weights and gradients at each stage."""
-        return tuple(state.weights + state.gradients for state in self._states[name])
+        return tuple(state.weights + state.gradients for state in self._known[name].states)
 
     def at_rest(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's states at each stage between micro-batches."""
-        return tuple(state.weights + state.moments for state in self._states[name])
+        return tuple(state.weights + state.moments for state in self._known[name].states)
 
     def size(self, name: str, lengths: Sequence[int]) -> float:
         """Returns the bytes that a micro-batch of an adapter alone needs, at the stage that needs most."""
         return max(self.estimate.predict({name: lengths}, [name]))
 
     def _mixture(self, names: Sequence[str]) -> str:
-        """Returns a key, equal where rows take equal memory: the adapted layers and their highest ranks."""
+        """Returns a key, equal where rows take equal memory: the adapted layers and their highest ranks.
+
+        A layer that any adapter targets saves the rows of all adapters, and their products with the widest A.
+        """
         ranks: dict[str, int] = {}
-        for key in {self._key(name) for name in names}:
+        for key in {self._known[name].key for name in names}:
             for layer, rank in key:
                 ranks[layer] = max(rank, ranks.get(layer, 0))
         return hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
 
-    def _key(self, name: str) -> tuple[tuple[str, int], ...]:
-        if name not in self._keys:
-            self._keys[name] = tuple(
-                (layer, most)
-                for stage in self._stages
-                for layer, most, _ in stage.signature([self._loras[name]])
-            )
-        return self._keys[name]
-
-    def _dry_run(self, names: Sequence[str]) -> DryRun:
+    def _dry_run(self, names: Sequence[str]) -> Sequence[MemorySample]:
         """Samples one adapter of each kind; how many of a kind there are does not matter."""
-        kinds = {self._key(name): name for name in reversed(names)}
-        loras = {name: self._loras[name] for name in kinds.values()}
-        states = [sum(self.begun(name)[place] for name in loras) for place in range(len(self._stages))]
-        longest = max(self._longest[name] for name in names)
-        samples = self._samples(loras, states, longest)
-        return DryRun([stage.knees for stage in self._stages], samples)
+        kinds = {self._known[name].key: name for name in reversed(names)}
+        loras = {name: self._known[name].lora for name in kinds.values()}
+        states = [sum(parts) for parts in zip(*map(self.begun, loras), strict=True)]
+        longest = max(self._known[name].longest for name in names)
+        return self._samples(loras, states, longest)
 
     def _dry_samples(
         self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
@@ -128,8 +118,8 @@ class AdapterMemory:
         shapes = [spread(list(loras), shape) for shape in seed_shapes(longest)]
         found = [stage.activations(loras, shapes) for stage in self._stages]
         return [
-            ([length for own in shape.values() for length in own], [phases[index] for phases in found])
-            for index, shape in enumerate(shapes)
+            MemorySample([rows for own in shape.values() for rows in own], phases)
+            for shape, *phases in zip(shapes, *found, strict=True)
         ]
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
-from mlora.optim.scaler import LossScaler
-from mlora.optim.step_rule import StepRule, Update
+from mlora.optim.step_rule import LossScaler, StepRule, Update
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,19 @@ class BatchResult:
     Attributes:
         loss_sum: sum of its losses over units.
         tokens: number of its trained tokens.
-        finite: whether `loss_sum` is finite.
         units: what divides the loss: the number of trained tokens, unless its objective says otherwise.
         metrics: sums of the objective's metrics over units.
     """
 
     loss_sum: float
     tokens: int
-    finite: bool
     units: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        """Whether `loss_sum` is finite."""
+        return math.isfinite(self.loss_sum)
 
     def plus(self, other: BatchResult) -> BatchResult:
         """Returns the sum of both results.
@@ -38,11 +40,10 @@ class BatchResult:
         Args:
             other: the same adapter's share of another batch.
         """
-        loss = self.loss_sum + other.loss_sum
         names = {**self.metrics, **other.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
-        units = self.units + other.units
-        return BatchResult(loss, self.tokens + other.tokens, math.isfinite(loss), units, metrics)
+        loss, tokens = self.loss_sum + other.loss_sum, self.tokens + other.tokens
+        return BatchResult(loss, tokens, self.units + other.units, metrics)
 
     def mean_metrics(self) -> dict[str, float]:
         """Returns the objective's metrics per unit."""
@@ -108,10 +109,6 @@ class AdapterState:
         self.under_way += 1
         self.squares = None
 
-    def came_back(self) -> None:
-        """Counts a micro-batch that has passed the pipeline."""
-        self.under_way -= 1
-
     def failed(self) -> None:
         """Counts a micro-batch that will not come back, and drops everything accumulated.
 
@@ -123,21 +120,16 @@ class AdapterState:
 
     def decide(self, squares: float) -> StepResult:
         """Decides a step on what was accumulated; `squares` sums the squared gradients of all stages."""
-        done = self.rule.decide(squares, self.units * self.scaler.scale)
-        skipped = self.scaler.update(overflow=not done.update.taken)
+        rate, norm, update = self.rule.decide(squares, self.units * self.scaler.scale)
+        skipped = self.scaler.update(overflow=not update.taken)
         self.steps += 1
-        self.leave(done.update)
-        return StepResult(self.steps, done.learning_rate, done.grad_norm, skipped, done.update.taken)
+        self.leave(update)
+        return StepResult(self.steps, rate, norm, skipped, update.taken)
 
     def leave(self, update: Update) -> None:
         """Leaves an update to the stages and clears what was accumulated."""
         self.units = self.rows = 0
         self.squares, self.update = None, update
-
-    def told(self) -> dict[str, Any] | None:
-        """Returns the update that the stages have yet to make, and clears it; None if there is none."""
-        update, self.update = self.update, None
-        return None if update is None else asdict(update)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counts as plain values."""
@@ -160,6 +152,11 @@ class AdapterState:
 class AdapterStates(dict[str, AdapterState]):
     """An engine's adapter states by name, in the order of creation."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(state.under_way for state in self.values())
+
     def of(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError for an unknown name."""
         if name not in self:
@@ -178,5 +175,9 @@ class AdapterStates(dict[str, AdapterState]):
 
     def updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Returns the updates that the stages have yet to make for these adapters, and clears them."""
-        told = {name: self[name].told() for name in names}
-        return {name: update for name, update in told.items() if update is not None}
+        told = {}
+        for name in names:
+            update, self[name].update = self[name].update, None
+            if update is not None:
+                told[name] = asdict(update)
+        return told

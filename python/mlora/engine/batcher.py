@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
-from mlora.data.record import sequence_lengths
+from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchResult
-from mlora.engine.batch_admission import BatchAdmission, Lengths, MeasuredBatch, cut_batch
+from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
+from mlora.engine.stage_group import StageGroup
+from mlora.memory.estimate import MemorySample
 from mlora.objectives.registry import CROSS_ENTROPY
-from mlora.pipeline import Driver, RoundPosition
+from mlora.pipeline.order import ALONE, RoundPosition
 
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
-
-if TYPE_CHECKING:
-    from mlora.data.dataset import Sample
 
 
 class BatchFuture:
@@ -34,7 +33,7 @@ class BatchFuture:
 
     def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
         self.parts, self.ends = parts, ends
-        self.measured: list[MeasuredBatch] = []
+        self.measured: list[MemorySample] = []
 
     @property
     def last(self) -> int:
@@ -43,38 +42,63 @@ class BatchFuture:
 
 
 class Batcher:
-    """Lets batches enter and leave an engine's pipeline; see the methods of `Engine` of the same names.
+    """The verbs of an `Engine` on batches, which enter and leave its pipeline."""
 
-    Attributes:
-        peak_memory: the most bytes that any stage had used when its last results came.
-        used_memory: bytes in use on each stage after the last micro-batch that came back; empty before, and
-            after adapters have come or gone.
-        admission: cuts batches by a memory limit; None = there is none, or the caller sees to it.
-    """
-
-    def __init__(
-        self,
-        pipeline: Driver,
-        states: AdapterStates,
-        device: torch.device,
-        vocab_size: int,
-        micro_batches: int,
-    ) -> None:
+    def __init__(self, group: StageGroup, device: torch.device, micro_batches: int) -> None:
+        self.device = device
+        self.stages, self.replicas = len(group.blocks), group.replicas
         self.peak_memory = 0
-        self.used_memory: Sequence[int] = ()
-        self.admission: BatchAdmission | None = None
-        self._pipeline, self._states = pipeline, states
-        self._device, self._vocab_size, self._micro_batches = device, vocab_size, micro_batches
-        self._measures = 0
+        self.memory_after: list[int] = []
+        self._admission: BatchAdmission | None = None  # None = the caller sees to memory
+        self._pipeline, self._states = group.driver, AdapterStates()
+        self._vocab_size, self._micro_batches = group.first.base.vocab_size, micro_batches
+        self._measures = count(1)
+
+    def forward_backward(
+        self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
+    ) -> dict[str, BatchResult]:
+        """Runs one batch and adds each adapter's gradient, a sum over its tokens, to what it has.
+
+        Args:
+            batches: samples by adapter name.
+            ends: adapters whose accumulation this batch completes. Naming them spares `optim_step` a journey
+                through the stages.
+
+        Returns:
+            Results by adapter name. A loss that is not finite spoils that adapter's gradient only; call
+            `discard_gradients` or `remove_adapter` for it.
+
+        Raises:
+            ValueError: if a name is unknown, or a sample is malformed.
+            Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
+                the batch's adapters lose what they have accumulated, also from earlier batches.
+        """
+        return self.finish(self.start(batches, ends=ends))
 
     def start(
         self,
         batches: Mapping[str, Sequence[Sample]],
-        ends: Sequence[str],
+        *,
+        ends: Sequence[str] = (),
         measure: bool = False,
         whole: bool = False,
     ) -> BatchFuture:
-        """Lets a batch enter."""
+        """Lets a batch enter the pipeline and returns at once; `finish` returns its results.
+
+        Args:
+            batches: samples by adapter name, of adapters of one replica.
+            ends: adapters whose accumulation this batch completes.
+            measure: measure the memory of each micro-batch on each stage; after `finish` it is in
+                `BatchFuture.measured`.
+            whole: do not cut the batch into micro-batches.
+
+        Returns:
+            The batch's future, for `finish` and `first_done`.
+
+        Raises:
+            ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
+                samples, or a sample is malformed; nothing has entered then.
+        """
         for name in ends:
             if name not in batches:
                 raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
@@ -89,9 +113,9 @@ class Batcher:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         rows = {name: self._states[name].rows for name in batches}
         packed = []
-        pieces = self._cut(batches, 1 if whole else self._micro_batches, sequence_lengths)
-        if self.admission is not None:
-            measure = measure or self.admission.worth_measuring(pieces, sequence_lengths)
+        pieces = self._cut(batches, 1 if whole else self._micro_batches)
+        if self._admission is not None:
+            measure = measure or self._admission.worth_measuring(pieces)
         for piece in pieces:
             packed.append(self._pack(piece, rows))
             for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
@@ -100,41 +124,52 @@ class Batcher:
         parts, stream = [], "+".join(batches)
         for batch in packed:
             last = bool(trained) and batch is trained[-1]
-            position = (
-                RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else RoundPosition()
-            )
-            more = self._measure() if measure else {}
-            number = self._enter(batch, ends if last else (), position, stream, train=True, more=more)
-            parts.append((batch, number))
+            position = RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else ALONE
+            number = next(self._measures) if measure else None
+            entered = self._enter(batch, ends if last else (), position, stream, measure=number)
+            parts.append((batch, entered))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._states[name].entered(length, batch.units[name])
         for name in ends:
             self._states[name].ending = bool(trained)
         future = BatchFuture(parts, ends if trained else ())
-        if self.admission is not None:
-            self.admission.entered(id(future), pieces, sequence_lengths)
+        if self._admission is not None:
+            self._admission.entered(id(future), pieces)
         return future
 
-    def _cut(
-        self, batches: Mapping[Any, Sequence[Any]], least: int, lengths: Lengths
-    ) -> Sequence[Mapping[Any, Sequence[Any]]]:
+    def _cut(self, batches: Batch, least: int) -> list[Batch]:
         """Cuts a batch into micro-batches: at least so many, more where memory is short."""
-        if self.admission is None:
-            return cut_batch(batches, least, lengths)
-        return self.admission.cut(batches, least, lengths)
-
-    def _measure(self) -> dict[str, int]:
-        self._measures += 1
-        return {"measure": self._measures}
+        return (self._admission.cut if self._admission else cut_batch)(batches, least)
 
     def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
-        """Works until one of these batches has come back, and returns it."""
+        """Works until one of these batches has passed its pipeline.
+
+        Args:
+            futures: of `start`, in the order in which they started; at least one.
+
+        Returns:
+            The first of the batches that have passed.
+
+        Raises:
+            ValueError: if none of them is under way, as after an error.
+        """
         by_last = {future.last: future for future in futures}
         return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
 
     def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
-        """Works until a batch has come back."""
+        """Waits until a batch has passed the pipeline.
+
+        Args:
+            future: of `start`; batches end in the order in which they started.
+
+        Returns:
+            Results by adapter name.
+
+        Raises:
+            ValueError: if the batch is not under way, as after an error in one that started before it.
+            Exception: as `forward_backward`.
+        """
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
             with ExitStack() as stack:
@@ -143,44 +178,61 @@ class Batcher:
                 stack.pop_all()
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
-                future.measured.append(MeasuredBatch(_sequences(batch), phases))
+                future.measured.append(MemorySample(batch.sequences, phases))
             for name, found in losses.items():
-                self._states[name].came_back()
+                self._states[name].under_way -= 1
                 results[name] = results[name].plus(found) if name in results else found
             for name in future.ends:
                 self._states[name].ending = False
                 if notes and all(name in note["squares"] for note in notes):
                     self._states[name].squares = sum(float(note["squares"][name]) for note in notes)
-        if self.admission is not None:
-            idle = not any(state.under_way for state in self._states.values())
-            self.admission.passed(future.measured, self.peak_memory, self.used_memory if idle else ())
-            self.admission.left(id(future))
+        if self._admission is not None:
+            after = self.memory_after if self._states.idle else ()
+            self._admission.passed(future.measured, self.peak_memory, after)
+            self._admission.left(id(future))
         return results
 
     def _take_back(self, future: BatchFuture, parts: _Parts) -> None:
-        if self.admission is not None:
-            self.admission.left(id(future))
+        if self._admission is not None:
+            self._admission.left(id(future))
         for name in (name for batch, _ in parts for name in batch.names):
             self._states[name].failed()
 
-    def evaluate(
-        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], at_once: int
+    def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
+        """Returns losses without gradients or dropout.
+
+        Args:
+            batches: samples by adapter name; None or `__base__` is the base model alone.
+
+        Returns:
+            Results by name; `__base__` for the base model.
+
+        Raises:
+            ValueError: if a name is unknown, or a sample is malformed.
+        """
+        return next(self.evaluate_each([batches]))
+
+    def evaluate_each(
+        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]]
     ) -> Iterator[dict[str, BatchResult]]:
-        """Yields losses without gradients; `at_once` batches are under way at once."""
+        """Evaluates batch after batch; over several stages, some are under way at once.
+
+        Args:
+            batches: as for `evaluate`; taken as the pipeline has room for more.
+
+        Yields:
+            The results of each batch, in their order.
+
+        Raises:
+            ValueError: as `evaluate`.
+        """
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
-                pieces = [
-                    piece
-                    for part in self._by_replica(batch)
-                    for piece in self._cut(part, 1, sequence_lengths)
-                ]
-                packed = [self._pack(piece, None) for piece in pieces]
-                under_way.append(
-                    [(part, self._enter(part, (), RoundPosition(), train=False)) for part in packed]
-                )
+                packed = [self._pack(piece, None) for piece in self._pieces(batch)]
+                under_way.append([(part, self._enter(part, train=False)) for part in packed])
                 self._count_evaluation(under_way[-1], 1)
-                if len(under_way) == at_once:
+                if len(under_way) == 2 * self.stages * self.replicas:
                     yield self._evaluated(under_way)
             while under_way:
                 yield self._evaluated(under_way)
@@ -209,28 +261,39 @@ class Batcher:
             self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """Returns the most likely next token of each sequence."""
+        """Returns the most likely next token of sequences, without dropout.
+
+        Args:
+            batches: token ids by adapter name; None or `__base__` is the base model alone.
+
+        Returns:
+            One token per sequence, by name.
+
+        Raises:
+            ValueError: if a name is unknown, or a sequence is empty.
+        """
         found: dict[str, list[int]] = {}
-        pieces = [piece for part in self._by_replica(batches) for piece in self._cut(part, 1, _rows_of)]
-        for part in pieces:
-            packed = pack_prompts(part, device=self._device)
-            number = self._enter(packed, (), RoundPosition(), train=False)
+        samples = {name: [Sample(tuple(ids), ()) for ids in prompts] for name, prompts in batches.items()}
+        for part in self._pieces(samples):
+            prompts = {name: [sample.input_ids for sample in own] for name, own in part.items()}
+            packed = pack_prompts(prompts, device=self.device)
+            number = self._enter(packed, train=False)
             assert number is not None
             tokens = iter(self._pipeline.finish(number).report.tolist())
-            for name, prompts in part.items():
-                found.setdefault(name or BASE, []).extend(next(tokens) for _ in prompts)
+            for name, own in part.items():
+                found.setdefault(name or BASE, []).extend(next(tokens) for _ in own)
         return found
 
-    def _by_replica(self, batches: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Splits batches by replica; the base model's go to the first."""
+    def _pieces(self, batches: Batch) -> list[Batch]:
+        """Cuts batches by replica, the base model's go to the first, and as small as memory needs."""
         found: dict[int, dict[Any, Any]] = {}
         for name, rows in batches.items():
             replica = 0 if name in (None, BASE) else self._states.of(name).replica
             found.setdefault(replica, {})[name] = rows
-        return list(found.values())
+        return [piece for part in found.values() for piece in self._cut(part, 1)]
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
-        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self._device)
+        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device)
         for name, samples in batches.items():
             if name not in (None, BASE):
                 objective = self._states[name].objective
@@ -240,12 +303,12 @@ class Batcher:
     def _enter(
         self,
         batch: PackedBatch,
-        ends: Sequence[str],
-        position: RoundPosition,
+        ends: Sequence[str] = (),
+        position: RoundPosition = ALONE,
         stream: str = "",
         *,
-        train: bool,
-        more: Mapping[str, Any] | None = None,
+        train: bool = True,
+        measure: int | None = None,
     ) -> int | None:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
@@ -254,23 +317,25 @@ class Batcher:
         if not batch.rows.numel():
             return None
         adapters = [name for name in batch.names if name != BASE]
-        common = {
+        common: dict[str, Any] = {
             "rows": batch.description(),
             "steps": [self._states[name].steps for name in adapters],
             "updates": self._states.updates(adapters),
             "ends": list(ends),
-            **(more or {}),
         }
-        targets = {
+        if measure is not None:
+            common["measure"] = measure
+        targets: dict[str, Any] = {
             "rows": batch.rows,
             "targets": batch.targets,
             "counts": [batch.tokens[name] for name in batch.names],
             "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
-            **self._objectives(batch),
         }
-        inputs = {"input_ids": batch.input_ids}
+        objectives = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
+        if batch.targets is not None and not set(objectives) <= {CROSS_ENTROPY}:
+            targets |= {"objectives": objectives, "lengths": batch.trained_lengths()}
         return self._pipeline.start(
-            inputs,
+            {"input_ids": batch.input_ids},
             targets,
             common=common,
             train=train,
@@ -280,43 +345,18 @@ class Batcher:
             replica=self._states[adapters[0]].replica if adapters else 0,
         )
 
-    def _objectives(self, batch: PackedBatch) -> dict[str, Any]:
-        """Returns what the last stage is told of objectives other than cross-entropy."""
-        names = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
-        if batch.targets is None or set(names) <= {CROSS_ENTROPY}:
-            return {}
-        return {"objectives": names, "lengths": batch.trained_lengths()}
-
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, BatchResult]]:
         """Waits for a micro-batch; returns the stages' notes on it and its results by name."""
         if number is None:
-            return (), {name: BatchResult(0.0, batch.tokens[name], True, 0) for name in batch.names}
+            return (), {name: BatchResult(0.0, batch.tokens[name]) for name in batch.names}
         result = self._pipeline.finish(number)
         self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
-        if result.notes and "used_memory" in result.notes[0]:
-            self.used_memory = [note["used_memory"] for note in result.notes]
+        if result.notes:
+            self.memory_after = [note["used_memory"] for note in result.notes]
         report = result.report
         metrics = report.get("metrics") or [{}] * len(batch.names)
         found = {}
         for name, loss, own in zip(batch.names, report["losses"].tolist(), metrics, strict=True):
             units = batch.units.get(name, batch.tokens[name])
-            found[name] = BatchResult(loss, batch.tokens[name], math.isfinite(loss), units, own)
+            found[name] = BatchResult(loss, batch.tokens[name], units, own)
         return result.notes, found
-
-
-def _rows_of(prompts: Sequence[Sequence[int]]) -> list[int]:
-    return [len(ids) for ids in prompts]
-
-
-def _sequences(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
-    """Returns the sequence lengths of each owner."""
-    found, rest = {}, list(batch.sequences)
-    for name, rows in zip(batch.names, batch.lengths, strict=True):
-        found[name] = tuple(_take(rest, rows))
-    return found
-
-
-def _take(rest: list[int], rows: int) -> Iterator[int]:
-    while rows:
-        rows -= rest[0]
-        yield rest.pop(0)

@@ -51,12 +51,14 @@ class States:
     Attributes:
         weights: rounded up to whole pages of the layers' banks.
         update: what the optimizer takes during an update and then gives back.
+        ranks: the rank of each adapted layer.
     """
 
     weights: int
     gradients: int
     moments: int
     update: int
+    ranks: tuple[tuple[str, int], ...]
 
     @property
     def total(self) -> int:
@@ -98,19 +100,8 @@ class DryStage:
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
         kind = optimizer_kind(optim.optim)
         moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
-        return States(4 * elements(pages), 4 * elements(shapes), moments, update)
-
-    def signature(self, loras: Sequence[LoraConfig]) -> tuple[tuple[str, int, int], ...]:
-        """Returns a key that is equal for sets of adapters under which equal rows take equal memory.
-
-        A layer that any adapter targets saves the rows of all adapters, and their products with the widest A.
-        Backward holds a layer's gradients for a moment.
-        """
-        ranks: dict[str, list[int]] = {}
-        for lora in loras:
-            for name, spec in self._specs(lora).items():
-                ranks.setdefault(name, []).append(spec.rank)
-        return tuple((name, max(each), sum(each)) for name, each in sorted(ranks.items()))
+        ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
+        return States(4 * elements(pages), 4 * elements(shapes), moments, update, ranks)
 
     def activations(
         self,
@@ -119,7 +110,7 @@ class DryStage:
         *,
         whole: bool = False,
     ) -> list[tuple[int, ...]]:
-        """Returns the bytes of each micro-batch's forward, loss and backward, as `MeasuredBatch` has them.
+        """Returns the bytes of each micro-batch's forward, loss and backward, as `MemorySample` has them.
 
         Where blocks repeat, runs one and two periods only: each further period takes the same. `whole` runs
         every block. `shapes` has each micro-batch's sequence lengths by adapter name.
@@ -200,7 +191,7 @@ class DryStage:
             part = StageWorker(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
-            stage = Stage(part.module, index, stages, part.losses, part)
+            stage = Stage(part, index, stages, part.losses, part)
             for count in counts:
                 base.cut = self._cut(model, count)
                 try:

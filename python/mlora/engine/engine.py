@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -17,20 +17,21 @@ from transformers import PreTrainedModel
 import mlora_ext
 from mlora.cluster.device import set_allocators
 from mlora.config.sections import parse_size
-from mlora.engine.adapter_memory import AdapterMemory, MemorySample, MemorySamples
-from mlora.engine.adapter_state import AdapterState, AdapterStates, BatchResult, StepResult
+from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.adapter_state import AdapterState, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
-from mlora.engine.batcher import Batcher, BatchFuture
+from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
-from mlora.engine.memory_limit import WORDS, MemoryLimit, Words
+from mlora.engine.memory_limit import MemoryLimit
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import plain_lora, put_adapter
+from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
+from mlora.model.pretrained import skeleton
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.scaler import LossScaler
-from mlora.optim.step_rule import StepRule, Update
+from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.frozen.base_gemm import base_gemm_of
@@ -41,10 +42,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
-    from mlora.data.dataset import Sample
 
-
-class Engine:
+class Engine(Batcher):
     """Trains many adapters over one frozen base model, in batches that they share.
 
     Accumulating and stepping are separate: call `forward_backward` once or several times, then `optim_step`
@@ -80,6 +79,12 @@ class Engine:
 
     Attributes:
         model: the base model with the adapters, or the first stage's piece of it.
+        stages: the number of stages of each pipeline.
+        replicas: the number of pipelines.
+        peak_memory: the most bytes that any stage had used when its last results came.
+        memory_after: bytes in use on each stage after the last micro-batch that came back; empty before the
+            first one, and after adapters have come or gone.
+        blocks: the number of decoder blocks of each stage, if there are several stages.
         alone: whether there is only one stage, in this process, so that `model` is whole.
         registry: a model that knows the config, layers and shapes of all adapters, including those of other
             replicas.
@@ -116,26 +121,21 @@ class Engine:
             raise ValueError(f"fp16: expected dtype torch.float16 beside it, got {dtype}")
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
-        self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        options = StageOptions(self.device, dtype, gradient_checkpointing, frozen_weight)
+        self.dtype, self.seed = dtype, seed
+        options = StageOptions(torch.device(device), dtype, gradient_checkpointing, frozen_weight)
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
-        self._stage_group = stage_group or stage_group_of_threads(
-            base_model, stages, options, schedule, **more
-        )
-        self._pipeline = self._stage_group.driver
-        self._part = self._stage_group.first
+        group = stage_group or stage_group_of_threads(base_model, stages, options, schedule, **more)
+        super().__init__(group, torch.device(device), micro_batches)
+        self._part, self._spread, self.blocks = group.first, group.spread, list(group.blocks)
         self._base = self._part.base
         self.model = self._base.model
-        self.alone = self._stage_group.stages * self._stage_group.replicas == 1
-        self.registry: PreTrainedModel = (
-            self.model if self._stage_group.replicas == 1 else self._stage_group.skeleton()
-        )
-        self._states = AdapterStates()
-        self._batcher = Batcher(
-            self._pipeline, self._states, self.device, self._base.vocab_size, micro_batches
-        )
+        self.alone = self.stages * self.replicas == 1
+        self.registry: PreTrainedModel = self.model
+        if self.replicas > 1:  # without any weight, so that adapters on it take no memory
+            self.registry = skeleton(os.fspath(cast(str, base_model)), torch.float32)
+            mlora_ext.convert_model(self.registry, {}, every_linear=True)
         self.memory: MemoryLimit | None = None
         if memory_limit is not None:
             try:
@@ -152,55 +152,18 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not any(state.under_way for state in self._states.values())
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return self._stage_group.stages
-
-    @property
-    def replicas(self) -> int:
-        """The number of pipelines."""
-        return self._stage_group.replicas
-
-    @property
-    def blocks(self) -> list[int]:
-        """The number of decoder blocks of each stage, if there are several stages."""
-        return list(self._stage_group.blocks)
-
-    @property
-    def spread(self) -> bool:
-        """Whether each stage is a process of its own."""
-        return self._stage_group.spread
+        return self._states.idle
 
     def used_memory(self) -> list[int]:
         """Returns the bytes that each stage of each replica has in use now.
 
         Stages that are threads of one process report that of the whole process.
         """
-        replicas = range(self.replicas)
-        return [
-            used for replica in replicas for used in self._pipeline.control("memory", {}, replica=replica)
-        ]
+        return self._every("memory")
 
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""
-        for replica in range(self.replicas):
-            self._pipeline.control("release_memory", {}, replica=replica)
-
-    @property
-    def memory_after(self) -> list[int]:
-        """The bytes that each stage had in use after the last micro-batch that came back.
-
-        Empty before the first one, and after adapters have come or gone.
-        """
-        return list(self._batcher.used_memory)
-
-    @property
-    def peak_memory(self) -> int:
-        """The most bytes that any stage had used when its last results came."""
-        return self._batcher.peak_memory
+        self._every("release_memory")
 
     def limit_memory(
         self,
@@ -210,7 +173,7 @@ class Engine:
         measured: bool = False,
         held: Sequence[int] | None = None,
         earlier: int = 0,
-        words: Words = WORDS,
+        name: str = "memory_limit",
     ) -> MemoryLimit:
         """Sets a limit on the memory of each stage's process, before any adapter is created.
 
@@ -227,7 +190,7 @@ class Engine:
             measured: measure samples where dry runs would do, too.
             held: batches that each stage holds at once; default: what the schedule says.
             earlier: bytes that this process's earlier runs left in use.
-            words: what messages call the limit.
+            name: what messages call the limit.
 
         Returns:
             What is also in `memory`.
@@ -241,55 +204,44 @@ class Engine:
             raise ValueError(f"memory_limit: set it before there are adapters, got {len(self.adapters)}")
         if self.replicas > 1:
             raise ValueError("memory_limit: cannot be used with several replicas; use one")
-        if self.stages > 1 and not self.spread:
+        if self.stages > 1 and not self._spread:
             raise ValueError(
                 "memory_limit: needs a process for each stage, but these stages are threads of one process; "
                 "use one stage, or start the run with `mlora train` or torchrun"
             )
         set_allocators(limit, self.device)
         samples = MeasuredSamples(self, limit)
+
+        def unlimited(*asked: Any) -> Sequence[MemorySample]:
+            """Measures without enforcing the limit: the samples keep to it by themselves."""
+            admission, self._admission = self._admission, None
+            try:
+                return samples(*asked)
+            finally:
+                self._admission = admission
+
         stages = self._dry(self.blocks if self.stages > 1 else 1)
         samples.warm_up()
-        pieces = 0 if self.device.type == "cpu" else limit // PIECES
-        measures = measured or self.device.type != "cpu"
         memory = MemoryLimit(
-            AdapterMemory(stages, self._unlimited(samples) if measures else None),
+            AdapterMemory(stages, unlimited if measured or self.device.type != "cpu" else None),
             limit,
             self._look(),
             peak_memory(self.device),
-            pieces=pieces,
+            pieces=0 if self.device.type == "cpu" else limit // PIECES,
             look=self._look,
             earlier=earlier,
             held=self._held(self.stages) if held is None else held,
-            words=words,
+            name=name,
         )
         self.memory = memory
         if enforce:
             memory.adapters.know(STAND_IN, samples.stand_in(), OptimConfig(total_steps=1), FORESEEN)
-            self._batcher.admission = BatchAdmission(memory, lambda: self.adapters, self._look_again)
+            self._admission = BatchAdmission(memory, self._states)
         return memory
 
     def _look(self) -> list[int]:
         self.release_memory()
         return self.used_memory()
-
-    def _look_again(self) -> None:
-        if self.memory is not None and self.idle:
-            self.memory.look_again(self.adapters)
-
-    def _unlimited(self, samples: MemorySamples) -> MemorySamples:
-        """Returns the same samples, for which the limit is not enforced: they keep to it by themselves."""
-
-        def take(
-            loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
-        ) -> Sequence[MemorySample]:
-            admission, self._batcher.admission = self._batcher.admission, None
-            try:
-                return samples(loras, states, longest)
-            finally:
-                self._batcher.admission = admission
-
-        return take
 
     @property
     def base_gemm(self) -> str | None:
@@ -307,9 +259,7 @@ class Engine:
     def base_gemm(self, library: str) -> None:
         if self.device.type != "cpu":
             raise ValueError(f"base_gemm: there is no choice on {self.device}, got {library!r}; leave it out")
-        for replica in range(self.replicas):
-            arguments = {"dtype": _name(self.dtype), "library": library}
-            self._pipeline.control("base_gemm", arguments, replica=replica)
+        self._every("base_gemm", dtype=_name(self.dtype), library=library)
 
     def create_adapter(
         self,
@@ -349,18 +299,17 @@ class Engine:
         objective_of(objective)
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
-            if self._batcher.admission is not None and self.memory is not None:
+            if self._admission is not None and self.memory is not None:
                 known = lora or read_config(Path(os.fspath(init_from or "")))
                 self.memory.adapters.know(name, known, optim, FORESEEN)
                 unless_created.callback(self.memory.adapters.forget, name)
-                self._batcher.admission.check_states(name)
-            if self.registry is not self.model:
-                put_adapter(self.registry, name, lora, folder, seed)
-            else:
-                self._part.create(name, lora, optim, folder, seed)
+                self._admission.check_states(name)
+            put_adapter(self.registry, name, lora, folder, seed)
+            if self.registry is self.model:
+                self._part.own(name, optim)
             unless_created.pop_all()
         self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), objective)
-        self._batcher.used_memory = ()
+        self.memory_after = []
         if not self.alone:
             arguments = {
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
@@ -384,129 +333,9 @@ class Engine:
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)
         del self._states[name]
-        self._batcher.used_memory = ()
-        if self._batcher.admission is not None and self.memory is not None:
+        self.memory_after = []
+        if self._admission is not None and self.memory is not None:
             self.memory.adapters.forget(name)
-
-    def forward_backward(
-        self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
-    ) -> dict[str, BatchResult]:
-        """Runs one batch and adds each adapter's gradient, a sum over its tokens, to what it has.
-
-        Args:
-            batches: samples by adapter name.
-            ends: adapters whose accumulation this batch completes. Naming them spares `optim_step` a journey
-                through the stages.
-
-        Returns:
-            Results by adapter name. A loss that is not finite spoils that adapter's gradient only; call
-            `discard_gradients` or `remove_adapter` for it.
-
-        Raises:
-            ValueError: if a name is unknown, or a sample is malformed.
-            Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
-                the batch's adapters lose what they have accumulated, also from earlier batches.
-        """
-        return self.finish(self.start(batches, ends=ends))
-
-    def start(
-        self,
-        batches: Mapping[str, Sequence[Sample]],
-        *,
-        ends: Sequence[str] = (),
-        measure: bool = False,
-        whole: bool = False,
-    ) -> BatchFuture:
-        """Lets a batch enter the pipeline and returns at once; `finish` returns its results.
-
-        Args:
-            batches: samples by adapter name, of adapters of one replica.
-            ends: adapters whose accumulation this batch completes.
-            measure: measure the memory of each micro-batch on each stage; after `finish` it is in
-                `BatchFuture.measured`.
-            whole: do not cut the batch into micro-batches.
-
-        Returns:
-            The batch's future, for `finish` and `first_done`.
-
-        Raises:
-            ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
-                samples, or a sample is malformed; nothing has entered then.
-        """
-        return self._batcher.start(batches, ends, measure, whole)
-
-    def first_done(self, futures: Sequence[BatchFuture]) -> BatchFuture:
-        """Works until one of these batches has passed its pipeline.
-
-        Args:
-            futures: of `start`, in the order in which they started; at least one.
-
-        Returns:
-            The first of the batches that have passed.
-
-        Raises:
-            ValueError: if none of them is under way, as after an error.
-        """
-        return self._batcher.first_done(futures)
-
-    def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
-        """Waits until a batch has passed the pipeline.
-
-        Args:
-            future: of `start`; batches end in the order in which they started.
-
-        Returns:
-            Results by adapter name.
-
-        Raises:
-            ValueError: if the batch is not under way, as after an error in one that started before it.
-            Exception: as `forward_backward`.
-        """
-        return self._batcher.finish(future)
-
-    def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
-        """Returns losses without gradients or dropout.
-
-        Args:
-            batches: samples by adapter name; None or `__base__` is the base model alone.
-
-        Returns:
-            Results by name; `__base__` for the base model.
-
-        Raises:
-            ValueError: if a name is unknown, or a sample is malformed.
-        """
-        return next(self.evaluate_each([batches]))
-
-    def evaluate_each(
-        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]]
-    ) -> Iterator[dict[str, BatchResult]]:
-        """Evaluates batch after batch; over several stages, some are under way at once.
-
-        Args:
-            batches: as for `evaluate`; taken as the pipeline has room for more.
-
-        Yields:
-            The results of each batch, in their order.
-
-        Raises:
-            ValueError: as `evaluate`.
-        """
-        return self._batcher.evaluate(batches, 2 * self.stages * self.replicas)
-
-    def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """Returns the most likely next token of sequences, without dropout.
-
-        Args:
-            batches: token ids by adapter name; None or `__base__` is the base model alone.
-
-        Returns:
-            One token per sequence, by name.
-
-        Raises:
-            ValueError: if a name is unknown, or a sequence is empty.
-        """
-        return self._batcher.next_tokens(batches)
 
     def optim_step(self, name: str) -> StepResult:
         """Steps an adapter's optimizer on the mean gradient over the tokens that it has accumulated.
@@ -646,8 +475,7 @@ class Engine:
             The spans of each stage of each replica, as `mlora.pipeline.trace.Trace.by_the_wall` returns them,
             and the micro-batches that entered; the latest ones of both.
         """
-        parts = [self._pipeline.control("spans", replica=replica) for replica in range(self.replicas)]
-        return [spans for part in parts for spans in part], self._pipeline.entries()
+        return self._every("spans"), self._pipeline.entries()
 
     def close(self) -> None:
         """Ends the pipeline; with one stage the model stays usable."""
@@ -665,6 +493,15 @@ class Engine:
             self.close()
         else:
             self._pipeline.abort(error)
+
+    def _every(self, verb: str, **arguments: Any) -> list[Any]:
+        """Asks every stage of each replica."""
+        replicas = range(self.replicas)
+        return [
+            answer
+            for replica in replicas
+            for answer in self._pipeline.control(verb, arguments, replica=replica)
+        ]
 
     def _control(
         self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False

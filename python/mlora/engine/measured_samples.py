@@ -8,16 +8,16 @@ negative, `β0 + β1·ΣL + β2·ΣL² + ...`, so it grows at most by the factor
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.data.dataset import Sample
-from mlora.engine.adapter_memory import LEAST, MemorySample, seed_shapes, spread
-from mlora.engine.batcher import BatchFuture
+from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
 from mlora.engine.memory_limit import RESERVED
 from mlora.errors import MemoryLimitError
+from mlora.memory.estimate import MemorySample
 from mlora.optim.optim_config import OptimConfig
 from mlora_ext.nn import MultiLoRALinear
 
@@ -33,39 +33,16 @@ _SMALLEST = 4  # longest sequence of the first micro-batches, in rows
 _CAREFUL = 0.5  # share of the free memory that a micro-batch's bound may reach
 
 
-class SampledEngine(Protocol):
-    """What samples use of an `mlora.engine.engine.Engine`; that module imports this one."""
-
-    registry: Any
-
-    @property
-    def idle(self) -> bool: ...
-
-    @property
-    def stages(self) -> int: ...
-
-    def used_memory(self) -> list[int]: ...
-
-    def create_adapter(self, name: str, lora: LoraConfig, optim: OptimConfig, *, seed: int) -> None: ...
-
-    def remove_adapter(self, name: str) -> None: ...
-
-    def start(
-        self, batches: Mapping[str, Sequence[Sample]], *, measure: bool, whole: bool
-    ) -> BatchFuture: ...
-
-    def finish(self, future: BatchFuture) -> object: ...
-
-
 class MeasuredSamples:
     """Measures mixtures of adapters on an engine; see `mlora.engine.adapter_memory.MemorySamples`.
 
     Leaves the engine as it was: adapters' weights, gradients, moments and counts, random states, and all
     pages except those that its adapters had. Peaks of memory are kept, since the limit holds for them too.
-    The engine must have one replica; `limit` is in bytes per stage's process.
+    `engine` is an `Engine`, whose module imports this one; it must have one replica. `limit` is in bytes per
+    stage's process.
     """
 
-    def __init__(self, engine: SampledEngine, limit: int) -> None:
+    def __init__(self, engine: Any, limit: int) -> None:
         self._engine, self._limit = engine, limit
         self._vocabulary = int(engine.registry.config.get_text_config().vocab_size)
 
@@ -80,25 +57,13 @@ class MeasuredSamples:
         """
         if not self._engine.idle or min(self._free(states)) <= 0:
             return []
-        try:
-            with ExitStack() as stack:
-                names = [self._put_on(stack, number, lora) for number, lora in enumerate(loras.values())]
-                return self._climb(names, max(longest, LEAST))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return []
+        return self._tried(loras.values(), lambda names: self._climb(names, max(longest, LEAST)))
 
     def warm_up(self) -> None:
         """Runs a micro-batch of six rows, so that libraries take what they keep for good."""
-        try:
-            with ExitStack() as stack:
-                name = self._put_on(stack, 0, self.stand_in())
-                self._measure([name], seed_shapes(_SMALLEST)[0])
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryLimitError("the base model alone takes it all; raise the limit") from error
+        shape = seed_shapes(_SMALLEST)[0]
+        if not self._tried([self.stand_in()], lambda names: [self._measure(names, shape)]):
+            raise MemoryLimitError("the base model alone takes it all; raise the limit")
 
     def stand_in(self) -> LoraConfig:
         """Returns the config of the smallest adapter: rank 1 on layers of one name."""
@@ -109,11 +74,22 @@ class MeasuredSamples:
             raise ValueError("base_model: has no layer that an adapter could be put on")
         return LoraConfig(r=1, target_modules=[layers[0].rpartition(".")[2]])
 
-    def _put_on(self, stack: ExitStack, number: int, lora: LoraConfig) -> str:
-        name = f"measured {number}"  # no task has a name with a space
-        self._engine.create_adapter(name, copy.deepcopy(lora), _OPTIM, seed=0)
-        stack.callback(self._engine.remove_adapter, name)
-        return name
+    def _tried(
+        self, loras: Iterable[LoraConfig], work: Callable[[list[str]], list[MemorySample]]
+    ) -> list[MemorySample]:
+        """Puts adapters on the engine for a moment; returns what `work` measures, none if memory runs out."""
+        names: list[str] = []
+        try:
+            with ExitStack() as stack:
+                for lora in loras:
+                    names.append(f"measured {len(names)}")  # no task has a name with a space
+                    self._engine.create_adapter(names[-1], copy.deepcopy(lora), _OPTIM, seed=0)
+                    stack.callback(self._engine.remove_adapter, names[-1])
+                return work(names)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return []
 
     def _free(self, states: Sequence[int]) -> list[int]:
         """Returns the bytes free at each stage besides `states` and the reserve."""
@@ -142,19 +118,14 @@ class MeasuredSamples:
 
     def _measure(self, names: Sequence[str], shape: Sequence[int]) -> MemorySample:
         """Runs a micro-batch forward and backward; trains all tokens but each sequence's first."""
-        batch = {
-            name: [_tokens(length, self._vocabulary) for length in lengths]
-            for name, lengths in spread(names, shape).items()
-        }
+        batch: dict[str, list[Sample]] = {}
+        for name, lengths in spread(names, shape).items():
+            ids = [tuple(place % self._vocabulary for place in range(length)) for length in lengths]
+            batch[name] = [Sample(each, each) for each in ids]
         future = self._engine.start(batch, measure=True, whole=True)
         self._engine.finish(future)
         (measured,) = future.measured
-        return [length for own in measured.lengths.values() for length in own], measured.phases
-
-
-def _tokens(length: int, vocabulary: int) -> Sample:
-    ids = tuple(place % vocabulary for place in range(length))
-    return Sample(ids, ids)
+        return measured
 
 
 def _halved(longest: int, size: int) -> list[int]:

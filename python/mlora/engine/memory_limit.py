@@ -42,17 +42,6 @@ class Candidate:
     fewer: Callable[[int], Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Words:
-    """What messages call the limit, and the number of sequences of a batch."""
-
-    limit: str = "memory_limit"
-    batch: str = "the number of sequences"
-
-
-WORDS = Words()
-
-
 class MemoryLimit:
     """What adapters may use of the memory under a limit, and whether they fit.
 
@@ -66,6 +55,7 @@ class MemoryLimit:
         look: makes each stage give back unused memory and returns its bytes in use; None = nothing runs.
         earlier: the bytes of `base` on the first stage that this process's earlier runs left there.
         held: batches whose activations each stage holds at once at most.
+        name: what messages call the limit.
 
     Attributes:
         base: bytes at each stage without any adapter.
@@ -84,11 +74,11 @@ class MemoryLimit:
         look: Callable[[], Sequence[int]] | None = None,
         earlier: int = 0,
         held: Sequence[int] = (1,),
-        words: Words = WORDS,
+        name: str = "memory_limit",
     ) -> None:
         self.adapters, self.base, self.reserved = adapters, list(base), RESERVED + pieces
         self.estimate = adapters.estimate
-        self.limit, self._words = limit, words
+        self.limit, self._name = limit, name
         self._held = tuple(held)
         self._loaded, self._peak, self._pieces, self._look = list(base), peak, pieces, look
         self._smallest = [max(0, base[0] - earlier), *base[1:]]  # of the run's processes, as loaded
@@ -229,7 +219,7 @@ class MemoryLimit:
             less, to = f"{in_units(missing)} less", f" to {math.ceil((self.limit + missing) / MIB)} MiB"
         return (
             f"not enough memory in this process, which uses {in_units(max(self.base))} before it trains; "
-            f"go on in one that uses {less}, or raise {self._words.limit}{to}"
+            f"go on in one that uses {less}, or raise {self._name}{to}"
         )
 
     def _barely(self, one: Candidate) -> float:
@@ -261,10 +251,10 @@ class MemoryLimit:
 
         `for_good` goes by what `check` goes by, otherwise by what is known today.
         """
-        bounds_of = self.estimate.by_samples if for_good else self.estimate.activations
-        at_base = self._smallest if for_good else self.base
-        bounds = self._by_samples(one) if for_good else self._bounds(one)
-        reserved = self._least if for_good else self.reserved
+        bounds_of, at_base, reserved = self.estimate.activations, self.base, self.reserved
+        if for_good:
+            bounds_of, at_base, reserved = self.estimate.by_samples, self._smallest, self._least
+        bounds = bounds_of({one.name: one.largest}, [one.name])
         if for_good and math.inf in bounds:
             reserved = RESERVED
         states, lengths = self.adapters.admitted(one.name), one.largest
@@ -277,8 +267,15 @@ class MemoryLimit:
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
         used = [base + reserved for base in at_base]
         would = math.ceil(max(self._together(one, bounds, used)) / MIB)
-        fits = self._most_that_fit(one, used, bounds_of)
-        lower = f"lower {self._words.batch} to {fits}, or" if fits else "even one sequence is too much;"
+
+        def too_much(batch: int) -> bool:
+            found = bounds_of({one.name: one.fewer(batch)}, [one.name])
+            return max(self._together(one, found, used)) > self.limit
+
+        fits = bisect_left(range(1, len(lengths)), True, key=too_much)
+        lower = "even one sequence is too much;"
+        if fits:
+            lower = f"lower per_device_train_batch_size to {fits}, or"
         batch = f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} with {sum(lengths)} tokens"
         return (
             f"needs {in_units(max(needs))} for its largest micro-batch of {batch}; {taken}; {lower} "
@@ -288,18 +285,9 @@ class MemoryLimit:
     def taken(self, base: Sequence[int], reserved: int) -> str:
         """Says what the limit is and what of it is taken, for a message."""
         return (
-            f"of {self._words.limit} {in_units(self.limit)}, the base model and libraries take "
+            f"of {self._name} {in_units(self.limit)}, the base model and libraries take "
             f"{in_units(max(base))}, and {in_units(reserved)} are kept in reserve"
         )
-
-    def _most_that_fit(self, one: Candidate, taken: Sequence[int], bounds_of: Bounds) -> int:
-        """Returns the largest batch with which all micro-batches of an adapter fit, or 0."""
-
-        def fits(batch: int) -> bool:
-            bounds = bounds_of({one.name: one.fewer(batch)}, [one.name])
-            return max(self._together(one, bounds, taken)) <= self.limit
-
-        return bisect_left(range(1, len(one.largest)), True, key=lambda batch: not fits(batch))
 
 
 def in_units(size: float) -> str:

@@ -11,13 +11,11 @@ from itertools import accumulate, pairwise
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-import mlora_ext
 from mlora.cluster.world import World
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_info import check_base
 from mlora.model.cut import Span
 from mlora.model.load import load_base
-from mlora.model.pretrained import skeleton
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
 from mlora_ext.nn.routing.router import router_of
 
@@ -49,7 +47,6 @@ class StageGroup:
         first: the first stage, in this process.
         blocks: number of decoder blocks of each stage; may be 0 for a single stage.
         replicas: number of pipelines; each has all stages.
-        source: folder or hub id of the base, if there are several replicas.
         spread: whether each stage is a process of its own.
     """
 
@@ -57,19 +54,7 @@ class StageGroup:
     first: StageWorker
     blocks: Sequence[int]
     replicas: int = 1
-    source: str = ""
     spread: bool = False
-
-    @property
-    def stages(self) -> int:
-        """The number of stages in each pipeline."""
-        return len(self.blocks)
-
-    def skeleton(self) -> PreTrainedModel:
-        """Returns the converted base without any weight; adapters on it take no memory."""
-        model = skeleton(self.source, torch.float32)
-        mlora_ext.convert_model(model, {}, every_linear=True)
-        return model
 
 
 def stage_group_of_threads(
@@ -92,8 +77,7 @@ def stage_group_of_threads(
         make_worker(copy.deepcopy(source) if copies else source, span, _on_its_device(options, stage))
         for stage, span in enumerate(spans)
     ]
-    modules = [part.module for part in parts]
-    driver = Pipeline(modules, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
+    driver = Pipeline(parts, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
     return StageGroup(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
 
 
@@ -130,7 +114,7 @@ def stage_of_this_process(
     device = options.device if nccl else None
     neighbours = connect_neighbours(world, replicas=replicas, nccl=device)
     process = StageProcess(
-        part.module,
+        part,
         stage,
         count,
         neighbours,

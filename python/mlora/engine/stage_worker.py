@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +16,10 @@ from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.objectives.registry import objective_of
-from mlora.objectives.token_losses import Owners, TokenLosses, chunked_losses, plain_losses
-from mlora.optim.adapter_optimizer import AdapterOptimizer
+from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import Optimizer
+from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora_ext.frozen.base_gemm import set_base_gemm
@@ -30,13 +31,18 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-class StageWorker(Hooks):
-    """Does one stage's work: forward, backward, updates, and what the first stage asks for."""
+class StageWorker(Hooks, nn.Module):
+    """Does one stage's work: forward, backward, updates, and what the first stage asks for.
+
+    As a module it takes packed rows of several adapters, and returns hidden states or the head's input. If an
+    adapter targets the head, the head belongs to the last stage, which returns whole logits.
+    """
 
     def __init__(self, base: BaseModel, device: torch.device) -> None:
+        super().__init__()
         self.base, self.device = base, device
-        self.module = PackedStage(self)
-        self._optimizers: dict[str, AdapterOptimizer] = {}
+        self.body = base.body
+        self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
@@ -54,25 +60,22 @@ class StageWorker(Hooks):
         """Sets packed attention and the model's mode, and measures; see `Hooks.around`."""
         if self.base.model.training is not train:
             self.base.model.train(train)
-        with self.base.packed(), ExitStack() as stack:
-            if train and common.get("measure") is not None:
-                stack.enter_context(self._measuring(common["measure"], given))
-            yield
-
-    @contextmanager
-    def _measuring(self, number: int, given: Sequence[Tensor]) -> Iterator[None]:
-        """Measures a micro-batch's forward, or its backward."""
-        if number not in self._measured:
-            self._measured[number] = work_memory(self._peaks)
-        else:
-            self._measured[number].mark()
-        self._current = self._measured[number]
-        self._current.adopt(given)
-        try:
-            with self._current:
+        number = common.get("measure") if train else None
+        with self.base.packed():
+            if number is None:
                 yield
-        finally:
-            self._current = None
+                return
+            if number in self._measured:
+                self._measured[number].mark()
+            else:
+                self._measured[number] = work_memory(self._peaks)
+            self._current = self._measured[number]
+            self._current.adopt(given)
+            try:
+                with self._current:
+                    yield
+            finally:
+                self._current = None
 
     def _next_phase(self) -> None:
         if self._current is not None:
@@ -88,38 +91,34 @@ class StageWorker(Hooks):
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
         note = {"squares": squares, **memory_now}
-        return note if memory is None else {**note, "memory": _phases(memory.peaks)}
+        if memory is not None:  # only the last stage has a loss between forward and backward
+            forward, *loss, backward = memory.peaks
+            note["memory"] = (forward, *(loss or [0]), backward)
+        return note
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Runs one of the verbs below; see `Hooks.control`."""
         verbs: dict[str, Callable[..., Any]] = {
-            "create": self._create_again,
+            "create": self._create,
             "remove": self.remove,
-            "update": self.update,
-            "squares": self._squares,
-            "state": self.state,
-            "load": self.load,
-            "weights": self._weights,
-            "base_gemm": self._choose_gemm,
-            "memory": self._used_memory,
-            "release_memory": self._release_memory,
+            "update": self._update,
+            "squares": lambda name: self._optimizers[name].squares(),
+            "state": self._state,
+            "load": self._load,
+            "weights": lambda name: adapter_state(self.base.model, name),
+            "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
+            "memory": lambda: used_memory(self.device),
+            "release_memory": lambda: release_memory(self.device),
         }
         if verb not in verbs:
             return super().control(verb, arguments)
         return verbs[verb](**arguments)
 
-    def create(
-        self, name: str, lora: LoraConfig | None, optim: OptimConfig, init_from: str | None, seed: int
-    ) -> None:
-        """Puts a new adapter on the model; see `put_adapter`."""
-        put_adapter(self.base.model, name, lora, init_from, seed)
-        self.own(name, optim)
-
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model."""
-        self._optimizers[name] = AdapterOptimizer(self._parameters(name), optim)
+        self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
 
-    def _create_again(
+    def _create(
         self,
         name: str,
         lora: dict[str, Any],
@@ -130,7 +129,8 @@ class StageWorker(Hooks):
         """Creates here an adapter that the first stage has created."""
         from peft import LoraConfig
 
-        self.create(name, LoraConfig(**lora), OptimConfig(**optim), None, seed)
+        put_adapter(self.base.model, name, LoraConfig(**lora), None, seed)
+        self.own(name, OptimConfig(**optim))
         if weights is not None:
             write_weights(self.base.model, name, weights)
 
@@ -140,51 +140,26 @@ class StageWorker(Hooks):
         del self._optimizers[name]
         self._in_flight.pop(name, None)
 
-    def begin(
-        self,
-        names: Sequence[str],
-        updates: Mapping[str, Mapping[str, Any]],
-        measure: int | None = None,
-        received: Tensor | None = None,
-    ) -> None:
-        """Makes the updates decided since the last forward, before a micro-batch goes forward.
-
-        With `measure` (a number), the micro-batch's memory counts from here: without updates, and without
-        gradients, which all exist from here on. `received`, the previous stage's output, counts.
-        """
-        self.update(updates)
-        if measure is not None:
-            for name in names:
-                self._optimizers[name].hold_gradients()
-            self._measured[measure].restart(() if received is None else (received,))
-        if torch.is_grad_enabled():
-            self._latest = names
-            for name in names:
-                self._in_flight[name] = self._in_flight.get(name, 0) + 1
-
-    def update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
         """Makes each adapter's update."""
         for name, update in updates.items():
             self._optimizers[name].apply(Update(**update))
 
-    def _squares(self, name: str) -> Tensor:
-        return self._optimizers[name].squares()
-
-    def state(self, name: str) -> dict[str, Any]:
+    def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
-        parameters = self._parameters(name)
+        parameters = self._own_parameters(name)
         return {
             "weights": {key: p.detach().clone() for key, p in parameters.items()},
             "gradients": {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None},
             "moments": self._optimizers[name].state_dict(),
         }
 
-    def load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
+    def _load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
         """Takes over an adapter's state, which may hold other stages' tensors too.
 
         `updates` is how many the optimizer has made; `seed` is of the adapter's dropout.
         """
-        parameters = self._parameters(name)
+        parameters = self._own_parameters(name)
         self._optimizers[name].load_state_dict(updates, state["moments"])
         self._optimizers[name].drop_gradients()
         with torch.no_grad():
@@ -194,72 +169,10 @@ class StageWorker(Hooks):
                     parameter.grad = torch.empty_like(parameter).copy_(state["gradients"][key])
         router_of(self.base.model).adapters[name].seed = seed
 
-    def _weights(self, name: str) -> dict[str, Tensor]:
-        return adapter_state(self.base.model, name)
-
-    def _used_memory(self) -> int:
-        return used_memory(self.device)
-
-    def _release_memory(self) -> None:
-        release_memory(self.device)
-
-    def _choose_gemm(self, dtype: str, library: str) -> None:
-        set_base_gemm({dtype: library})
-
-    def _parameters(self, name: str) -> dict[str, nn.Parameter]:
+    def _own_parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Returns those of an adapter's Parameters that are on this stage."""
         parameters = mlora_ext.adapter_parameters(self.base.model, name)
         return {key: p for key, p in parameters.items() if not p.is_meta}
-
-    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Computes the pipeline's loss.
-
-        Args:
-            output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head.
-            targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
-                owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
-                asks for the most likely next token of each row.
-
-        Returns:
-            The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
-            and tokens `[M]`.
-        """
-        self._next_phase()
-        rows = targets["rows"].to(output.device, torch.int64)
-        if targets["targets"] is None:
-            total, found = self._next_tokens(output, rows)
-        else:
-            losses = self._losses(output, rows, targets)
-            total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
-        self._next_phase()
-        return total, found
-
-    def _next_tokens(self, output: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
-        picked = output.index_select(0, rows)
-        logits = picked if self.base.frozen_head() is None else self.base.logits(picked)
-        return logits.new_zeros(()), logits.argmax(-1)
-
-    def _losses(self, output: Tensor, rows: Tensor, targets: Mapping[str, Any]) -> TokenLosses:
-        tokens = targets["targets"].to(output.device, torch.int64)
-        names = targets.get("objectives")
-        objectives = None if names is None else [objective_of(name) for name in names]
-        owners = Owners(targets["counts"], targets["scales"], objectives, targets.get("lengths", ()))
-        head = self.base.frozen_head()
-        if head is not None:
-            return chunked_losses(output, head, rows, tokens, owners)
-        return plain_losses(output.index_select(0, rows), tokens, owners)
-
-
-class PackedStage(nn.Module):
-    """A stage's module: takes packed rows of several adapters, returns hidden states or the head's input.
-
-    If an adapter targets the head, the head belongs to the last stage, which returns whole logits.
-    """
-
-    def __init__(self, part: StageWorker) -> None:
-        super().__init__()
-        self.body = part.base.body
-        self._part = part
 
     def forward(
         self,
@@ -280,24 +193,61 @@ class PackedStage(nn.Module):
             rows: arguments of `PackedRows.of`.
             steps: dropout step of each adapter of the batch.
             ends: adapters whose accumulation is complete after this micro-batch.
-            measure: see `StageWorker.begin`.
+            measure: a number, if its memory is measured. It counts from here: without updates, and without
+                gradients, which all exist from here on. `received` counts.
 
         Returns:
             `[T, D]`, or the logits `[T, V]` if an adapter targets the head.
         """
-        part, base = self._part, self._part.base
-        part.begin(rows["names"], updates, measure, received)
-        packed = PackedRows.of(**rows, device=part.device)
+        base, names = self.base, rows["names"]
+        self._update(updates)
+        if measure is not None:
+            for name in names:
+                self._optimizers[name].hold_gradients()
+            self._measured[measure].restart(() if received is None else (received,))
+        if torch.is_grad_enabled():
+            self._latest = names
+            for name in names:
+                self._in_flight[name] = self._in_flight.get(name, 0) + 1
+        packed = PackedRows.of(**rows, device=self.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
             if not base.is_last or base.frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
 
+    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """Computes the pipeline's loss.
 
-def _phases(peaks: Sequence[int]) -> tuple[int, ...]:
-    """Returns the peaks of forward, loss and backward; the loss is 0 except on the last stage."""
-    return (peaks[0], 0, *peaks[1:]) if len(peaks) == 2 else tuple(peaks)
+        Args:
+            output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head.
+            targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
+                owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
+                asks for the most likely next token of each row.
+
+        Returns:
+            The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
+            and tokens `[M]`.
+        """
+        self._next_phase()
+        head = self.base.frozen_head()
+        rows, tokens = targets["rows"].to(output.device, torch.int64), targets["targets"]
+        found: Any
+        if tokens is None:
+            picked = output.index_select(0, rows)
+            logits = picked if head is None else self.base.logits(picked)
+            total, found = logits.new_zeros(()), logits.argmax(-1)
+        else:
+            names, tokens = targets.get("objectives"), tokens.to(output.device, torch.int64)
+            objectives = None if names is None else [objective_of(name) for name in names]
+            owners = Owners(targets["counts"], targets["scales"], objectives, targets.get("lengths", ()))
+            if head is not None:
+                losses = chunked_losses(output, head, rows, tokens, owners)
+            else:
+                losses = plain_losses(output.index_select(0, rows), tokens, owners)
+            total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
+        self._next_phase()
+        return total, found
 
 
 def put_adapter(

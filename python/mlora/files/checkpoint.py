@@ -13,7 +13,7 @@ from mlora.errors import RunError, first_fault
 from mlora.files.disk import read_tensors, write_tensors
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 10
+FORMAT = 11
 
 
 class _Payload(BaseModel):

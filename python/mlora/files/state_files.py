@@ -8,10 +8,8 @@ from typing import Any
 
 from mlora.errors import RunError
 from mlora.files.checkpoint import checkpoint_name, list_checkpoints
-from mlora.files.disk import os_errors, read_tensors, write_tensors
+from mlora.files.disk import os_errors, read_tensors
 from mlora.tasks.task import ALIVE
-
-write_state = write_tensors
 
 
 def best_file(name: str, step: int) -> str:

@@ -6,11 +6,10 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from mlora.memory.batch_shape import BatchShape
-from mlora.memory.bound import Bound
-from mlora.memory.memory_model import PeakModel
+from mlora.memory.memory_model import BatchShape
+from mlora.memory.peak_model import PeakModel
 
 _LEARNING = 10  # first micro-batches of a mixture, all of which are measured
 _EVERY = 256  # of those that follow, one in this many is measured
@@ -21,54 +20,32 @@ Phases = Sequence[int]
 """Bytes of each phase of a micro-batch at a stage; the largest counts."""
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """Samples of a mixture of adapters: micro-batches that never trained anything.
+class MemorySample(NamedTuple):
+    """What a micro-batch needed beyond the weights, gradients and moments.
 
     Attributes:
-        knees: of each stage's `PeakModel`.
-        samples: sequence lengths of each, and its phases at each stage; empty if nothing can be found out
-            now.
+        lengths: of its sequences.
+        phases: the most bytes that each stage held at once during forward, loss (0 if it has none) and
+            backward, including the neighbouring stages' activations and gradients.
     """
 
-    knees: Sequence[Sequence[int | None]]
-    samples: Sequence[tuple[Sequence[int], Sequence[Phases]]]
+    lengths: Sequence[int]
+    phases: Sequence[Phases]
 
 
 @dataclass
-class Mixture:
+class _Mixture:
     """What is known of a mixture of adapters.
 
     Attributes:
-        places: a bound for each stage.
+        places: a model for each stage.
         longest: rows of the longest sequence that samples were asked for.
         passed: micro-batches that have passed.
     """
 
-    places: list[Bound]
+    places: list[PeakModel]
     longest: int = 0
     passed: int = 0
-
-    def seed(self, found: DryRun) -> None:
-        """Takes in samples."""
-        for lengths, places in found.samples:
-            for bound, phases in zip(self.places, places, strict=True):
-                bound.seed(lengths, phases)
-
-    def predict(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the bytes that a micro-batch needs at each stage; 0 if nothing is known."""
-        return [bound.predict(lengths) for bound in self.places]
-
-    def state(self) -> dict[str, Any]:
-        """Returns plain values."""
-        places = [bound.state() for bound in self.places]
-        return {"places": places, "longest": self.longest, "passed": self.passed}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Mixture:
-        """Rebuilds a mixture from its `state`."""
-        places = [Bound.from_state(place) for place in state["places"]]
-        return cls(places, state["longest"], state["passed"])
 
 
 class MemoryEstimate:
@@ -85,8 +62,9 @@ class MemoryEstimate:
 
     Args:
         mixture: names the mixture that tasks form, given their names. A mixture of more tasks takes no less.
-        dry_run: runs micro-batches of a mixture dry, with sequences as long as the tasks' longest.
-        places: the number of stages.
+        dry_run: returns samples of a mixture, micro-batches that never trained anything, with sequences as
+            long as the tasks' longest; none if nothing can be found out now.
+        knees: of each stage's `PeakModel`.
 
     Attributes:
         stale: whether a new decision is worthwhile. Since the last `adopt` a micro-batch needed more than its
@@ -96,18 +74,26 @@ class MemoryEstimate:
     def __init__(
         self,
         mixture: Callable[[Sequence[str]], str],
-        dry_run: Callable[[Sequence[str]], DryRun],
-        places: int = 1,
+        dry_run: Callable[[Sequence[str]], Sequence[MemorySample]],
+        knees: Sequence[Sequence[int | None]] = ((None,),),
     ) -> None:
         self.stale = False
-        self._mixture, self._dry_run = mixture, dry_run
-        self._learned: dict[str, Mixture] = {}
-        self._adopted: dict[str, Mixture] = {}
+        self._mixture = mixture
+        self._dry_run: Callable[[Sequence[str]], Sequence[MemorySample]] | None = dry_run
+        self._learned: dict[str, _Mixture] = {}
+        self._adopted: dict[str, _Mixture] = {}
         self._changed: set[str] = set()  # since the last entry
         self._observed: set[str] = set()  # since it was adopted
-        self._places = places
+        self._knees = knees
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
+
+    @property
+    def as_adopted(self) -> MemoryEstimate:
+        """The same bounds as adopted last; asking them runs nothing."""
+        view = copy.copy(self)
+        view._dry_run = None
+        return view
 
     def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         """Returns an upper bound on a micro-batch's bytes at each stage; see `mlora.scheduler.Bounds`.
@@ -119,46 +105,30 @@ class MemoryEstimate:
             among: names of all tasks that may take part, including those of `lengths`.
         """
         together = _together(lengths)
+        mixture = self._adopted_of(among, max(together))
+        if mixture is None:
+            return [math.inf] * len(self._knees)
         key = self._key(among), together
-        mixture = self._adopted_of(key[0], among, max(together))
-        return self._over(key, mixture) if key[0] in self._adopted else self._unknown()
-
-    def by_samples(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
-        """Returns `activations` from samples alone: the same before and after measurements.
-
-        Args:
-            lengths: as for `activations`.
-            among: as for `activations`.
-        """
-        together, key = _together(lengths), self._key(among)
-        mixture = self._adopted_of(key, among, max(together))
-        if key not in self._adopted:
-            return self._unknown()
-        return [bound.by_samples(together) for bound in mixture.places]
-
-    def _unknown(self) -> list[float]:
-        return [math.inf] * self._places
-
-    def _over(self, key: tuple[str, tuple[int, ...]], mixture: Mixture) -> list[float]:
         if key not in self._bounds:
             if len(self._bounds) >= _REMEMBERED:
                 self._bounds.clear()
-            self._bounds[key] = [bound.over(key[1]) for bound in mixture.places]
+            self._bounds[key] = [model.over(together) for model in mixture.places]
         return self._bounds[key]
 
-    @property
-    def as_adopted(self) -> Adopted:
-        """The same bounds as adopted last; asking them runs nothing."""
-        return Adopted(self)
+    def by_samples(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
+        """Returns `activations` from samples alone: the same before and after measurements."""
+        together = _together(lengths)
+        mixture = self._adopted_of(among, max(together))
+        if mixture is None:
+            return [math.inf] * len(self._knees)
+        return [model.by_samples(together) for model in mixture.places]
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
-        """Returns the predicted bytes at each stage, without a margin; 0 if nothing is known.
-
-        Args:
-            lengths: as for `activations`.
-            among: as for `activations`.
-        """
-        return self._adopted_of(self._key(among), among).predict(_together(lengths))
+        """Returns what `activations` returns, but without a margin; 0 if nothing is known."""
+        mixture = self._adopted_of(among)
+        if mixture is None:
+            return [0] * len(self._knees)
+        return [model.predict(_together(lengths)) for model in mixture.places]
 
     def _key(self, among: Sequence[str]) -> str:
         names = tuple(among)
@@ -168,21 +138,23 @@ class MemoryEstimate:
             self._keys[names] = self._mixture(names)
         return self._keys[names]
 
-    def _adopted_of(self, key: str, among: Sequence[str], longest: int = 0) -> Mixture:
+    def _adopted_of(self, among: Sequence[str], longest: int = 0) -> _Mixture | None:
         """Returns a mixture as adopted; samples it first if it is new or its samples are too short."""
+        key = self._key(among)
         known = self._adopted.get(key)
-        if known is not None and longest <= known.longest:
+        if self._dry_run is None or (known is not None and longest <= known.longest):
             return known
         found = self._dry_run(among)
-        new = Mixture([Bound(PeakModel(knees)) for knees in found.knees])
-        if known is None and not found.samples:
-            return new
-        reached = max([longest, *(max(lengths) for lengths, _ in found.samples)])
+        if known is None and not found:
+            return None
+        new = _Mixture([PeakModel(knees) for knees in self._knees])
         self._bounds.clear()
         for mixtures in (self._learned, self._adopted):
             mixture = mixtures.setdefault(key, copy.deepcopy(new))
-            mixture.seed(found)
-            mixture.longest = reached
+            for lengths, places in found:
+                for model, phases in zip(mixture.places, places, strict=True):
+                    model.seed(lengths, phases)
+            mixture.longest = max([longest, *(max(lengths) for lengths, _ in found)])
         self._changed.add(key)
         return self._adopted[key]
 
@@ -191,14 +163,10 @@ class MemoryEstimate:
         self._keys.clear()
 
     def worth_measuring(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> bool:
-        """Counts a micro-batch and returns whether to measure it.
+        """Counts a micro-batch of admitted tasks (`among`) and returns whether to measure it.
 
         Measures a mixture's first micro-batches, those beyond what was measured, and then one in many.
-        Micro-batches that form another mixture than `among` are not measured.
-
-        Args:
-            lengths: of the sequences of each task that takes part in it, by name.
-            among: names of all admitted tasks; `activations` was asked about their mixture before.
+        Micro-batches that form another mixture than `among`, or an unknown one, are not measured.
         """
         key = self._key(among)
         known = self._learned.get(key)
@@ -209,24 +177,19 @@ class MemoryEstimate:
         if self._key(list(lengths)) != key:
             return False
         shape = BatchShape.of(_together(lengths))
-        new = any(bound.beyond(shape) > 0 for bound in known.places)
+        new = any(model.beyond(shape) > 0 for model in known.places)
         return new or passed < _LEARNING or passed % _EVERY == 0
 
     def observe(self, lengths: Sequence[int], among: Sequence[str], places: Sequence[Phases]) -> None:
-        """Takes in what a micro-batch needed.
-
-        Args:
-            lengths: of its sequences.
-            among: names of all tasks that were admitted.
-            places: the bytes of its phases at each stage.
-        """
+        """Takes in the bytes of a micro-batch's phases at each stage; `among` names all admitted tasks."""
         key, shape = self._key(among), BatchShape.of(lengths)
         if key not in self._adopted:
             return
-        for bound, phases in zip(self._adopted[key].places, places, strict=True):
-            self.stale |= max(phases) > bound.over(lengths) or shape.doublings(bound.seen) > _GROWN
-        for bound, phases in zip(self._learned[key].places, places, strict=True):
-            bound.observe(lengths, phases)
+        for model, phases in zip(self._adopted[key].places, places, strict=True):
+            seen = model.seeds.with_(model.measured)
+            self.stale |= max(phases) > model.over(lengths) or shape.doublings(seen) > _GROWN
+        for model, phases in zip(self._learned[key].places, places, strict=True):
+            model.observe(lengths, phases)
         self._changed.add(key)
         self._observed.add(key)
 
@@ -247,11 +210,7 @@ class MemoryEstimate:
         return {"adopted": _states(self._adopted), "learned": _states(self._learned)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned.
-
-        Args:
-            state: plain values.
-        """
+        """Takes over what `state` returned."""
         self._adopted, self._learned = _mixtures(state["adopted"]), _mixtures(state["learned"])
         self._changed, self._observed = set(self._learned), set(self._learned)
         self._bounds.clear()
@@ -262,14 +221,10 @@ class MemoryEstimate:
         After `load_state` these are all mixtures.
         """
         changed, self._changed = sorted(self._changed), set()
-        return {key: self._adopted[key].state() for key in changed}
+        return _states({key: self._adopted[key] for key in changed})
 
     def load_changes(self, changes: Mapping[str, Any]) -> None:
-        """Adopts what was adopted before.
-
-        Args:
-            changes: what `changes` returned.
-        """
+        """Adopts what `changes` returned."""
         for mixtures in (self._learned, self._adopted):
             mixtures |= _mixtures(changes)
         self._changed -= set(changes)
@@ -278,33 +233,19 @@ class MemoryEstimate:
         self.stale = False
 
 
-class Adopted:
-    """The bounds of a `MemoryEstimate` as adopted last; see `mlora.scheduler.Bounds`."""
-
-    def __init__(self, estimate: MemoryEstimate) -> None:
-        self._estimate = estimate
-
-    def activations(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
-        """Returns the estimate's bounds; infinite if nothing is known."""
-        key = self._estimate._key(among), _together(lengths)
-        mixture = self._estimate._adopted.get(key[0])
-        return self._estimate._unknown() if mixture is None else self._estimate._over(key, mixture)
-
-    def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
-        """Returns the predicted bytes at each stage, without a margin; 0 if nothing is known."""
-        mixture = self._estimate._adopted.get(self._estimate._key(among))
-        if mixture is None:
-            return [0] * self._estimate._places
-        return mixture.predict(_together(lengths))
-
-
 def _together(lengths: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     return tuple(length for own in lengths.values() for length in own)
 
 
-def _states(mixtures: Mapping[str, Mixture]) -> dict[str, Any]:
-    return {key: mixture.state() for key, mixture in mixtures.items()}
+def _states(mixtures: Mapping[str, _Mixture]) -> dict[str, Any]:
+    return {
+        key: {**vars(mixture), "places": [model.state() for model in mixture.places]}
+        for key, mixture in mixtures.items()
+    }
 
 
-def _mixtures(states: Mapping[str, Any]) -> dict[str, Mixture]:
-    return {key: Mixture.from_state(state) for key, state in states.items()}
+def _mixtures(states: Mapping[str, Any]) -> dict[str, _Mixture]:
+    return {
+        key: _Mixture(**{**state, "places": [PeakModel.from_state(place) for place in state["places"]]})
+        for key, state in states.items()
+    }

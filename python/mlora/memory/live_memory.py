@@ -6,10 +6,9 @@ Work comes in pieces, forward now and backward later. Other work's memory in bet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,59 +17,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlora.memory.process_memory import PeakMemory
 
 
-class WorkMemory(Protocol):
-    """Measures work that is done inside `with`, in any number of pieces.
+class LiveMemory(TorchDispatchMode):
+    """Counts the storages that PyTorch's operators make in this thread inside `with`, while they live.
+
+    A storage counts from the call that made it until it is freed, wherever that happens. Scratch memory that
+    an operator takes and frees within one call is not seen. Storages on other devices than `device` do not
+    count. Works with fake tensors too.
 
     Attributes:
         live: bytes that the work holds now.
         peaks: the most bytes that it held at once, for each phase since `restart`.
     """
 
-    @property
-    def live(self) -> int: ...
-
-    @property
-    def peaks(self) -> list[int]: ...
-
-    def mark(self) -> None:
-        """Begins a new phase."""
-
-    def restart(self, given: Iterable[Tensor] = ()) -> None:
-        """Counts from zero; `given` are tensors that the work received and holds."""
-
-    def adopt(self, given: Iterable[Tensor]) -> None:
-        """Counts tensors that the work received."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class LiveMemory:
-    """Counts the storages that PyTorch's operators make in this thread inside `with`, while they live.
-
-    A storage counts from the call that made it until it is freed, wherever that happens. Scratch memory that
-    an operator takes and frees within one call is not seen. Storages on other devices than `device` do not
-    count. Works with fake tensors too.
-    """
-
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
         self._device = torch.device(device).type
         self._seen: dict[int, weakref.ref[Any]] = {}
-        self._modes: list[_Watch] = []
         self._changes: list[int] = []
         self._marks: list[int] = []
 
     @property
     def live(self) -> int:
-        """Bytes held now."""
         return sum(self._changes)
 
     @property
     def peaks(self) -> list[int]:
-        """The most bytes held at once, for each phase since `restart`."""
         levels = [0, *accumulate(self._changes)]
         ends = [0, *self._marks, len(levels) - 1]
         return [max(levels[begin : end + 1]) for begin, end in pairwise(ends)]
@@ -89,26 +60,19 @@ class LiveMemory:
         for tensor in given:
             self._count(tensor)
 
-    def __enter__(self) -> Self:
-        """Begins a piece of work."""
-        self._modes.append(_Watch(self._watch))
-        self._modes[-1].__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ends it; what it made counts until it is freed."""
-        self._modes.pop().__exit__(kind, error, trace)
-
-    def _watch(self, results: Any, arguments: Any) -> None:
-        """Counts what an operator made; a view of an argument was there before."""
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Counts what an operator makes; a view of an argument was there before."""
+        results = function(*args, **(kwargs or {}))
         made = [t for t in _tensors(results) if t.untyped_storage()._cdata not in self._seen]
-        if made:
-            there = {t.untyped_storage()._cdata for t in _tensors(arguments)}
-            for tensor in made:
-                if tensor.untyped_storage()._cdata not in there:
-                    self._count(tensor)
+        # the result of `torch.tensor` appears for the first time as an argument of `lift_fresh`
+        if made and function is not torch.ops.aten.lift_fresh.default:
+            there = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+            made = [t for t in made if t.untyped_storage()._cdata not in there]
+        for tensor in made:
+            self._count(tensor)
+        return results
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -125,22 +89,6 @@ class LiveMemory:
 
         seen[key] = weakref.ref(storage, freed)
         changes.append(size)
-
-
-class _Watch(TorchDispatchMode):
-    """Reports every operator call."""
-
-    def __init__(self, tell: Callable[[Any, Any], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = function(*args, **(kwargs or {}))
-        # The result of `torch.tensor` appears here for the first time, as an argument.
-        self._tell(results, () if function is torch.ops.aten.lift_fresh.default else (args, kwargs))
-        return results
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -162,7 +110,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class AllocatedMemory:
-    """Counts the bytes that anyone requests of PyTorch's GPU allocator inside `with`.
+    """Counts the bytes that anyone requests of PyTorch's GPU allocator inside `with`; see `LiveMemory`.
 
     Requested bytes depend only on the work's shapes. The blocks that are handed out do not: a block is up to
     1 MiB larger, as the allocator's free blocks happen to be. `PeakMemory` keeps the GPU's peak over its
@@ -177,23 +125,19 @@ class AllocatedMemory:
 
     @property
     def live(self) -> int:
-        """Bytes that the work's pieces hold so far."""
         return self._left + (self._asked("current") - self._begin) * self._inside
 
     @property
     def peaks(self) -> list[int]:
-        """The most bytes held at once, for each phase since `restart`."""
         now = self._asked("peak") - self._begin if self._inside else 0
         return [*self._most[:-1], max(self._most[-1], self._left + now)]
 
     def mark(self) -> None:
-        """Begins a new phase."""
         self._pause()
         self._most.append(self._left)
         self._go_on()
 
     def restart(self, given: Iterable[Tensor] = ()) -> None:
-        """Counts from zero; tensors of `given` count as if the work had made them."""
         self._left, self._most = 0, [0]
         self._go_on()
         self.adopt(given)
@@ -204,15 +148,11 @@ class AllocatedMemory:
         self._most[-1] = max(self._most[-1], self.live)
 
     def __enter__(self) -> Self:
-        """Begins a piece of work."""
         self._inside = True
         self._go_on()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ends it."""
+    def __exit__(self, *error: object) -> None:
         self._pause()
         self._inside = False
 
@@ -226,6 +166,9 @@ class AllocatedMemory:
     def _asked(self, which: str) -> int:
         stats = torch.cuda.memory_stats(self._gpu.device)  # empty before the first request
         return int(stats.get(f"requested_bytes.all.{which}", 0))
+
+
+WorkMemory = LiveMemory | AllocatedMemory
 
 
 def work_memory(peaks: PeakMemory) -> WorkMemory:

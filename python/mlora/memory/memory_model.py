@@ -8,17 +8,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import lsq_linear
-
-from mlora.memory.batch_shape import BatchShape
 
 _SEED = 1e-3
 """Weight of a dry run's squared error. Small, so that seeds decide only what measurements leave open: with
 ten measurements, a seed that is off by 2% moves the fit by less than 0.01%."""
 _ROWS = 1024.0  # unit of lengths; it makes all features about equally large
+
+
+class BatchShape(NamedTuple):
+    """The size of micro-batches, in rows.
+
+    Attributes:
+        rows: of all sequences.
+        squares: squared rows of each sequence, summed.
+        longest: rows of the longest sequence.
+        even: rows if all sequences are equally long, else 0.
+        uneven: rows if they are not, else 0.
+        trained: rows with a token after them, which the loss takes.
+    """
+
+    rows: int = 0
+    squares: int = 0
+    longest: int = 0
+    even: int = 0
+    uneven: int = 0
+    trained: int = 0
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> BatchShape:
+        """Returns the shape of one micro-batch with sequences of these lengths."""
+        if not len(lengths) or not (shortest := min(lengths)) >= 1:
+            raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
+        rows, longest = sum(lengths), max(lengths)
+        even = rows if shortest == longest else 0
+        squares = sum([length * length for length in lengths])
+        return cls(rows, squares, longest, even, rows - even, rows - len(lengths))
+
+    def with_(self, other: BatchShape) -> BatchShape:
+        """Returns the larger of both in each respect."""
+        return BatchShape(*map(max, self, other))
+
+    def doublings(self, of: BatchShape) -> float:
+        """Returns how often `of` must be doubled to hold this shape; zeros count as 1."""
+        return math.log2(max(1.0, *[own / (other or 1) for own, other in zip(self, of, strict=True)]))
+
+
+NOTHING = BatchShape()
 
 
 class MemoryModel:
@@ -53,18 +92,21 @@ class MemoryModel:
         if knee is not None and knee < 1:
             raise ValueError(f"knee: expected at least 1 row, got {knee}")
         self.knee, self.pieces, self.mask = knee, pieces, mask
-        self.count = 0
         self.error = 0.0
-        size = 3 + (knee is not None) + pieces + mask
-        self._sums, self._seeds = _Sums(size), _Sums(size)
-        self._found: np.ndarray[Any, Any] | None = None
-        self._by_seeds: np.ndarray[Any, Any] | None = None
-        self._whitening: np.ndarray[Any, Any] | None = None
+        size = 4 + (knee is not None) + pieces + mask
+        # sums of rrᵀ, where r holds the features over the bytes, and 1
+        self._sums, self._seeds = np.zeros((size, size)), np.zeros((size, size))
+        self._cache: dict[str, np.ndarray[Any, Any]] = {}
+
+    @property
+    def count(self) -> int:
+        """Measurements taken in."""
+        return int(self._sums[-1, -1])
 
     @property
     def seeded(self) -> bool:
         """Whether there is a seed."""
-        return self._seeds.count > 0
+        return bool(self._seeds[-1, -1])
 
     def seed(self, lengths: Sequence[int], bytes: int) -> None:
         """Takes in the result of a dry run. It counts where measurements leave the fit open.
@@ -76,8 +118,9 @@ class MemoryModel:
         Raises:
             ValueError: as `observe`.
         """
-        self._seeds.add(self._features(BatchShape.of(lengths)), _positive(bytes))
-        self._found = self._by_seeds = None
+        row = self._row(lengths, bytes)
+        self._seeds += np.outer(row, row)
+        self._cache.clear()
 
     def observe(self, lengths: Sequence[int], bytes: int) -> None:
         """Takes in a measurement.
@@ -90,12 +133,11 @@ class MemoryModel:
             ValueError: if there is no sequence, a length is below 1, or `bytes` is no finite number of at
                 least 1.
         """
-        features, size = self._features(BatchShape.of(lengths)), _positive(bytes)
-        if self.seeded or self.count >= len(features):
-            self.error = max(self.error, abs(self.predict(lengths) / size - 1.0))
-        self._sums.add(features, size)
-        self.count += 1
-        self._found = self._whitening = None
+        row = self._row(lengths, bytes)
+        if self.seeded or self.count >= len(row) - 1:
+            self.error = max(self.error, abs(self.predict(lengths) / bytes - 1.0))
+        self._sums += np.outer(row, row)
+        self._cache.clear()
 
     def predict(self, lengths: Sequence[int]) -> int:
         """Returns the bytes that a micro-batch will take.
@@ -110,32 +152,17 @@ class MemoryModel:
         return self.at(BatchShape.of(lengths))
 
     def at(self, shape: BatchShape) -> int:
-        """Returns the bytes that a micro-batch of a shape will take; see `predict`.
-
-        Args:
-            shape: of a micro-batch.
-
-        Raises:
-            RuntimeError: if nothing has been observed and there is no seed.
-        """
+        """Returns the bytes that a micro-batch of a shape will take; raises as `predict`."""
         return math.ceil(float(self._features(shape) @ self._fit()))
 
     def at_by_seeds(self, shape: BatchShape) -> int:
-        """Returns what `at` returns, but from seeds alone.
+        """Returns what `at` returns, but from seeds alone; there must be one.
 
         Measurements that say nothing about such a micro-batch may have bent the fit there.
-
-        Args:
-            shape: of a micro-batch.
-
-        Raises:
-            RuntimeError: if there is no seed.
         """
-        if not self.seeded:
-            raise RuntimeError("there is no seed: call seed first")
-        if self._by_seeds is None:
-            self._by_seeds = _solve(self._seeds.gram, self._seeds.right)
-        return math.ceil(float(self._features(shape) @ self._by_seeds))
+        if "seeds" not in self._cache:
+            self._cache["seeds"] = _solve(self._seeds)
+        return math.ceil(float(self._features(shape) @ self._cache["seeds"]))
 
     def leverage(self, shape: BatchShape) -> float:
         """Returns how far a micro-batch lies from the measured ones, as the fit sees it.
@@ -143,21 +170,15 @@ class MemoryModel:
         This is its leverage (Hoaglin and Welsch, "The hat matrix in regression and ANOVA", 1978). The fit's
         error there is √leverage times that of a measurement.
 
-        Args:
-            shape: of the micro-batch.
-
         Returns:
             About the number of coefficients over the number of measurements for one like the measured ones;
             at most 1 for each of these; more than 1 where they say little; infinite without any.
-
-        Raises:
-            RuntimeError: as `at`.
         """
         if not self.count:
             return math.inf
-        if self._whitening is None:
-            self._whitening = _whitening(self._sums.gram)
-        parts = self._whitening @ (self._features(shape) / self.at(shape))
+        if "whitening" not in self._cache:
+            self._cache["whitening"] = _whitening(self._sums[:-1, :-1])
+        parts = self._cache["whitening"] @ (self._features(shape) / self.at(shape))
         return float(parts @ parts)
 
     def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
@@ -191,10 +212,9 @@ class MemoryModel:
             "knee": self.knee,
             "pieces": self.pieces,
             "mask": self.mask,
-            "count": self.count,
             "error": self.error,
-            "sums": self._sums.state(),
-            "seeds": self._seeds.state(),
+            "sums": self._sums.tolist(),
+            "seeds": self._seeds.tolist(),
         }
 
     @classmethod
@@ -205,9 +225,15 @@ class MemoryModel:
             state: what `state` returned.
         """
         model = cls(state["knee"], state["pieces"], state["mask"])
-        model.count, model.error = state["count"], state["error"]
-        model._sums, model._seeds = _Sums.from_state(state["sums"]), _Sums.from_state(state["seeds"])
+        model.error = state["error"]
+        model._sums, model._seeds = np.array(state["sums"]), np.array(state["seeds"])
         return model
+
+    def _row(self, lengths: Sequence[int], size: int) -> np.ndarray[Any, Any]:
+        features = self._features(BatchShape.of(lengths))
+        if not (math.isfinite(size) and size >= 1):
+            raise ValueError(f"bytes: expected a finite number of at least 1, got {size}")
+        return np.append(features / size, 1.0)
 
     def _features(self, shape: BatchShape) -> np.ndarray[Any, Any]:
         found = [1.0, shape.rows / _ROWS, shape.squares / _ROWS**2]
@@ -221,129 +247,18 @@ class MemoryModel:
 
     def _fit(self) -> np.ndarray[Any, Any]:
         """Returns the coefficients in units of the features."""
-        if self._found is not None:
-            return self._found
-        if not (self._sums.count or self._seeds.count):
-            raise RuntimeError("nothing has been observed, and there is no seed: call observe or seed first")
-        gram = self._sums.gram + _SEED * self._seeds.gram
-        self._found = _solve(gram, self._sums.right + _SEED * self._seeds.right)
-        return self._found
+        if "all" not in self._cache:
+            if not (self.count or self.seeded):
+                raise RuntimeError(
+                    "nothing has been observed, and there is no seed: call observe or seed first"
+                )
+            self._cache["all"] = _solve(self._sums + _SEED * self._seeds)
+        return self._cache["all"]
 
 
-class PeakModel:
-    """Predicts a micro-batch's peak: the largest of its phases, each with its own `MemoryModel`.
-
-    The peak itself is no such sum: a short micro-batch peaks in the loss, whose workspace is bounded, and a
-    long one in backward.
-
-    Args:
-        knees: of each phase's model; None = that phase has no knee.
-        pieces: see `MemoryModel`.
-        mask: see `MemoryModel`.
-    """
-
-    def __init__(self, knees: Sequence[int | None] = (None,), pieces: bool = True, mask: bool = True) -> None:
-        self.models = [MemoryModel(knee, pieces, mask) for knee in knees]
-
-    @property
-    def count(self) -> int:
-        """Measurements taken in."""
-        return max(model.count for model in self.models)
-
-    @property
-    def known(self) -> bool:
-        """Whether anything can be predicted."""
-        return any(model.count or model.seeded for model in self.models)
-
-    @property
-    def error(self) -> float:
-        """The largest `MemoryModel.error` of the phases."""
-        return max(model.error for model in self.models)
-
-    def seed(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
-        """Takes in the result of a dry run; see `MemoryModel.seed`.
-
-        Args:
-            lengths: of the sequences of a micro-batch.
-            phases: the bytes of each phase; 0 = this stage does not have the phase.
-        """
-        for model, size in zip(self.models, phases, strict=True):
-            if size:
-                model.seed(lengths, size)
-
-    def observe(self, lengths: Sequence[int], phases: Sequence[int]) -> None:
-        """Takes in a measurement; see `MemoryModel.observe`.
-
-        Args:
-            lengths: of the sequences of a micro-batch.
-            phases: the bytes of each phase; 0 = this stage does not have the phase.
-        """
-        for model, size in zip(self.models, phases, strict=True):
-            if size:
-                model.observe(lengths, size)
-
-    def predict(self, lengths: Sequence[int]) -> int:
-        """Returns the largest `MemoryModel.predict` of the phases."""
-        return self.at(BatchShape.of(lengths))
-
-    def at(self, shape: BatchShape) -> int:
-        """Returns the largest `MemoryModel.at` of the phases."""
-        known = [model for model in self.models if model.count or model.seeded]
-        return max(model.at(shape) for model in known or self.models)
-
-    def at_by_seeds(self, shape: BatchShape) -> int:
-        """Returns the largest `MemoryModel.at_by_seeds` of the phases; 0 without seeds."""
-        return max([0, *(model.at_by_seeds(shape) for model in self.models if model.seeded)])
-
-    def leverage(self, shape: BatchShape) -> float:
-        """Returns the largest `MemoryModel.leverage` of the measured phases; infinite without any."""
-        return max((model.leverage(shape) for model in self.models if model.count), default=math.inf)
-
-    def mape(self, samples: Sequence[tuple[Sequence[int], int]]) -> float:
-        """Returns the mean absolute error of predicted peaks, in percent; see `MemoryModel.mape`."""
-        if not samples:
-            raise ValueError("samples: expected at least one, got none")
-        errors = [abs(self.predict(lengths) / size - 1.0) for lengths, size in samples]
-        return 100.0 * sum(errors) / len(errors)
-
-    def state(self) -> list[dict[str, Any]]:
-        """Returns the `MemoryModel.state` of each phase."""
-        return [model.state() for model in self.models]
-
-    @classmethod
-    def from_state(cls, state: Sequence[Mapping[str, Any]]) -> PeakModel:
-        """Rebuilds a model from its `state`."""
-        model = cls()
-        model.models = [MemoryModel.from_state(each) for each in state]
-        return model
-
-
-class _Sums:
-    """Sums AᵀA and Aᵀ1; A's rows are features over bytes."""
-
-    def __init__(self, size: int) -> None:
-        self.count = 0
-        self.gram, self.right = np.zeros((size, size)), np.zeros(size)
-
-    def add(self, features: np.ndarray[Any, Any], size: int) -> None:
-        row = features / size
-        self.gram += np.outer(row, row)
-        self.right += row
-        self.count += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"count": self.count, "gram": self.gram.tolist(), "right": self.right.tolist()}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> _Sums:
-        sums = cls(len(state["right"]))
-        sums.count = state["count"]
-        sums.gram, sums.right = np.array(state["gram"]), np.array(state["right"])
-        return sums
-
-
-def _solve(gram: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _solve(sums: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Minimises |A β - 1|² with β >= 0, given only AᵀA and Aᵀ1; a root of AᵀA takes A's place."""
+    gram, right = sums[:-1, :-1], sums[:-1, -1]
     scale = np.sqrt(np.maximum(np.diag(gram), np.finfo(float).tiny))  # a feature may always be 0
     values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
     kept = values > values[-1] * 1e-13
@@ -361,9 +276,3 @@ def _whitening(gram: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
     found: np.ndarray[Any, Any] = (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1]))).T / scale
     return found
-
-
-def _positive(size: int) -> int:
-    if not (math.isfinite(size) and size >= 1):
-        raise ValueError(f"bytes: expected a finite number of at least 1, got {size}")
-    return size

@@ -14,7 +14,7 @@ import mlora_ext
 from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
 from mlora.model.cut import Cut, Span
 from mlora.model.pretrained import stop_noise
-from mlora.objectives.head import Head, LogitRule
+from mlora.objectives.token_losses import Head, LogitRule
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight

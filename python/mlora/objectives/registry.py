@@ -5,16 +5,14 @@ To add an objective, subclass `mlora.objectives.objective.Objective` and registe
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlora.objectives.objective import Objective
 
 CROSS_ENTROPY = "cross_entropy"
-_OBJECTIVES: dict[str, str | type[Objective]] = {
-    CROSS_ENTROPY: "mlora.objectives.cross_entropy:CrossEntropy",
-}
+_OBJECTIVES: dict[str, str | type[Objective]] = {CROSS_ENTROPY: "mlora.objectives.objective:CrossEntropy"}
 
 
 def register_objective(name: str, kind: type[Objective]) -> None:
@@ -47,6 +45,5 @@ def objective_of(name: str) -> Objective:
         raise ValueError(f"objective: expected one of {', '.join(_OBJECTIVES)}, got {name!r}")
     found = _OBJECTIVES[name]
     if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = _OBJECTIVES[name] = getattr(import_module(module), attribute)
+        found = _OBJECTIVES[name] = resolve_name(found)
     return found()

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.step_rule import Update
 
 Shapes = Sequence[Sequence[int]]
 
 
 class Optimizer(ABC):
-    """The optimizer of one adapter's Parameters on one stage.
+    """One adapter's gradients on one stage, which are sums over tokens, and what steps its Parameters.
 
-    The learning rate and a factor on the gradients (clipping, tokens and loss scale) are decided once for all
-    stages and passed to `step`. Register a class with `mlora.optim.registry.register_optimizer`.
+    A subclass has `step`, `state_bytes` and, if there is a state, `begin`. The learning rate and a factor on
+    the gradients (clipping, tokens and loss scale) are decided once for all stages and passed to `step`.
+    Register a class with `mlora.optim.registry.register_optimizer`.
 
     Args:
-        parameters: the adapter's Parameters on this stage, fp32.
+        parameters: the adapter's Parameters on this stage by name, fp32.
         config: the adapter's settings.
 
     Attributes:
+        parameters: the Parameters, in order.
+        steps: steps made.
         state: for each Parameter, the tensors that last between steps, such as its moments; empty lists
             before the first step.
 
@@ -36,9 +40,13 @@ class Optimizer(ABC):
         >>> register_optimizer("lion", Lion)
     """
 
-    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
-        self.parameters, self.config = list(parameters), config
-        self.state: list[list[Tensor]] = [[] for _ in self.parameters]
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
+        self.parameters: list[Tensor] = list(parameters.values())
+        self.config = config
+        self.state: list[list[Tensor]] = [[] for _ in parameters]
+        self.steps = 0
+        self._names = list(parameters)
+        self._blank: list[tuple[Tensor, Tensor]] = []
 
     def begin(self) -> None:  # noqa: B027 - some have no state
         """Makes `state` before a step, if it is not there yet."""
@@ -72,23 +80,72 @@ class Optimizer(ABC):
         """Returns the bytes that a step takes temporarily, for Parameters of these shapes. Default: 0."""
         return 0
 
-    def load_state(self, state: Sequence[Sequence[Tensor]]) -> None:
-        """Copies a `state` that was saved before.
+    def squares(self) -> Tensor:
+        """Returns the sum of the squares of the gradients: `[]` fp64, on their device."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).double().square()
+
+    @torch.no_grad()
+    def apply(self, update: Update) -> None:
+        """Makes an update, and drops the gradients."""
+        if update.taken:
+            self.begin()
+            index = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+            gradients: list[Tensor] = [self.parameters[i].grad for i in index]  # type: ignore[misc]
+            if index:
+                self.step(index, gradients, update.learning_rate, update.scale, self.steps)
+            self.steps += 1
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._blank = []
+
+    def hold_gradients(self) -> None:
+        """Makes the missing gradients, of zeros, so that backward finds room for all of them."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self._blank.append((parameter, parameter.grad))
+
+    def drop_blank_gradients(self) -> None:
+        """Drops gradients of `hold_gradients` that no backward added to; their Parameters are not updated."""
+        for parameter, gradient in self._blank:
+            if parameter.grad is gradient and gradient._version == 0:
+                parameter.grad = None
+        self._blank = []
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Returns copies of `state` by Parameter name; leaves out Parameters without state."""
+        pairs = zip(self._names, self.state, strict=True)
+        return {name: [tensor.clone() for tensor in tensors] for name, tensors in pairs if tensors}
+
+    def load_state_dict(self, steps: int, state: Mapping[str, Sequence[Tensor]]) -> None:
+        """Loads the result of `state_dict`, from this stage or others.
 
         Args:
-            state: for each Parameter, its tensors.
+            steps: steps made.
+            state: may hold other Parameters, too.
 
         Raises:
-            ValueError: it is the state of other Parameters.
+            ValueError: `state` lacks a Parameter of this stage, or a shape differs.
         """
-        for parameter, tensors in zip(self.parameters, state, strict=True):
-            if any(tensor.shape != parameter.shape for tensor in tensors):
-                raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
+        found = [state.get(name, ()) for name in self._names]
+        lacking = bool(state) and not set(self._names) <= set(state)
+        if lacking or any(
+            t.shape != p.shape for p, own in zip(self.parameters, found, strict=True) for t in own
+        ):
+            raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
         # kernels ask for moments with the strides of the Parameter
         self.state = [
             [torch.zeros_like(parameter).copy_(tensor) for tensor in tensors]
-            for parameter, tensors in zip(self.parameters, state, strict=True)
+            for parameter, tensors in zip(self.parameters, found, strict=True)
         ]
+        self.steps = steps
 
 
 def elements(shapes: Shapes) -> int:

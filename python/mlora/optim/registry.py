@@ -5,7 +5,7 @@ To add an optimizer, subclass `mlora.optim.optimizer.Optimizer` and register the
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 Kind = type[Any]
@@ -48,6 +48,5 @@ def optimizer_kind(name: str) -> Kind:
         raise ValueError(f"optim: expected one of {', '.join(_OPTIMIZERS)}, got {name!r}")
     found = _OPTIMIZERS[name]
     if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = _OPTIMIZERS[name] = getattr(import_module(module), attribute)
+        found = _OPTIMIZERS[name] = resolve_name(found)
     return found

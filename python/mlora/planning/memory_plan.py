@@ -9,7 +9,7 @@ from mlora.config.run_config import RunConfig
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
-from mlora.planning.task_memory import WORDS, TaskMemory
+from mlora.planning.task_memory import LIMIT, TaskMemory
 from mlora.scheduler import ORDERS, PLACEMENTS, Room, admit
 from mlora.tasks.groups import held_batches, slot_count
 from mlora.tasks.task import Task
@@ -89,7 +89,7 @@ def memory_plan(
         known.know(task)
     limit, room, never = config.scheduler.limit_bytes, Room(), dict[str, str]()
     if limit is not None:
-        memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), words=WORDS)
+        memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), name=LIMIT)
         for task in tasks:
             try:
                 memory.check(known.candidate(task))

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from mlora.data.record import sequence_lengths
 from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.memory_limit import Candidate, Words
+from mlora.engine.memory_limit import Candidate
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
 from mlora_ext.nn.interop.peft_folder import read_config
 
+LIMIT = "scheduler.memory_limit"  # what a run's messages call it
 MOST_LOOKED_AT = 20_000  # micro-batches of a task
-WORDS = Words("scheduler.memory_limit", "per_device_train_batch_size")
-"""How a run's messages call what a user can change."""
 
 
 class TaskMemory:

@@ -29,7 +29,7 @@ def evaluate_losses(engine: Engine, tasks: Sequence[Task], fits: Fits) -> dict[s
 
     `fits` is for training; an evaluation needs less.
     """
-    sums = {task.name: BatchResult(0.0, 0, True) for task in tasks}
+    sums = {task.name: BatchResult(0.0, 0) for task in tasks}
     batches = (part for batch in _batches(tasks) for part in _parts(batch, fits))
     for results in engine.evaluate_each(batches):
         for name, result in results.items():

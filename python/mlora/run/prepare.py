@@ -22,7 +22,7 @@ from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.planning.task_memory import WORDS, memory_need
+from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks
@@ -148,7 +148,7 @@ def limit_memory(config: RunConfig, engine: Engine, earlier: int = 0) -> MemoryL
         return None
     try:
         held = held_batches(config)
-        return engine.limit_memory(limit, enforce=False, held=held, earlier=earlier, words=WORDS)
+        return engine.limit_memory(limit, enforce=False, held=held, earlier=earlier, name=LIMIT)
     except ValueError as error:
         line = first_line(error).removeprefix("memory_limit: ")
         raise RunError(f"scheduler.memory_limit: {line}") from error

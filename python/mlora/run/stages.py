@@ -177,7 +177,7 @@ def stage_0(config: RunConfig, member: Member, lengths: Sequence[int], trace: in
     usual_lengths_of(member, lengths)
     part, process, blocks = _own_stage(config, member, lengths, trace)
     replicas = config.pipeline.replicas
-    return StageGroup(process, part, blocks, replicas, config.base_model, spread=True)
+    return StageGroup(process, part, blocks, replicas, spread=True)
 
 
 def _own_stage(

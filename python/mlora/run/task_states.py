@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_line
-from mlora.files.state_files import best_file, read_state, write_state
+from mlora.files.disk import write_tensors
+from mlora.files.state_files import best_file, read_state
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def set_aside(engine: Engine, task: Task, folder: Path) -> None:
     A task that has not begun needs no file. If the file cannot be written, the adapter stays.
     """
     if task.progress.batches:
-        write_state(folder / state_file(task), {**_stamp(task), "state": engine.state_dict(task.name)})
+        write_tensors(folder / state_file(task), {**_stamp(task), "state": engine.state_dict(task.name)})
     engine.remove_adapter(task.name)
 
 
@@ -98,7 +99,7 @@ def compare(task: Task, entry: Mapping[str, Any]) -> bool:
 def write_best(engine: Engine, task: Task, folder: Path) -> None:
     """Keeps the present weights of a task, whose last evaluation is its best."""
     stamp = {"task": task.name, "step": task.kept_step}
-    write_state(_best_path(task, folder), {**stamp, "weights": engine.weights(task.name)})
+    write_tensors(_best_path(task, folder), {**stamp, "weights": engine.weights(task.name)})
 
 
 def read_best(task: Task, folder: Path, *, in_doubt: bool) -> dict[str, Tensor] | None:

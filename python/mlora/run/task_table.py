@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.lora_fields import lora_warnings
-from mlora.engine.batch_admission import MeasuredBatch
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
+from mlora.memory.estimate import MemorySample
 from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
@@ -305,7 +305,7 @@ class TaskTable:
         lengths = {task.name: task.next_lengths() for task in chosen}
         return self.memory.estimate.worth_measuring(lengths, list(self.admission.slots))
 
-    def passed(self, measured: Sequence[MeasuredBatch]) -> None:
+    def passed(self, measured: Sequence[MemorySample]) -> None:
         """Learns from a batch that has passed: measured micro-batches, memory kept and peak.
 
         Micro-batches under way may take their budgets. A task that goes on alone beyond the limit counts with
@@ -315,8 +315,7 @@ class TaskTable:
             return
         admission, here = self.admission, self.admitted()
         for one in measured:
-            together = [length for own in one.lengths.values() for length in own]
-            self.memory.estimate.observe(together, list(admission.slots), one.phases)
+            self.memory.estimate.observe(one.lengths, list(admission.slots), one.phases)
         sizes: Sequence[float] = admission.budget
         if len(admission.slots) == 1 and here:
             largest = {here[0].name: self.candidate(here[0]).largest}

@@ -38,16 +38,17 @@ NOTICED = 10.0  # seconds
 STAGES = 3
 AT = """
 import mlora.engine.stage_worker, pathlib, torch
-plain, calls = mlora.engine.stage_worker.StageWorker.begin, 0
-def begin(*arguments):
+plain, calls = mlora.engine.stage_worker.StageWorker.forward, 0
+def forward(*arguments, **named):
     global calls
     calls += 1
-    plain(*arguments)
+    output = plain(*arguments, **named)
     if calls == 22:
         time.sleep({seen})  # the others have seen which adapters are under way
         pathlib.Path({mark!r}).touch()
         {fault}
-mlora.engine.stage_worker.StageWorker.begin = begin
+    return output
+mlora.engine.stage_worker.StageWorker.forward = forward
 """
 FAULTS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.data.record import sequence_lengths
 from mlora.engine.batch_admission import cut_batch
 from mlora.engine.engine import Engine
 from mlora.simulate.trace_file import TraceFiles
@@ -30,7 +29,7 @@ def test_what_an_error_left_behind_never_runs(monkeypatch: pytest.MonkeyPatch) -
     engine, other = (Engine(llama(), micro_batches=3) for _ in range(2))
     for each in (engine, other):
         create(each, "d")
-    plain, calls = engine._part.module.forward, []
+    plain, calls = engine._part.forward, []
 
     def first_fails(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
@@ -38,7 +37,7 @@ def test_what_an_error_left_behind_never_runs(monkeypatch: pytest.MonkeyPatch) -
             raise torch.OutOfMemoryError("out of memory")
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(engine._part.module, "forward", first_fails)
+    monkeypatch.setattr(engine._part, "forward", first_fails)
     with pytest.raises(torch.OutOfMemoryError):
         engine.forward_backward({"d": samples(6, 9, seed=1)})
     again = {"d": samples(3, 9, seed=2)}
@@ -63,7 +62,7 @@ def test_the_error_of_an_evaluation_is_the_one_that_is_raised(
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine._part.module, "forward", no_memory)
+        patched.setattr(engine._part, "forward", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             list(engine.evaluate_each(batches))
     assert [each["a"] for each in engine.evaluate_each(batches)] == expected
@@ -123,7 +122,7 @@ def test_micro_batches_have_about_as_many_tokens(
     counts: dict[str, int], pieces: int, expected: list[str]
 ) -> None:
     batches = {name: samples(count, 6, seed=1) for name, count in counts.items()}
-    cut = cut_batch(batches, pieces, sequence_lengths)
+    cut = cut_batch(batches, pieces)
     lengths = [" ".join(f"{name}:{len(found)}" for name, found in piece.items()) for piece in cut]
     tokens = [sum(len(s.input_ids) for found in piece.values() for s in found) for piece in cut]
     assert sum(tokens) == sum(len(s.input_ids) for n, c in counts.items() for s in samples(c, 6, seed=1))

@@ -9,7 +9,7 @@ from mlora.data.dataset import Sample
 from mlora.data.packing import PackedRows, pack
 from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.scaler import LossScaler
+from mlora.optim.step_rule import LossScaler
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make, samples
 from tiny_run import save_base

@@ -182,7 +182,7 @@ def test_samples_that_are_measured_serve_too() -> None:
 def test_over_random_days_nothing_is_beyond_the_limit() -> None:
     dice = random.Random(7)
     with limited(0.5) as engine:
-        admission, under_way, refused, cut = engine._batcher.admission, [], 0, 0
+        admission, under_way, refused, cut = engine._admission, [], 0, 0
         assert admission is not None
         for day in range(40):
             batch = {
@@ -207,7 +207,7 @@ def test_over_random_days_nothing_is_beyond_the_limit() -> None:
 
 def test_after_an_error_the_batch_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     with limited(1.01) as engine:
-        admission = engine._batcher.admission
+        admission = engine._admission
         assert admission is not None
         hook = engine.model.get_submodule("model.layers.0").register_forward_pre_hook(_run_out)
         with pytest.raises(torch.OutOfMemoryError):

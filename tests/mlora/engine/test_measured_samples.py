@@ -20,7 +20,6 @@ from mlora.engine.measured_samples import MeasuredSamples, _growth, _halved
 from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError
-from mlora.memory.estimate import DryRun
 from mlora.memory.live_memory import work_memory
 from mlora.memory.process_memory import PeakMemory, used_memory
 from mlora.run.run import resume, train
@@ -220,7 +219,7 @@ def test_growth_bounds_every_term() -> None:
 
 def test_what_cannot_be_measured_now_needs_more_than_there_is_and_is_asked_for_again() -> None:
     samples: list[Any] = []
-    estimate = MemoryEstimate("+".join, lambda names: DryRun([(None,)], list(samples)))
+    estimate = MemoryEstimate("+".join, lambda names: list(samples))
     assert estimate.activations({"a": [9]}, ["a"]) == [math.inf]
     assert estimate.predict({"a": [9]}, ["a"]) == [0]
     estimate.adopt()

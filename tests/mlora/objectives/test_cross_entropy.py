@@ -6,8 +6,7 @@ import mlora.objectives.token_losses
 import pytest
 import torch
 import torch.nn.functional as F
-from mlora.objectives.head import Head, LogitRule
-from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
+from mlora.objectives.token_losses import Head, LogitRule, Owners, chunked_losses, plain_losses
 from tolerances import assert_as_exact
 from torch.utils._python_dispatch import TorchDispatchMode
 

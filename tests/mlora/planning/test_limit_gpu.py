@@ -50,8 +50,8 @@ def test_several_adapters_stay_under_a_limit(
     observe = MemoryEstimate.observe
 
     def compare(self: MemoryEstimate, lengths: Any, among: Any, places: Any) -> None:
-        bound = self._learned[self._key(among)].places[0]
-        errors.setdefault(self._key(among), []).append(abs(bound.model.predict(lengths) / max(places[0]) - 1))
+        model = self._learned[self._key(among)].places[0]
+        errors.setdefault(self._key(among), []).append(abs(model.predict(lengths) / max(places[0]) - 1))
         observe(self, lengths, among, places)
 
     monkeypatch.setattr(MemoryEstimate, "observe", compare)

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import pytest
-from mlora.memory.bound import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
-from mlora.memory.estimate import DryRun
+from mlora.memory.peak_model import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
 from mlora.scheduler import MemoryEstimate
 from scheduled_runs import simulate
 
@@ -32,7 +32,7 @@ def test_where_enough_tasks_wait_the_limit_is_used() -> None:
 def estimate_of(per_row: float) -> MemoryEstimate:
     shapes = [[10], [100], [40, 40], [20, 80]]
     samples = [(shape, [[int(per_row * sum(shape))]]) for shape in shapes]
-    estimate = MemoryEstimate(lambda names: "+".join(sorted(set(names))), lambda _: DryRun([[None]], samples))
+    estimate = MemoryEstimate(lambda names: "+".join(sorted(set(names))), lambda _: samples)
     estimate.predict({"a": [50]}, ["a"])
     return estimate
 
@@ -98,10 +98,10 @@ def test_longer_sequences_are_run_dry_anew() -> None:
     runs: list[list[str]] = []
     longest = {"a": 10, "b": 80}
 
-    def dry_run(names: Sequence[str]) -> DryRun:
+    def dry_run(names: Sequence[str]) -> list[Any]:
         runs.append(list(names))
         long = max(longest[name] for name in names)
-        return DryRun([[None]], [([n], [[1000 * n + n * n]]) for n in (long // 4, long // 2, long)])
+        return [([n], [[1000 * n + n * n]]) for n in (long // 4, long // 2, long)]
 
     estimate = MemoryEstimate(lambda names: "all", dry_run)
     estimate.activations({"a": [10]}, ["a"])
@@ -149,11 +149,11 @@ def test_another_form_of_micro_batches_is_beyond_what_was_measured() -> None:
 def test_between_decisions_nothing_is_sampled() -> None:
     runs = []
 
-    def dry_run(names: Sequence[str]) -> DryRun:
+    def dry_run(names: Sequence[str]) -> list[Any]:
         runs.append(names)
-        return DryRun([[None]] * 2, [([n], [[1000 * n]] * 2) for n in (10, 20)])
+        return [([n], [[1000 * n]] * 2) for n in (10, 20)]
 
-    estimate = MemoryEstimate("+".join, dry_run, places=2)
+    estimate = MemoryEstimate("+".join, dry_run, [[None]] * 2)
     assert estimate.as_adopted.activations({"a": [10]}, ["a"]) == [float("inf")] * 2
     assert estimate.as_adopted.predict({"a": [10]}, ["a"]) == [0, 0]
     assert not runs
@@ -191,9 +191,9 @@ def margin_of(estimate: MemoryEstimate, lengths: list[int]) -> float:
 def test_a_mixture_of_adapters_has_a_fit_of_its_own() -> None:
     runs: list[list[str]] = []
 
-    def dry_run(names: object) -> DryRun:
+    def dry_run(names: object) -> list[Any]:
         runs.append(sorted(names))  # type: ignore[call-overload]
-        return DryRun([[None]], [([10], [[10_000 * len(runs)]]), ([20], [[20_000 * len(runs)]])])
+        return [([10], [[10_000 * len(runs)]]), ([20], [[20_000 * len(runs)]])]
 
     estimate = MemoryEstimate(lambda names: "+".join(sorted(names)), dry_run)
     alone = estimate.predict({"a": [10]}, ["a"])
