@@ -19,7 +19,7 @@ from typing import Any
 
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.errors import MemoryLimitError
-from mlora.scheduler import Bounds, Room, sum_of
+from mlora.scheduler import Room, sum_of
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
