@@ -41,7 +41,8 @@ class Message:
 
     @cached_property
     def flat(self) -> tuple[str, list[Tensor]]:
-        """The content as JSON with marks in place of tensors, and the tensors; TypeError for other values."""
+        """The content as JSON with marks in place of tensors, and the tensors; TypeError for what JSON lacks."""
+        _check_keys(self.content)
         tensors: list[Tensor] = []
 
         def mark(value: object) -> dict[str, int]:
@@ -96,6 +97,17 @@ def decode(
     sort, table = json.loads(first)
     tensors = receive([(shape, getattr(torch, dtype), on_gpu) for dtype, on_gpu, *shape in table])
     return _built(MessageType(sort), content, tensors)
+
+
+def _check_keys(value: object) -> None:
+    """Raises TypeError for a key that would arrive as another one: JSON has text only."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _MARK:
+                raise TypeError(f"message: expected keys of text other than {_MARK!r}, got {key!r}")
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_keys(inner)
 
 
 def _built(sort: MessageType, content: str | bytes, tensors: Sequence[Tensor]) -> Message:
