@@ -145,8 +145,8 @@ class MemoryEstimate:
         if self._dry_run is None or (known is not None and longest <= known.longest):
             return known
         found = self._dry_run(among)
-        if known is None and not found:
-            return None
+        if not found:  # now nothing can be sampled; asked again, it may be
+            return known
         new = _Mixture([PeakModel(knees) for knees in self._knees])
         self._bounds.clear()
         for mixtures in (self._learned, self._adopted):

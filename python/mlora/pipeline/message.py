@@ -41,7 +41,7 @@ class Message:
 
     @cached_property
     def flat(self) -> tuple[str, list[Tensor]]:
-        """The content as JSON with marks in place of tensors, and the tensors; TypeError for what JSON lacks."""
+        """The content as JSON with marks for tensors, and the tensors; TypeError for what JSON lacks."""
         _check_keys(self.content)
         tensors: list[Tensor] = []
 

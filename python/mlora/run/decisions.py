@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mlora.config.run_config import RunConfig
+from mlora.files.checkpoint import FORMAT
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import state_file
@@ -267,11 +268,18 @@ def journaled(queue: TaskQueue, config: RunConfig, after: int) -> dict[int, dict
 
 
 def journal_key(config: RunConfig) -> str:
-    """Returns a hash of all that decisions depend on, except tasks that come later.
+    """Returns a hash of all that decisions depend on, and of their format, except tasks that come later.
 
     Journaled decisions are repeated only if it is the same.
     """
     adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
     sweep = config.sweep.model_dump(exclude={"places", "trials"}) if config.sweep else None
-    facts = [config.pipeline.stages, slot_count(config), config.scheduler.model_dump(), adapters, sweep]
+    facts = [
+        FORMAT,
+        config.pipeline.stages,
+        slot_count(config),
+        config.scheduler.model_dump(),
+        adapters,
+        sweep,
+    ]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]

@@ -88,6 +88,17 @@ def test_what_is_published_samples_nothing() -> None:
     assert run["memory"]["predicted_bytes"] == 500 * MIB + 5 + views["a"]["batch_bytes"]
 
 
+def test_longer_sequences_are_sampled_as_soon_as_it_can_be_done() -> None:
+    answers: list[Any] = [[([4], [[4000]]), ([8], [[8000]])], [], [([64], [[90_000]])]]
+    estimate = MemoryEstimate("+".join, lambda names: answers.pop(0))
+    estimate.activations({"a": [6]}, ["a"])
+    without = estimate.by_samples({"a": [64]}, ["a"])  # nothing can be sampled now
+    sampled = estimate.by_samples({"a": [64]}, ["a"])
+    assert sampled != without
+    assert sampled == [pytest.approx(90_000, rel=0.1)]
+    assert estimate.by_samples({"a": [60]}, ["a"]) < sampled, "it asks no more"
+
+
 def test_a_task_is_refused_for_what_never_changes_only() -> None:
     """The base as it was loaded, and samples: neither growth of the process nor a margin that has grown."""
     samples = [([rows], [[rows * MIB]]) for rows in (10, 40, 80)]
