@@ -6,8 +6,8 @@ import pytest
 from pairwise import cover, pairs_of
 
 
-def settings(backend: int, *values: int) -> frozenset[tuple[str, int]]:
-    return frozenset([("backend", backend), *((f"p{place}", value) for place, value in enumerate(values))])
+def settings(backend: int, *values: int) -> frozenset[tuple[str, str]]:
+    return frozenset((f"p{place}", str(value)) for place, value in enumerate([backend, *values]))
 
 
 @pytest.mark.parametrize("sizes", [(3,), (3, 2), (19, 3, 2), (5, 4, 3, 2)], ids=str)

@@ -138,11 +138,10 @@ class Engine(Batcher):
             mlora_ext.convert_model(self.registry, {}, every_linear=True)
         self.memory: MemoryLimit | None = None
         if memory_limit is not None:
-            try:
+            with ExitStack() as stack:  # a limit that is refused ends the stages' threads
+                stack.callback(self.close)
                 self.limit_memory(memory_limit)
-            except BaseException:
-                self.close()
-                raise
+                stack.pop_all()
 
     @property
     def adapters(self) -> list[str]:

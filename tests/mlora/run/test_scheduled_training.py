@@ -1,5 +1,6 @@
 """Training under a limit on memory: who comes first, who gives way, and what comes of all of them."""
 
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -337,7 +338,9 @@ def test_an_admitted_task_that_cannot_begin_makes_room(
 
     def losses(engine: Engine, tasks: list[Task], fits: Fits) -> dict[str, BatchResult]:
         found = evaluate_losses(engine, tasks, fits)
-        return {name: replace(one, finite=False) if name == "high" else one for name, one in found.items()}
+        return {
+            name: replace(one, loss_sum=math.nan) if name == "high" else one for name, one in found.items()
+        }
 
     monkeypatch.setattr("mlora.run.loop.evaluate_losses", losses)
     result = train(resolve_config(data, folder=tmp_path))
