@@ -6,6 +6,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
+# one more than there are cores: some tests wait for processes or for the disk
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) + 1))')
+PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
 .PHONY: env quickstart test trl check format nightly soak bench clean
@@ -28,12 +31,12 @@ check: $(STAMP)
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
 test: export PYTHONDONTWRITEBYTECODE =
 test: check
-	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" -n auto --maxprocesses 8 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" $(PARALLEL) --durations=10
 
 nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 8 --dist worksteal
-	$(BIN)/python .ci/matrix.py -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m nightly $(PARALLEL)
+	$(BIN)/python .ci/matrix.py $(PARALLEL)
 
 # sees the packages of .venv, so that only TRL and what it needs besides is installed
 trl: $(STAMP)

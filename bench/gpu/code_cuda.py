@@ -54,11 +54,12 @@ def cuobjdump() -> str | None:
     return shutil.which("cuobjdump", path=str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
 
 
-def kernels(library: Path) -> list[Kernel]:
+def kernels(library: Path, architecture: str | None = None) -> list[Kernel]:
     """Every kernel in the library, for each architecture that it was built for; none if it has no CUDA code.
 
     Args:
         library: a shared library, object file or cubin, which does not name its architecture.
+        architecture: the only one to look at, such as `sm_90a`; default: all.
 
     Raises:
         FileNotFoundError: if there is no `cuobjdump`, or no library.
@@ -70,28 +71,28 @@ def kernels(library: Path) -> list[Kernel]:
     if tool is None:
         raise FileNotFoundError("cuobjdump: neither on PATH nor in the package triton")
     found: dict[tuple[str, str], Kernel] = {}
-    for architecture, function, line in _functions([tool, "--dump-resource-usage", library]):
-        if resources := _RESOURCES.search(line):
+    for target, function, line in _functions([tool, "--dump-resource-usage", library]):
+        resources = _RESOURCES.search(line)
+        if resources and architecture in (None, target):
             registers, stack, shared, local = map(int, resources.groups())
-            found[architecture, function] = Kernel(
-                _readable(function), architecture, registers, shared, stack + local
-            )
+            kernel = Kernel(_readable(function), target, registers, shared, stack + local)
+            found[target, function] = kernel
     with ThreadPoolExecutor() as pool:
 
-        def count(architecture: str) -> None:
+        def count(target: str) -> None:
             # a cubin has one target, and does not name it
-            chosen = ["--gpu-architecture", architecture] if architecture else []
+            chosen = ["--gpu-architecture", target] if target else []
             for _, function, line in _functions([tool, "--dump-sass", *chosen, library]):
                 # a search in each of a million lines would take long
                 counted = "MMA" in line or "LDL" in line or "STL" in line
                 if counted and (instruction := _INSTRUCTION.match(line)):
                     kind = instruction[1].split(".")[0]
-                    kernel = found[architecture, function]
+                    kernel = found[target, function]
                     kernel.local_accesses += kind in ("LDL", "STL")
                     if _MATRIX.match(kind):
                         kernel.matrix[kind] += 1
 
-        list(pool.map(count, sorted({architecture for architecture, _ in found})))
+        list(pool.map(count, sorted({target for target, _ in found})))
     return sorted(found.values(), key=lambda kernel: (kernel.architecture, kernel.name))
 
 

@@ -11,36 +11,35 @@ from mlora_ext.library import LIBRARY
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 from gpu import code_cuda
 
-TARGETS = ["sm_80", "sm_90a", "sm_100", "sm_120"]
+TARGETS = [
+    "sm_90a",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sm_80", "sm_100", "sm_120")),
+]
 PRODUCTS = ["shrink", "expand", "read_dy", "read_x"]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[code_cuda.Kernel]:
+@pytest.fixture(scope="module", params=TARGETS)
+def kernels(request: pytest.FixtureRequest) -> list[code_cuda.Kernel]:
+    """Of one architecture."""
     if not _C.build_info()["cuda"]:
         pytest.skip("the library was built without CUDA")
     if code_cuda.cuobjdump() is None:
         pytest.skip("there is no cuobjdump, neither on PATH nor in the package triton")
-    return code_cuda.kernels(LIBRARY)
+    return code_cuda.kernels(LIBRARY, request.param)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_kernel_spills(kernels: list[code_cuda.Kernel], target: str) -> None:
-    here = [kernel for kernel in kernels if kernel.architecture == target]
-    names = {kernel.name.split("<")[0] for kernel in here}
+def test_no_kernel_spills(kernels: list[code_cuda.Kernel]) -> None:
+    names = {kernel.name.split("<")[0] for kernel in kernels}
     assert names >= {*PRODUCTS, "plan", "reduce_rows", "reduce_gradients", "dropout_mask"}
-    for kernel in here:
+    for kernel in kernels:
         assert (kernel.local_bytes, kernel.local_accesses) == (0, 0), kernel
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_products_are_matrix_instructions(kernels: list[code_cuda.Kernel], target: str) -> None:
+def test_products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> None:
     sixteen_bit = [
         kernel
         for kernel in kernels
-        if kernel.architecture == target
-        and kernel.name.split("<")[0] in PRODUCTS
-        and ("BFloat16" in kernel.name or "Half" in kernel.name)
+        if kernel.name.split("<")[0] in PRODUCTS and ("BFloat16" in kernel.name or "Half" in kernel.name)
     ]
     assert len(sixteen_bit) == len(PRODUCTS) * 2 * 4, "four panel widths of two dtypes"
     for kernel in sixteen_bit:

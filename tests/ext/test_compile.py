@@ -115,6 +115,7 @@ def test_whole_model_is_one_graph(model: torch.nn.Module, how: str) -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.nightly
 def test_an_encoder_and_a_decoder_of_other_lengths() -> None:
     """The graph that one made does not serve the other: it ran along its route, and was wrong."""
     torch._dynamo.reset()

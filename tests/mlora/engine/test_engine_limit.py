@@ -259,7 +259,7 @@ with Engine(model, memory_limit=used_memory(torch.device("cpu")) + (150 << 20)) 
         engine.create_adapter(name, lora, OPTIM)
     pieces = 0
     for rows in (30, 60):
-        future = engine.start({"a": of([rows] * 80), "b": of([2 * rows] * 40)}, ends=["a", "b"])
+        future = engine.start({"a": of([rows] * 40), "b": of([2 * rows] * 20)}, ends=["a", "b"])
         pieces = max(pieces, len(future.parts))
         engine.finish(future)
         for name in "ab":
@@ -277,7 +277,7 @@ with Engine(model, memory_limit=used_memory(torch.device("cpu")) + (150 << 20)) 
 
 
 def test_a_process_stays_within_its_limit() -> None:
-    """Batches of 4,800 and more rows, of which the limit holds a part."""
+    """Batches of 2,400 and more rows, of which the limit holds a part."""
     command = [sys.executable, "-c", PROCESS]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

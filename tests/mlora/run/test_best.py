@@ -228,7 +228,7 @@ def test_a_run_that_ends_in_the_middle_goes_on_to_the_same_best(
     assert result.adapters["first"].saved_step == lowest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("after", [6, 9])
+@pytest.mark.parametrize("after", [6, pytest.param(9, marks=pytest.mark.nightly)])
 def test_a_run_killed_right_after_an_evaluation(tiny_base: Path, tmp_path: Path, after: int) -> None:
     """Its best is step 4: in no checkpoint when it is killed after step 5, in two after step 8."""
     data = worsening(tiny_base, tmp_path) | {"output_dir": "whole"}
