@@ -112,12 +112,23 @@ class AdapterKind(ABC):
             frozen: the layer's frozen weight.
         """
 
-    def factors(self, own: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns A `[R, D]` and B `[O, R]`. Default: the Parameters `lora_A` and `lora_B`."""
+    def factors(self, own: Mapping[str, Tensor], spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Returns A `[R, D]` and B `[O, R]`. Default: the Parameters `lora_A` and `lora_B`.
+
+        Args:
+            own: the Parameters by name.
+            spec: the adapter's settings in this layer.
+        """
         return own["lora_A"], own["lora_B"]
 
-    def output_scale(self, own: Mapping[str, Tensor], frozen: FrozenWeight) -> Tensor | None:
-        """Returns a factor `[O]` on the outputs of the adapter's rows (not on the bias), or None for none."""
+    def output_scale(self, own: Mapping[str, Tensor], spec: LayerSpec, frozen: FrozenWeight) -> Tensor | None:
+        """Returns a factor `[O]` on the outputs of the adapter's rows (not on the bias), or None for none.
+
+        Args:
+            own: the Parameters by name.
+            spec: the adapter's settings in this layer.
+            frozen: the layer's frozen weight.
+        """
         return None
 
     def peft_key(self, parameter: str) -> str:

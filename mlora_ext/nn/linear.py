@@ -173,10 +173,9 @@ class MultiLoRALinear(nn.Module):
 
         The last factor is for rows without an adapter.
         """
-        kinds = [adapter_kind(self.specs[name].kind) for name in names]
-        owns = [self.parameters_of(name) for name in names]
-        factors = [kind.factors(own) for kind, own in zip(kinds, owns, strict=True)]
-        found = [kind.output_scale(own, self.frozen) for kind, own in zip(kinds, owns, strict=True)]
+        adapters = [(self.parameters_of(name), self.specs[name]) for name in names]
+        factors = [adapter_kind(spec.kind).factors(own, spec) for own, spec in adapters]
+        found = [adapter_kind(spec.kind).output_scale(own, spec, self.frozen) for own, spec in adapters]
         scales = None
         if any(scale is not None for scale in found):
             one = torch.ones(self.out_features, dtype=self.frozen.dtype, device=self.frozen.device)

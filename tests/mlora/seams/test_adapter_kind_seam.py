@@ -50,7 +50,7 @@ class Scaled(Lora):
         super().initialise(own, config, spec, seed, frozen)
         nn.init.ones_(own["lora_magnitude_vector"])
 
-    def output_scale(self, own: Mapping[str, Tensor], frozen: FrozenWeight) -> Tensor | None:
+    def output_scale(self, own: Mapping[str, Tensor], spec: LayerSpec, frozen: FrozenWeight) -> Tensor | None:
         return own["lora_magnitude_vector"][0]
 
     def peft_key(self, parameter: str) -> str:
