@@ -72,7 +72,7 @@ def set_allocators(limit: int | None, device: torch.device) -> None:
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             raise RunError(
-                f"scheduler.memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
+                f"memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
                 "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
             )
         index = torch.cuda.current_device() if device.index is None else device.index

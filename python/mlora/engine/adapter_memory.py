@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mlora.engine.dry_run import DryStage, States
@@ -37,7 +38,7 @@ class _Known:
     states: list[States]
     longest: int
 
-    @property
+    @cached_property
     def key(self) -> tuple[tuple[str, int], ...]:
         """Equal for adapters of one kind: the adapted layers and their ranks."""
         return tuple(rank for state in self.states for rank in state.ranks)

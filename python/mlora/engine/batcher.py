@@ -126,7 +126,7 @@ class Batcher:
             last = bool(trained) and batch is trained[-1]
             position = RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else ALONE
             number = next(self._measures) if measure else None
-            entered = self._enter(batch, ends if last else (), position, stream, measure=number)
+            entered = self._enter(batch, ends if last else (), position, stream, train=True, measure=number)
             parts.append((batch, entered))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
@@ -273,7 +273,9 @@ class Batcher:
             ValueError: if a name is unknown, or a sequence is empty.
         """
         found: dict[str, list[int]] = {}
-        samples = {name: [Sample(tuple(ids), ()) for ids in prompts] for name, prompts in batches.items()}
+        samples = {
+            name: [Sample(tuple(ids), tuple(ids)) for ids in prompts] for name, prompts in batches.items()
+        }
         for part in self._pieces(samples):
             prompts = {name: [sample.input_ids for sample in own] for name, own in part.items()}
             packed = pack_prompts(prompts, device=self.device)
@@ -307,7 +309,7 @@ class Batcher:
         position: RoundPosition = ALONE,
         stream: str = "",
         *,
-        train: bool = True,
+        train: bool,
         measure: int | None = None,
     ) -> int | None:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.

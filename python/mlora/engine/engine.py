@@ -138,8 +138,8 @@ class Engine(Batcher):
             mlora_ext.convert_model(self.registry, {}, every_linear=True)
         self.memory: MemoryLimit | None = None
         if memory_limit is not None:
-            with ExitStack() as stack:  # a limit that is refused ends the stages' threads
-                stack.callback(self.close)
+            with ExitStack() as stack:  # a limit that is refused ends all stages
+                stack.push(self)
                 self.limit_memory(memory_limit)
                 stack.pop_all()
 

@@ -57,13 +57,22 @@ class MeasuredSamples:
         """
         if not self._engine.idle or min(self._free(states)) <= 0:
             return []
-        return self._tried(loras.values(), lambda names: self._climb(names, max(longest, LEAST)))
+        try:
+            return self._on_engine(loras.values(), lambda names: self._climb(names, max(longest, LEAST)))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return []
 
     def warm_up(self) -> None:
         """Runs a micro-batch of six rows, so that libraries take what they keep for good."""
         shape = seed_shapes(_SMALLEST)[0]
-        if not self._tried([self.stand_in()], lambda names: [self._measure(names, shape)]):
-            raise MemoryLimitError("the base model alone takes it all; raise the limit")
+        try:
+            self._on_engine([self.stand_in()], lambda names: [self._measure(names, shape)])
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryLimitError("the base model alone takes it all; raise the limit") from error
 
     def stand_in(self) -> LoraConfig:
         """Returns the config of the smallest adapter: rank 1 on layers of one name."""
@@ -74,22 +83,17 @@ class MeasuredSamples:
             raise ValueError("base_model: has no layer that an adapter could be put on")
         return LoraConfig(r=1, target_modules=[layers[0].rpartition(".")[2]])
 
-    def _tried(
+    def _on_engine(
         self, loras: Iterable[LoraConfig], work: Callable[[list[str]], list[MemorySample]]
     ) -> list[MemorySample]:
-        """Puts adapters on the engine for a moment; returns what `work` measures, none if memory runs out."""
+        """Puts adapters on the engine for a moment; returns what `work` measures."""
         names: list[str] = []
-        try:
-            with ExitStack() as stack:
-                for lora in loras:
-                    names.append(f"measured {len(names)}")  # no task has a name with a space
-                    self._engine.create_adapter(names[-1], copy.deepcopy(lora), _OPTIM, seed=0)
-                    stack.callback(self._engine.remove_adapter, names[-1])
-                return work(names)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return []
+        with ExitStack() as stack:
+            for lora in loras:
+                names.append(f"measured {len(names)}")  # no task has a name with a space
+                self._engine.create_adapter(names[-1], copy.deepcopy(lora), _OPTIM, seed=0)
+                stack.callback(self._engine.remove_adapter, names[-1])
+            return work(names)
 
     def _free(self, states: Sequence[int]) -> list[int]:
         """Returns the bytes free at each stage besides `states` and the reserve."""

@@ -102,8 +102,8 @@ def stage_of_this_process(
     """Makes this process's stage of a pipeline over processes; all of them must call it.
 
     Loads only the stage's weights from a folder or hub id; cuts a model in place. NCCL carries tensors if
-    each process has its own GPU, TCP otherwise. The first process
-    feeds its `StageProcess`; the others `serve`.
+    each process has its own GPU, TCP otherwise. The first process feeds its `StageProcess`; the others
+    `serve`.
     """
     count = len(blocks)
     stage = world.rank % count

@@ -87,6 +87,9 @@ class MemoryEstimate:
         self._knees = knees
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
+        self._missed: dict[
+            str, int
+        ] = {}  # rows for which mixtures could not be sampled since the last `adopt`
 
     @property
     def as_adopted(self) -> MemoryEstimate:
@@ -142,10 +145,13 @@ class MemoryEstimate:
         """Returns a mixture as adopted; samples it first if it is new or its samples are too short."""
         key = self._key(among)
         known = self._adopted.get(key)
-        if self._dry_run is None or (known is not None and longest <= known.longest):
+        if self._dry_run is None:
+            return known
+        if known is not None and longest <= max(known.longest, self._missed.get(key, 0)):
             return known
         found = self._dry_run(among)
-        if not found:  # now nothing can be sampled; asked again, it may be
+        if not found:
+            self._missed[key] = longest
             return known
         new = _Mixture([PeakModel(knees) for knees in self._knees])
         self._bounds.clear()
@@ -203,6 +209,7 @@ class MemoryEstimate:
         if self._observed:
             self._bounds.clear()
         self._observed = set()
+        self._missed.clear()
         self.stale = False
 
     def state(self) -> dict[str, Any]:

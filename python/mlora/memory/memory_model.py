@@ -156,10 +156,15 @@ class MemoryModel:
         return math.ceil(float(self._features(shape) @ self._fit()))
 
     def at_by_seeds(self, shape: BatchShape) -> int:
-        """Returns what `at` returns, but from seeds alone; there must be one.
+        """Returns what `at` returns, but from seeds alone.
 
         Measurements that say nothing about such a micro-batch may have bent the fit there.
+
+        Raises:
+            RuntimeError: if there is no seed.
         """
+        if not self.seeded:
+            raise RuntimeError("there is no seed: call seed first")
         if "seeds" not in self._cache:
             self._cache["seeds"] = _solve(self._seeds)
         return math.ceil(float(self._features(shape) @ self._cache["seeds"]))

@@ -124,6 +124,24 @@ class Optimizer(ABC):
         pairs = zip(self._names, self.state, strict=True)
         return {name: [tensor.clone() for tensor in tensors] for name, tensors in pairs if tensors}
 
+    def load_state(self, state: Sequence[Sequence[Tensor]]) -> None:
+        """Copies a `state`. A subclass whose tensors have other shapes than their Parameters replaces this.
+
+        Args:
+            state: for each Parameter, its tensors.
+
+        Raises:
+            ValueError: a shape differs from its Parameter's.
+        """
+        for parameter, tensors in zip(self.parameters, state, strict=True):
+            if any(tensor.shape != parameter.shape for tensor in tensors):
+                raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
+        # kernels ask for moments with the strides of the Parameter
+        self.state = [
+            [torch.zeros_like(parameter).copy_(tensor) for tensor in tensors]
+            for parameter, tensors in zip(self.parameters, state, strict=True)
+        ]
+
     def load_state_dict(self, steps: int, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Loads the result of `state_dict`, from this stage or others.
 
@@ -132,19 +150,11 @@ class Optimizer(ABC):
             state: may hold other Parameters, too.
 
         Raises:
-            ValueError: `state` lacks a Parameter of this stage, or a shape differs.
+            ValueError: `state` lacks a Parameter of this stage, or does not fit.
         """
-        found = [state.get(name, ()) for name in self._names]
-        lacking = bool(state) and not set(self._names) <= set(state)
-        if lacking or any(
-            t.shape != p.shape for p, own in zip(self.parameters, found, strict=True) for t in own
-        ):
+        if state and not set(self._names) <= set(state):
             raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
-        # kernels ask for moments with the strides of the Parameter
-        self.state = [
-            [torch.zeros_like(parameter).copy_(tensor) for tensor in tensors]
-            for parameter, tensors in zip(self.parameters, found, strict=True)
-        ]
+        self.load_state([state.get(name, ()) for name in self._names])
         self.steps = steps
 
 

@@ -48,8 +48,7 @@ class Decisions:
 
     def start(self, entry: Mapping[str, Any] | None = None) -> None:
         """Admits the first tasks, as the journaled decision `entry` says if there is one."""
-        self._table.unfit_then = entry["unfit"] if entry else None
-        self._table.look_at(self._table.alive())
+        self._table.look_at(self._table.alive(), entry["unfit"] if entry else None)
         self._table.carry_out(self._admission(entry))
 
     def _remember(self, state: Mapping[str, Any]) -> None:
@@ -167,12 +166,12 @@ class Decisions:
         assert self._queue is not None
         self._asked, self._decided = False, iteration
         again = self._again.pop(iteration, None)
-        self._table.unfit_then = again["unfit"] if again else None
+        unfit = again["unfit"] if again else None
         behind = self._sweep.judge() if self._sweep else []
         for request in self._queue.requests(self.taken):
             if again is None or request.number <= again["taken"]:
                 self.taken = request.number
-                self._table.take(request)
+                self._table.take(request, unfit)
             else:
                 self._asked = True
         proposals: Iterable[Proposal] = ()
@@ -182,7 +181,7 @@ class Decisions:
             proposals = self._sweep.proposals(behind)
         proposed = []
         for proposal in proposals:  # each may depend on the one before
-            self._table.accept(proposal)
+            self._table.accept(proposal, unfit)
             proposed.append(asdict(proposal))
         admission = self._admission(again)
         if again is None:
@@ -215,9 +214,9 @@ class Decisions:
             self._memory.estimate.adopt()
         fixed = self._table.admission.slots if self._table.engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
+        needs = self._table.needs(self._table.candidates())  # may find that the base takes less memory now
         room = self._memory.room() if self._memory else Room()
         bounds: Bounds = self._memory.estimate.activations if self._memory else lambda lengths, among: ()
-        needs = self._table.needs(self._table.candidates())
         found = admit(needs, room, slot_count(self._config), order, self._placement, bounds, fixed)
         self._warn_beyond(found)
         return found

@@ -33,7 +33,6 @@ class TaskTable:
         tasks: all but the refused.
         refused: why, by name.
         unfit: those of the refused that do not fit into memory.
-        unfit_then: the same as the journaled decision says that is repeated; None = check new tasks.
         memory: None = there is no limit.
         admission: the admitted tasks and their groups.
     """
@@ -51,7 +50,6 @@ class TaskTable:
     ) -> None:
         self.tasks, self.refused = list(tasks), dict(refused)
         self.unfit: dict[str, str] = {}
-        self.unfit_then: Mapping[str, str] | None = None
         self.memory, self.sweep = memory, sweep
         self._task_memory = TaskMemory(memory.adapters) if memory else None
         self.admission: Admission = NOBODY
@@ -143,15 +141,18 @@ class TaskTable:
         assert self._task_memory is not None
         return self._task_memory.candidate(task)
 
-    def look_at(self, tasks: Sequence[Task]) -> None:
-        """Learns what new tasks need and refuses those that never fit, or did not `unfit_then`."""
+    def look_at(self, tasks: Sequence[Task], unfit: Mapping[str, str] | None) -> None:
+        """Learns what new tasks need, and refuses those that never fit.
+
+        `unfit` says which, and why, where a journaled decision is repeated.
+        """
         if self.memory is None:
             return
         for task in [task for task in tasks if self._passes(self.know, task)]:
-            if self.unfit_then is None:
+            if unfit is None:
                 self._passes(self._check, task)
-            elif task.name in self.unfit_then:
-                self.unfits(task, self.unfit_then[task.name])
+            elif task.name in unfit:
+                self.unfits(task, unfit[task.name])
 
     def _check(self, task: Task) -> None:
         assert self.memory is not None
@@ -171,11 +172,11 @@ class TaskTable:
         self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
         self._refuse(task.name, self.unfit[task.name])
 
-    def take(self, request: Request) -> None:
-        """Carries out a user's request, as far as still possible."""
+    def take(self, request: Request, unfit: Mapping[str, str] | None) -> None:
+        """Carries out a user's request, as far as still possible; `unfit` is for `look_at`."""
         task = self.named(request.task)
         if request.kind == "submit":
-            self._add(request.task, request.content)
+            self._add(request.task, request.content, unfit)
         elif task is None or not task.alive:
             self.reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
@@ -187,15 +188,15 @@ class TaskTable:
             task.progress.state = "running"
             self.reporter.changed(task)
 
-    def accept(self, proposal: Proposal) -> None:
-        """Carries out a proposal of the sweep: prunes a trial or begins the next one."""
+    def accept(self, proposal: Proposal, unfit: Mapping[str, str] | None) -> None:
+        """Carries out a proposal of the sweep: prunes a trial or begins the next one; see `take`."""
         task = self.named(proposal.task)
         if proposal.trial is not None:
-            self._add(proposal.task, proposal.trial)
+            self._add(proposal.task, proposal.trial, unfit)
         elif task is not None and task.alive:
             self._end(task, "pruned", "fell behind the other trials")
 
-    def _add(self, name: str, content: Mapping[str, Any]) -> None:
+    def _add(self, name: str, content: Mapping[str, Any], unfit: Mapping[str, str] | None) -> None:
         """Adds a submitted task or a trial, or refuses it."""
         task, told = None, len(self._builder.warnings)
         if self.named(name) is not None or name in self.refused:
@@ -212,7 +213,7 @@ class TaskTable:
         for line in self._builder.warnings[told:]:
             self.reporter.warn(line)
         self.tasks.append(task)
-        self.look_at([task])
+        self.look_at([task], unfit)
         if task in self.tasks:
             self.reporter.joined(task, self.tasks)
 

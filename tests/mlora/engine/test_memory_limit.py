@@ -88,11 +88,14 @@ def test_what_is_published_samples_nothing() -> None:
     assert run["memory"]["predicted_bytes"] == 500 * MIB + 5 + views["a"]["batch_bytes"]
 
 
-def test_longer_sequences_are_sampled_as_soon_as_it_can_be_done() -> None:
+def test_longer_sequences_are_sampled_at_the_next_decision_that_can_do_so() -> None:
     answers: list[Any] = [[([4], [[4000]]), ([8], [[8000]])], [], [([64], [[90_000]])]]
     estimate = MemoryEstimate("+".join, lambda names: answers.pop(0))
     estimate.activations({"a": [6]}, ["a"])
     without = estimate.by_samples({"a": [64]}, ["a"])  # nothing can be sampled now
+    assert estimate.as_adopted.by_samples({"a": [70]}, ["a"]) > without
+    assert estimate.by_samples({"a": [64]}, ["a"]) == without
+    estimate.adopt()
     sampled = estimate.by_samples({"a": [64]}, ["a"])
     assert sampled != without
     assert sampled == [pytest.approx(90_000, rel=0.1)]
