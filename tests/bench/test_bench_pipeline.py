@@ -148,6 +148,7 @@ def test_namespaces_need_root(bench_folder: Path, monkeypatch: pytest.MonkeyPatc
     assert start.why_no_network().startswith("not installed: ip, tc")
 
 
+@pytest.mark.nightly
 def test_refuses_an_unknown_section() -> None:
     command = [sys.executable, BENCH / "bench_pipeline.py", "nonsense"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

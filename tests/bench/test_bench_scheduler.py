@@ -57,6 +57,7 @@ def test_both_parts_run(bench_folder: Path, tmp_path: Path) -> None:
     assert "hidden 64, recomputed" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("arguments", "expected"), [(["speed"], "expected some of overhead, prediction")])
 def test_what_is_refused(arguments: list[str], expected: str, bench_folder: Path) -> None:
     command = [sys.executable, bench_folder / "bench_scheduler.py", *arguments]

@@ -1,6 +1,8 @@
 """Fixtures of the training system's tests."""
 
-import json
+import hashlib
+import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,26 +30,30 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr("mlora.sweep.outcome.plot_trials", lambda *_: None)
 
 
-DRY_RUNS: dict[tuple[str, ...], Any] = {}
-
-
 @pytest.fixture(autouse=True)
-def dry_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dry run is a function of model, adapters and shapes, and takes seconds: each is made once."""
-    plain = DryStage.activations
+def dry_runs_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A dry run is a function of model, adapters and shapes, and takes seconds: each is made once.
+
+    The processes of one session share the results through files.
+    """
+    plain, base = DryStage.activations, tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dry-runs"
+    folder.mkdir(exist_ok=True)
 
     def activations(self: DryStage, loras: Any, shapes: Any, *, whole: bool = False) -> Any:
+        config = self._model.config.to_dict()
         adapters = {name: lora.to_dict() for name, lora in loras.items()}
-        key = (
-            self._model.config.to_json_string(use_diff=False),
-            repr((self._options, self._span, shapes, whole)),
-            json.dumps(
-                adapters, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
-            ),
-        )
-        if key not in DRY_RUNS:
-            DRY_RUNS[key] = plain(self, loras, shapes, whole=whole)
-        return DRY_RUNS[key]
+        for one in (config, *adapters.values()):  # where they come from changes no size
+            one.pop("_name_or_path", None)
+            one.pop("base_model_name_or_path", None)
+        key = repr((config, self._options, self._span, shapes, whole, adapters))
+        path = folder / hashlib.sha256(key.encode()).hexdigest()
+        if not path.exists():
+            content = pickle.dumps(plain(self, loras, shapes, whole=whole))
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_bytes(content)
+            unfinished.rename(path)
+        return pickle.loads(path.read_bytes())
 
     monkeypatch.setattr(DryStage, "activations", activations)
 
