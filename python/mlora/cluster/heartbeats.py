@@ -42,7 +42,6 @@ class Sign:
     in_flight: str = ""  # the adapters that it is working on
     goodbye: bool = False  # it has done its work; its silence from now on is no fault
     fault: Fault | None = None  # what it found, in itself or in another stage, before it ends
-    silence: float = 0.0  # seconds without a later sign, as the one who reads it counts
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,6 +65,7 @@ class Beats:
     system: System = field(default_factory=System)  # the clock and the threads
     # the last signs of the other processes, by rank
     seen: dict[int, Sign] = field(default_factory=dict, init=False)
+    silence: dict[int, float] = field(default_factory=dict, init=False)  # seconds since their last signs
     rounds: int = field(default=0, init=False)  # how often the thread has read all of them
     lost: bool = field(default=False, init=False)  # the store has closed its connection
 
@@ -135,8 +135,8 @@ class Beats:
         texts = self._reading.multi_get([_key(rank) for rank in present]) if present else []
         for rank, text in zip(present, texts, strict=True):
             sign, before = Sign.from_json(text), self.seen.get(rank)
-            if before and before.number == sign.number:
-                sign = replace(sign, silence=before.silence + since)
+            same = before is not None and before.number == sign.number
+            self.silence[rank] = self.silence[rank] + since if same else 0.0
             self.seen[rank] = sign
 
 

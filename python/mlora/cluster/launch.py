@@ -31,7 +31,7 @@ _GRACE = 20.0  # seconds for the others to end, once one has failed or the first
 _PATIENCE = 3.0  # seconds in which the others see for themselves that one has failed
 _AFTER_SECOND_SIGNAL = 5.0  # seconds
 
-Process: TypeAlias = "subprocess.Popen[bytes]"
+Popen: TypeAlias = "subprocess.Popen[bytes]"
 
 
 def launch(stages: int, arguments: Sequence[str]) -> int:
@@ -52,12 +52,15 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = (sys.executable, *_python_options(), "-m", "mlora.cluster.worker", str(os.getpid()), *arguments)
-    processes: list[Process] = []
+    processes: list[Popen] = []
     with _signals_caught(processes) as caught:
         try:
             for variables in _environments(stages, store.port):
-                found = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
-                processes.append(found)
+                if not caught:
+                    found = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+                    processes.append(found)
+            if caught:  # stage 0 does not listen to signals yet
+                return 128 + caught[0]
             return _attend(processes, caught)
         finally:
             for process in processes:
@@ -67,7 +70,7 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _signals_caught(processes: Sequence[Process]) -> Iterator[list[int]]:
+def _signals_caught(processes: Sequence[Popen]) -> Iterator[list[int]]:
     """Inside `with`, collects SIGINT and SIGTERM, and lets Ctrl-Z stop all processes."""
     caught: list[int] = []
 
@@ -90,11 +93,11 @@ def _signals_caught(processes: Sequence[Process]) -> Iterator[list[int]]:
             signal.signal(number, earlier or signal.SIG_DFL)
 
 
-def _attend(processes: Sequence[Process], caught: Sequence[int], system: System | None = None) -> int:
+def _attend(processes: Sequence[Popen], caught: Sequence[int], system: System | None = None) -> int:
     """Passes signals on until every process has ended, and returns the exit code."""
     system = system or System()
     passed, failed, deadline, patience = 0, None, math.inf, math.inf
-    terminated: list[Process] | None = None
+    terminated: list[Popen] | None = None
     while any(process.poll() is None for process in processes):
         now = system.now()
         if len(caught) > passed:
@@ -119,7 +122,7 @@ def _attend(processes: Sequence[Process], caught: Sequence[int], system: System 
     return 0 if failed is None else _code(processes[failed])
 
 
-def _terminate(processes: Sequence[Process]) -> list[Process]:
+def _terminate(processes: Sequence[Popen]) -> list[Popen]:
     """Sends SIGTERM to the remaining processes, and returns them."""
     left = [process for process in processes if process.poll() is None]
     for process in left:
@@ -127,7 +130,7 @@ def _terminate(processes: Sequence[Process]) -> list[Process]:
     return left
 
 
-def _kill(processes: Sequence[Process]) -> str:
+def _kill(processes: Sequence[Popen]) -> str:
     """Kills the remaining processes, and returns the numbers of their stages."""
     left = [stage for stage, process in enumerate(processes) if process.poll() is None]
     for stage in left:
@@ -136,19 +139,19 @@ def _kill(processes: Sequence[Process]) -> str:
     return ", ".join(map(str, left))
 
 
-def _why(processes: Sequence[Process], failed: int | None) -> str:
+def _why(processes: Sequence[Popen], failed: int | None) -> str:
     if failed is None:
         return ""
     process = processes[failed]
     return f"stage {failed} (pid {process.pid}) ended with exit code {_code(process)}; "
 
 
-def _first_failure(processes: Sequence[Process]) -> int | None:
+def _first_failure(processes: Sequence[Popen]) -> int | None:
     """Returns a stage that has ended with an error, or by a signal."""
     return next((stage for stage, process in enumerate(processes) if process.poll()), None)
 
 
-def _code(process: Process) -> int:
+def _code(process: Popen) -> int:
     code = process.returncode
     return code if code >= 0 else 128 - code
 

@@ -159,8 +159,9 @@ class Watch:
             if not peer.goodbye and self._has_gone(rank, peer.process):
                 return self._fault(rank, "was killed or ended")
         for rank, peer in seen:
-            if not peer.goodbye and peer.silence > self._patience:
-                return self._fault(rank, f"has not answered for {peer.silence:.0f} s")
+            silence = self._beats.silence[rank]
+            if not peer.goodbye and silence > self._patience:
+                return self._fault(rank, f"has not answered for {silence:.0f} s")
             if not peer.goodbye and peer.busy > self._limit:
                 return self._fault(rank, f"hangs: at one micro-batch for {peer.busy:.0f} s")
         return self._store_fault(elapsed)

@@ -30,8 +30,8 @@ class Neighbour:
     """The connections to a neighbour and back."""
 
     peer: int  # the neighbour's rank
-    to: Wire
-    back: Wire
+    out: Wire
+    into: Wire
     # for each direction a group of the two, for tensors from GPU to GPU; None = through the host
     nccl: tuple[dist.ProcessGroup, dist.ProcessGroup] | tuple[None, None] = (None, None)
 
@@ -49,8 +49,8 @@ class Neighbours:
         """Closes all connections."""
         for neighbour in (self.previous, self.next, *self.replicas):
             if neighbour is not None:
-                neighbour.to.close()
-                neighbour.back.close()
+                neighbour.out.close()
+                neighbour.into.close()
 
 
 def connect_neighbours(world: World, *, replicas: int = 1, nccl: torch.device | None = None) -> Neighbours:
@@ -148,9 +148,9 @@ class StageProcess(Driver):
         stage = Stage(module, index, count, loss_fn, hooks, spans)
         self.runner = runner = Runner(stage, order_of(schedule, index, count, in_flight), name)
 
-        def link(to: Neighbour, deliver: Callable[[Message], None], keeps: bool = True) -> Link:
-            out, into = WirePort(to.to, place, to.nccl[0]), WirePort(to.back, place, to.nccl[1])
-            return Link(out, into, deliver, f"stage {to.peer}", credit_bytes, delay, spans, keeps=keeps)
+        def link(other: Neighbour, deliver: Callable[[Message], None], keeps: bool = True) -> Link:
+            out, into = WirePort(other.out, place, other.nccl[0]), WirePort(other.into, place, other.nccl[1])
+            return Link(out, into, deliver, f"stage {other.peer}", credit_bytes, delay, spans, keeps=keeps)
 
         if neighbours.previous is not None:
             runner.before = link(neighbours.previous, runner.from_before)

@@ -246,6 +246,8 @@ class Driver:
             self._first.results.clear()
 
     def _check_open(self) -> None:
+        if self._first.stage.index:
+            raise RuntimeError("the first stage's process feeds the pipeline; this one calls serve")
         if self._closed:
             raise RuntimeError("the pipeline is closed")
         if self._first.failure is not None:

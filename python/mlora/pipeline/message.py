@@ -104,7 +104,7 @@ def _check_keys(value: object) -> None:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key == _MARK:
-                raise TypeError(f"message: expected keys of text other than {_MARK!r}, got {key!r}")
+                raise TypeError(f"message: expected text keys, except the reserved {_MARK!r}, got {key!r}")
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             _check_keys(inner)

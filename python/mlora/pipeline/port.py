@@ -182,5 +182,5 @@ class WirePort(Port):
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the tensor's memory, or that of a contiguous copy, as `[n]` uint8."""
     # one element is contiguous with any stride, but only stride 1 can be viewed as bytes
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)

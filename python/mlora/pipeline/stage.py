@@ -131,7 +131,7 @@ class Stage:
         """Returns the activations as leaves of this stage's graph, and the module's output."""
         train = content["train"]
         received = [
-            tensor.detach().requires_grad_(train and tensor.is_floating_point())
+            tensor.detach().requires_grad_(train and (tensor.is_floating_point() or tensor.is_complex()))
             for tensor in content.get("activations", ())
         ]
         with torch.set_grad_enabled(train):

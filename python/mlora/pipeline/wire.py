@@ -11,8 +11,10 @@ import secrets
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from itertools import islice
 
 import torch.distributed as dist
 from torch import Tensor
@@ -49,16 +51,16 @@ class Wire:
         self._move(lambda views: self._connection.recvmsg_into(views)[0], parts)
 
     def _move(self, operation: Callable[[list[memoryview]], int], parts: Sequence[Tensor]) -> None:
-        views = [memoryview(part.numpy().data) for part in parts if part.nbytes]
+        views = deque(memoryview(part.numpy().data) for part in parts if part.nbytes)
         while views:
             try:
-                count = operation(views[:_MOST_PARTS])
+                count = operation(list(islice(views, _MOST_PARTS)))
             except OSError as error:
                 raise PeerError(error.strerror or str(error)) from error
             if not count:
                 raise PeerError("closed by the other end")
             while views and count >= len(views[0]):
-                count -= len(views.pop(0))
+                count -= len(views.popleft())
             if count:
                 views[0] = views[0][count:]
 

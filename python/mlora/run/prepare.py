@@ -155,7 +155,7 @@ def limit_memory(config: RunConfig, engine: Engine, earlier: int = 0) -> MemoryL
 
 
 def _used_by_base(engine: Engine) -> int:
-    """Returns the bytes in use before any adapter: after a small micro-batch, as `limit_memory` measures it."""
+    """Returns the bytes in use before any adapter: after a small micro-batch, as with a limit."""
     if engine.replicas == 1:
         with suppress(ValueError):  # no layer takes an adapter; the refusals of the adapters say more
             MeasuredSamples(engine, limit=0).warm_up()

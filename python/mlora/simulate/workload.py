@@ -9,6 +9,14 @@ from dataclasses import dataclass
 from ..pipeline.actions import SCHEDULES, Schedule
 
 
+def _check(thing: object, least: int, *names: str) -> None:
+    """Refuses fields that are not finite numbers of at least `least`."""
+    for name in names:
+        value = getattr(thing, name)
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}: expected a number of at least {least}, got {value}")
+
+
 @dataclass(frozen=True, slots=True)
 class StageTime:
     """Seconds that a stage needs: `forward + forward_row * rows` for the forward of a micro-batch."""
@@ -19,6 +27,9 @@ class StageTime:
     backward_row: float = 0.0
     # of a stream's optimizer step, which a stage runs just before the next step's first forward
     optimizer: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, 0, "forward", "backward", "forward_row", "backward_row", "optimizer")
 
     def seconds(self, rows: float = 0) -> float:
         """Returns the time of forward and backward together."""
@@ -37,6 +48,11 @@ class SimulatedLink:
     row_bytes: float = 0.0  # bytes of a row of a micro-batch
     overhead: float = 0.0  # seconds per message, whatever its size
 
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth: expected a number above 0, got {self.bandwidth}")
+        _check(self, 0, "latency", "row_bytes", "overhead")
+
     def seconds(self, rows: float) -> float:
         """Returns how long a message occupies the link."""
         return self.overhead + self.row_bytes * rows / self.bandwidth
@@ -50,6 +66,12 @@ class Stream:
     micro_batches: int = 1  # N of each step
     rows: tuple[int, ...] = (1,)  # of its micro-batches, taken in turn over all its steps
     start: float = 0.0  # seconds; when it joins
+
+    def __post_init__(self) -> None:
+        _check(self, 1, "steps", "micro_batches")
+        if not self.rows or min(self.rows) < 1:
+            raise ValueError(f"rows: expected numbers of at least 1, got {list(self.rows)}")
+        _check(self, 0, "start")
 
     def rows_of(self, step: int, micro_batch: int) -> int:
         """Returns the rows of one of its micro-batches."""
@@ -72,6 +94,16 @@ class Workload:
     in_flight: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stages", "streams"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: expected at least one, got none")
+        for name in ("forward", "backward"):
+            links = getattr(self, name)
+            if not isinstance(links, SimulatedLink) and len(links) != len(self.stages) - 1:
+                raise ValueError(
+                    f"{name}: expected one link, or {len(self.stages) - 1} for {len(self.stages)} stages, "
+                    f"got {len(links)}"
+                )
         if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
 

@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlora.cluster.launch import launch
 
 from tests.mlora.stage_runs import ENVIRONMENT
 from tests.mlora.stages import Program, is_alive, program, state_of, until
@@ -217,3 +219,18 @@ def test_who_does_not_end_is_killed_and_told_of_once(tmp_path: Path, body: str, 
         ended, _, error = process.end()
     assert ended == code
     assert re.fullmatch(f"error: {line}stages [012], 2 did not end; killed\n", error), error
+
+
+def test_signal_while_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them listens to signals yet: no more are started, and all end."""
+    started: list[subprocess.Popen[bytes]] = []
+    plain = subprocess.Popen
+
+    def start(_: object, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(plain([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert launch(3, ["-m", "nothing"]) == 128 + signal.SIGINT
+    assert [process.returncode for process in started] == [-signal.SIGKILL]

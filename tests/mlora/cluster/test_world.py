@@ -21,9 +21,9 @@ links = connect_neighbours(world)
 def hand_on(source, target):
     token = torch.zeros(1, dtype=torch.uint8)
     if source:
-        source.back.receive([token])
+        source.into.receive([token])
     if target:
-        target.to.send([token + 1])
+        target.out.send([token + 1])
     return token.item()
 print(hand_on(links.previous, links.next), hand_on(links.next, links.previous))
 links.close()

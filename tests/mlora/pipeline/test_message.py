@@ -45,5 +45,5 @@ def test_what_is_not_plain_is_refused(content: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("content", [{1: "a"}, {"a": [{None: 2}]}, {"a": ({"mlora.tensor": 0},)}])
 def test_a_key_that_would_arrive_as_another_is_refused(content: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match="message: expected keys of text"):
+    with pytest.raises(TypeError, match="message: expected text keys"):
         Message(MessageType.CONTROL, content).encode()

@@ -2,10 +2,11 @@
 
 import copy
 import threading
+from contextlib import closing
 
 import pytest
 import torch
-from mlora.pipeline import Hooks, Pipeline, PipelineError, RoundPosition
+from mlora.pipeline import Hooks, Neighbours, Pipeline, PipelineError, RoundPosition, StageProcess
 from mlora.pipeline.actions import gpipe
 from mlora.pipeline.message import Message
 from torch import Tensor, nn
@@ -48,6 +49,41 @@ def test_stages_train_as_one_module(count: int, schedule: str, limits: dict[str,
     for stage, twin in zip(stages, twins, strict=True):
         for p, q in zip(stage.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+
+
+class Rotated(nn.Module):
+    """Gives complex activations to the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angle = nn.Parameter(torch.randn(5))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.polar(input, self.angle.expand_as(input)).conj()
+
+
+class RealPart(nn.Module):
+    def forward(self, rotated: Tensor) -> Tensor:
+        return rotated.real
+
+
+def test_complex_activations_get_their_gradients() -> None:
+    stages = [Rotated(), RealPart()]
+    twins = copy.deepcopy(stages)
+    (x, target), *_ = batches(1)
+    with closing(Pipeline(stages, "lorapp", mean_square)) as pipeline:
+        pipeline.submit({"input": x}, target)
+        pipeline.step()
+    mean_square(nn.Sequential(*twins)(x), target)[0].backward()
+    torch.testing.assert_close(stages[0].angle.grad, twins[0].angle.grad)
+
+
+def test_only_the_first_stages_process_feeds_a_pipeline() -> None:
+    stage = StageProcess(nn.Linear(1, 1), 1, 2, Neighbours(), "lorapp", mean_square)
+    with pytest.raises(
+        RuntimeError, match="the first stage's process feeds the pipeline; this one calls serve"
+    ):
+        stage.start({"input": torch.zeros(1, 1)}, torch.zeros(1, 1))
 
 
 def test_lists_of_actions_are_a_schedule() -> None:

@@ -49,6 +49,7 @@ def test_tensors(length: int, ends: tuple[WirePort, WirePort]) -> None:
         torch.randn(3, length).to(torch.bfloat16).T,
         torch.tensor([True, False, True]),
         torch.ones(2, requires_grad=True),
+        torch.randn(3, dtype=torch.complex64).conj(),
     ]
     calls = Mock(side_effect=ends[1]._wire.receive)
     ends[1]._wire.receive = calls  # type: ignore[method-assign]

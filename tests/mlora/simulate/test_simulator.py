@@ -228,9 +228,25 @@ def test_measured_events_are_a_timeline() -> None:
     assert measure(timeline).makespan_bubble_ratio == pytest.approx(0.5)
 
 
-def test_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match="schedule: expected one of lorapp, 1f1b, gpipe, got 'pipedream'"):
-        Workload([StageTime(1, 1)], [Stream(1)], "pipedream")
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda: StageTime(-1, 1), "forward: expected a number of at least 0, got -1"),
+        (lambda: SimulatedLink(bandwidth=0), "bandwidth: expected a number above 0, got 0"),
+        (lambda: SimulatedLink(latency=float("inf")), "latency: expected a number of at least 0, got inf"),
+        (lambda: Stream(0), "steps: expected a number of at least 1, got 0"),
+        (lambda: Stream(1, rows=()), "rows: expected numbers of at least 1"),
+        (lambda: Workload([], [Stream(1)]), "stages: expected at least one, got none"),
+        (lambda: Workload([StageTime(1, 1)], [Stream(1)], "pipedream"), "schedule: expected one of lorapp"),
+        (
+            lambda: Workload([StageTime(1, 1)] * 3, [Stream(1)], forward=[SimulatedLink()]),
+            "forward: expected one link, or 2 for 3 stages, got 1",
+        ),
+    ],
+)
+def test_refusals(make: object, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        make()
 
 
 def test_an_order_that_waits_for_ever_is_named() -> None:
