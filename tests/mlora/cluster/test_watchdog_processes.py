@@ -19,7 +19,7 @@ with watch() as w:
     links = connect_neighbours(world)
     ready(w)
     neighbour = links.previous or links.next
-    neighbour.back.receive([torch.zeros(1, dtype=torch.uint8)])
+    neighbour.into.receive([torch.zeros(1, dtype=torch.uint8)])
 """
 WAITING = """
 w = watch()
