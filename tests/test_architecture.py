@@ -14,7 +14,7 @@ PRODUCT = [*layers.python_files(EXT), *layers.python_files(MLORA)]
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the
 # second sets what a library can be told by its environment only.
-READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.malloc"}
+READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.allocators"}
 
 
 def module_name(path: Path) -> str:

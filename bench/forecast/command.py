@@ -168,7 +168,7 @@ def main() -> None:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print rows as a table."""
-    from mlora.cli.common import aligned
+    from mlora.cli.tables import aligned
 
     cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     print(aligned([list(rows[0]), *cells]), end="\n\n")

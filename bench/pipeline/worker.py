@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mlora.cluster.malloc import keep_freed_memory
+from mlora.cluster.allocators import keep_freed_memory
 from mlora.cluster.world import World
 from mlora.pipeline import Neighbours, connect_neighbours
 from shared.machine import busy_seconds

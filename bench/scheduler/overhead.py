@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mlora.cluster.malloc import give_back_freed_memory, keep_freed_memory
+from mlora.cluster.allocators import give_back_freed_memory, keep_freed_memory
 from shared import machine
 
 from scheduler.run import TurnRun, room_for

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.cluster.malloc import keep_freed_memory
+from mlora.cluster.allocators import keep_freed_memory
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
 from mlora.engine.engine import Engine

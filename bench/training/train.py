@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.cluster.malloc import keep_freed_memory
+from mlora.cluster.allocators import keep_freed_memory
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig

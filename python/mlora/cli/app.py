@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from mlora.cli.common import RunDir, begin, command, print_lines, print_rows, reporter, run_here, start_stages
+from mlora.cli.common import RunDir, begin, command, reporter, run_here, start_stages
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
+from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once
 from mlora.errors import RunError
 

@@ -6,7 +6,8 @@ from typing import Annotated, cast
 
 import typer
 
-from mlora.cli.common import RunDir, command, print_lines, print_rows
+from mlora.cli.common import RunDir, command
+from mlora.cli.tables import print_lines, print_rows
 
 
 def status(

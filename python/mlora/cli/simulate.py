@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from mlora.cli.common import command, print_lines, print_rows
+from mlora.cli.common import command
+from mlora.cli.tables import print_lines, print_rows
 from mlora.errors import RunError
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlora.cli.common import how_to_go_on, result_table
+from mlora.cli.common import how_to_go_on
+from mlora.cli.tables import result_table
 from mlora.config.best_rule import METRICS
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mlora.cluster.malloc import bound_caches, give_back_freed_memory, keep_freed_memory
+from mlora.cluster.allocators import bound_caches, give_back_freed_memory, keep_freed_memory
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 

@@ -15,7 +15,7 @@ from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import state_file
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
-from mlora.sweep.ranking import Proposal
+from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 

@@ -21,7 +21,7 @@ from mlora.run.report import Reporter, some
 from mlora.run.stages import Member, check_replicas
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
-from mlora.sweep.ranking import trials_begun
+from mlora.sweep.proposal import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult
 
 # keys that may change before a resume: none changes the results by more than rounding

@@ -18,7 +18,7 @@ from mlora.queue.task_queue import Request
 from mlora.run.report import Reporter, some
 from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
-from mlora.sweep.ranking import Proposal
+from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder
 

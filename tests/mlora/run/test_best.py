@@ -12,8 +12,8 @@ import pytest
 import torch
 from full_disk import fill_disk
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
-from mlora.cli.common import result_table
 from mlora.cli.status import read_status
+from mlora.cli.tables import result_table
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError

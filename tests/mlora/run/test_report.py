@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlora.cli.common import aligned, result_table
 from mlora.cli.live_table import LiveTable, short_names
+from mlora.cli.tables import aligned, result_table
 from mlora.config.config_file import resolve_config
 from mlora.files.loss_plot import plot_losses, smooth
 from mlora.model.base_info import BaseInfo

@@ -12,7 +12,7 @@ from limited_runs import Watching, die, interrupt
 from mlora.errors import RunError
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.run import resume
-from mlora.sweep.ranking import trials_begun
+from mlora.sweep.proposal import trials_begun
 from sweep_runs import Crowd, sweep, table
 from tiny_run import lines, weights
 

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
-from mlora.cluster.malloc import keep_freed_memory
+from mlora.cluster.allocators import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 libc = ctypes.CDLL(None)

@@ -16,7 +16,7 @@ def keep_freed_memory() -> bool:
     """Lets glibc's malloc keep up to 1 GiB of freed memory, in blocks of up to 32 MiB.
 
     By default malloc gives memory at the end of its heap back to the system. Every training step frees its
-    activations there, and the system would clear and map the same pages again (docs/design.md). Returns False
+    activations there, and the system would clear and map the same pages again (decision 32). Returns False
     with another C library, where nothing changes.
     """
     return _told({_TRIM_THRESHOLD: _KEPT_BYTES, _MMAP_THRESHOLD: _LARGEST_BLOCK})
@@ -26,7 +26,7 @@ def give_back_freed_memory() -> bool:
     """Lets glibc's malloc map each block of 128 KiB or more by itself, and give it back once it is free.
 
     Then little more is resident than is allocated, as a memory limit needs. In glibc's heap, blocks of
-    changing sizes leave holes, which take up to three times as much (docs/design.md). Returns as
+    changing sizes leave holes, which take up to three times as much (decision 32). Returns as
     `keep_freed_memory`.
     """
     return _told({_MMAP_THRESHOLD: _LARGE_BLOCK, _TRIM_THRESHOLD: _LARGE_BLOCK})
@@ -45,7 +45,7 @@ def bound_caches() -> None:
 
     Packed micro-batches hardly ever repeat a number of rows, and each number makes some twenty entries of 0.2
     to 0.6 MiB. Resident memory grew by 4 to 20 MiB a step, for hundreds of MiB, and no step got faster
-    (docs/design.md). The only switch of both libraries is an environment variable, which they read at their
+    (decision 32). The only switch of both libraries is an environment variable, which they read at their
     first use. Values that the user has set stay.
     """
     for name in _CACHES:

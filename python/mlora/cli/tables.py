@@ -1,0 +1,81 @@
+"""Tables of commands, and the table of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines as they are."""
+    for line in lines:
+        print(line)
+
+
+def print_rows(rows: list[list[str]]) -> None:
+    """Prints rows, titles first, as a table on a terminal and as aligned lines elsewhere."""
+    if not sys.stdout.isatty():
+        print(aligned(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column, title in enumerate(rows[0]):
+        table.add_column(title, justify="left" if column < 2 else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | None = None) -> list[list[str]]:
+    """Returns the rows of a run's table, titles first; empty columns are left out.
+
+    `summary` is the content of ``summary.json``. `more` holds further columns: title and a cell per adapter.
+    """
+    titles = ["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]
+    rows = [[*titles, "best step"]]
+    for name, entry in summary["adapters"].items():
+        loss, exact = entry["eval_loss"], entry["eval_exact_match"]
+        waits = entry["state"] == "running" and summary["status"] != "running"
+        total = "" if entry["max_steps"] is None else f"/{entry['max_steps']}"
+        rows.append(
+            [
+                name,
+                "unfinished" if waits else entry["state"],
+                f"{entry['step']}{total}",
+                _number(entry["loss"], ".4f"),
+                _number(loss.get("before"), ".4f"),
+                _number(loss.get("after"), ".4f"),
+                _number(exact.get("before"), ".1%"),
+                _number(exact.get("after"), ".1%"),
+                _best(entry),
+            ]
+        )
+    for title, cells in (more or {}).items():
+        for row, cell in zip(rows, [title, *cells], strict=True):
+            row.append(cell)
+    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    return [[row[column] for column in used] for row in rows]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _best(entry: Mapping[str, Any]) -> str:
+    """Returns the step of the best evaluation, and the saved step if it differs."""
+    if not entry.get("best"):
+        return ""
+    step, saved = entry["best"]["step"], entry.get("saved_step")
+    return f"{step}" if saved in (None, step) else f"{step}, saved {saved}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of text as aligned lines, which nothing wraps."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    return "\n".join(lines)
