@@ -1,8 +1,8 @@
-"""Which parameters of a test run before each change on `triton`, whose interpreter is slow.
+"""Which parameters of slow tests run before each change; the rest is marked `nightly`.
 
-A test over backends runs whole on `cpu` and on `cuda`, which is emulated. On `triton` it runs a pairwise
-cover: every value of every parameter meets the backend, and every two values meet on some backend. The rest
-is marked `nightly`. On a GPU every test runs whole.
+A test over backends runs whole on `cpu` and on `cuda`, which is emulated. On `triton`, whose interpreter is
+slow, it runs a pairwise cover: every value of every parameter meets the backend, and every two values meet on
+some backend. On a GPU every test runs whole. A test marked `pairwise` runs a cover of its parameters.
 """
 
 from collections import Counter
@@ -47,18 +47,15 @@ def cover(fast: Sequence[frozenset[Setting]], slow: Sequence[frozenset[Setting]]
 
 
 def leave_the_rest_to_the_night(items: Sequence[pytest.Item]) -> None:
-    """Mark `nightly` what no cover needs, for each test that is parametrised by `backend`."""
+    """Mark `nightly` what no cover needs."""
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        kept = not any(item.get_closest_marker(name) for name in ("nightly", "soak", "gpu"))
-        if callspec is not None and "backend" in callspec.params and kept:
+        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("nightly", "soak", "gpu"))):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
-        slow = [item for item in family if item.callspec.params["backend"] == SLOW]
+        whole = family[0].get_closest_marker("pairwise") is None
+        slow = [item for item in family if not whole or item.callspec.params.get("backend") == SLOW]
         fast = [item for item in family if item not in slow]
-        if not slow:
-            continue
         chosen = cover([settings_of(item) for item in fast], [settings_of(item) for item in slow])
         for index in set(range(len(slow))) - set(chosen):
             slow[index].add_marker(pytest.mark.nightly)

@@ -55,10 +55,6 @@ def test_several_slots(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
     assert_right(make([8, 6, 3], lengths, [1, 0, -1, 2], dtype=dtype, adapter_dtype=adapter_dtype, p=0.1))
 
 
-def test_dropout_differs_by_adapter() -> None:
-    assert_right(make([4, 7, 5], [40, 30, 20], [0, 1, 2], p=[0.0, 0.5, 0.01]))
-
-
 @pytest.mark.parametrize("part", ["dx", "da", "db"])
 def test_only_wanted_gradients(backend: str, part: str) -> None:
     case = without_base(make([5, 16], [37, 61], [0, 1], p=0.2))
@@ -167,6 +163,7 @@ def test_nothing_beyond_a_tensor_is_written_or_used(dtype: torch.dtype) -> None:
 ALL, NO_DA = (True, True, True), (True, False, True)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("ranks", "widths", "p", "wanted"),
     [

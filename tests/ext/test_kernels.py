@@ -66,6 +66,7 @@ def test_values_on_every_instruction_set(isa: str, name: str, dtype: torch.dtype
     assert_right(case)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rank", [1, 3, 8, 17, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tails_of_tiles(isa: str, dtype: torch.dtype, rank: int) -> None:

@@ -48,6 +48,7 @@ def assert_measured_alike(
     engine.close()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("window", [None, 16], ids=["llama", "window"])

@@ -276,6 +276,7 @@ with Engine(model, memory_limit=used_memory(torch.device("cpu")) + (150 << 20)) 
 """
 
 
+@pytest.mark.nightly
 def test_a_process_stays_within_its_limit() -> None:
     """Batches of 2,400 and more rows, of which the limit holds a part."""
     command = [sys.executable, "-c", PROCESS]

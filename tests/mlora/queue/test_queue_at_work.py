@@ -176,7 +176,8 @@ def test_a_run_at_work_takes_requests(run: Run, tiny_base: Path, tmp_path: Path)
         assert losses(folder, name) == pytest.approx(losses(tmp_path / "alone", name), abs=1e-5)
 
 
-@pytest.mark.parametrize("save_steps", [pytest.param(None, marks=pytest.mark.nightly), 10])
+@pytest.mark.nightly  # `die` and `interrupt` do the same in one process, in test_scheduled_training
+@pytest.mark.parametrize("save_steps", [None, 10])
 def test_a_kill_after_a_request_was_taken(
     run: Run, tiny_base: Path, tmp_path: Path, save_steps: int | None
 ) -> None:
