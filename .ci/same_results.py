@@ -69,7 +69,7 @@ def commands(checkout: Path, out: Path) -> dict[str, list[list[str]]]:
     return {
         "quickstart": [[*train, str(quick), *STEADY, *SAVED, *to("quickstart")]],
         "two-stages": [[*train, str(quick), *STEADY, *SAVED, *stages, *to("two-stages")]],
-        "sweep": [[*train, str(sweep), *STEADY, *SAVED, *short, *to("sweep")]],
+        "sweep": [[*train[:-1], "sweep", str(sweep), *STEADY, *SAVED, *short, *to("sweep")]],
         "limit": [[sys.executable, "-c", begin + UNDER_A_LIMIT, str(out / "limit")]],
         "resumed": [
             [sys.executable, "-c", begin + INTERRUPTED, str(out / "resumed")],
