@@ -121,7 +121,12 @@ def checkpoints(run: Path) -> dict[str, list[Any]]:
     for path in sorted((run / "checkpoints").glob("step-*.pt")):
         payload = torch.load(path, weights_only=True)
         kept = {key: payload[key] for key in ("iteration", "tasks", "total_steps", "data", "adapters")}
-        flat = [(key, value) for key, value in leaves(kept) if not key.endswith(".seconds")]
+        # what divides a loss was always the tokens before checkpoints had units
+        flat = [
+            (key.replace(".units", ".tokens"), value)
+            for key, value in leaves(kept)
+            if not key.endswith((".seconds", ".open_units"))
+        ]
         found[path.name] = [
             (key, (value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes()))
             if isinstance(value, torch.Tensor)
