@@ -124,7 +124,7 @@ def killed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder / "run", disturbed(base, folder, 0, "SIGKILL", impatient=True)
 
 
-def resumes(folder: Path, whole: Path) -> None:
+def assert_resumes(folder: Path, whole: Path) -> None:
     """The run goes on to the end of the one that nothing disturbed."""
     assert list_checkpoints(folder / "run" / "checkpoints")
     assert not list((folder / "run").rglob("*.tmp"))
@@ -134,7 +134,7 @@ def resumes(folder: Path, whole: Path) -> None:
     assert_equal(folder / "run", whole)
 
 
-def is_told_once(run: Disturbed, stage: int, fault: str, silence: str = "[67]") -> None:
+def assert_told_once(run: Disturbed, stage: int, fault: str, silence: str = "[67]") -> None:
     killed = fault.startswith("SIG")
     assert run.codes == [-signal.SIGKILL if killed and rank == stage else 1 for rank in range(STAGES)]
     (line,) = error_lines(run.errors)
@@ -149,9 +149,9 @@ def is_told_once(run: Disturbed, stage: int, fault: str, silence: str = "[67]") 
 def test_killed_stage_is_told_once_and_the_run_goes_on(
     whole: Path, killed: tuple[Path, Disturbed], tmp_path: Path
 ) -> None:
-    is_told_once(killed[1], 0, "SIGKILL")
+    assert_told_once(killed[1], 0, "SIGKILL")
     shutil.copytree(killed[0], tmp_path / "run")
-    resumes(tmp_path, whole)
+    assert_resumes(tmp_path, whole)
 
 
 def test_frozen_stage_is_told_once_and_the_terminal_is_put_right(base: Path, tmp_path: Path) -> None:
@@ -159,22 +159,22 @@ def test_frozen_stage_is_told_once_and_the_terminal_is_put_right(base: Path, tmp
     told = "from mlora.run import report\n"
     told += "report.PlainLines.close = lambda self: print('put right', flush=True)\n"
     run = disturbed(base, tmp_path, 1, "SIGSTOP", impatient=True, told=told)
-    is_told_once(run, 1, "SIGSTOP", silence="[34]")
+    assert_told_once(run, 1, "SIGSTOP", silence="[34]")
     assert "put right" in run.outputs[0]
 
 
 @pytest.mark.parametrize(("stage", "fault"), [(2, "raises"), (1, "memory")])
 def test_stage_that_fails_is_told_once(base: Path, tmp_path: Path, stage: int, fault: str) -> None:
-    is_told_once(disturbed(base, tmp_path, stage, fault, impatient=True), stage, fault)
+    assert_told_once(disturbed(base, tmp_path, stage, fault, impatient=True), stage, fault)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_stage_at_fault_is_told_once(base: Path, whole: Path, tmp_path: Path, stage: int, fault: str) -> None:
-    is_told_once(disturbed(base, tmp_path, stage, fault), stage, fault)
+    assert_told_once(disturbed(base, tmp_path, stage, fault), stage, fault)
     if fault == "SIGKILL":
-        resumes(tmp_path, whole)
+        assert_resumes(tmp_path, whole)
 
 
 IN_A_CALL = """
@@ -259,7 +259,7 @@ def test_interrupted_run_goes_on(base: Path, whole: Path, tmp_path: Path, number
     assert codes == [128 + number, 0, 0]
     assert outputs[0].endswith(f"interrupted; continue with: mlora resume {tmp_path / 'run'}\n")
     assert errors == [""] * STAGES
-    resumes(tmp_path, whole)
+    assert_resumes(tmp_path, whole)
 
 
 @contextmanager
