@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_states import assert_equal
 from limited_runs import Watching, decisions, die, five_tasks, undisturbed
 from mlora.cluster.device import set_allocators
 from mlora.config.config_file import resolve_config
@@ -106,21 +107,6 @@ def state_of(engine: Engine) -> list[Any]:
     part = engine._part
     names = list(part._optimizers), list(part._measured), part._in_flight
     return [states, banks, router.step, adapters, base, torch.get_rng_state(), random.getstate(), names]
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        assert_equal(list(one.values()), list(other.values()))
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b)
-    else:
-        assert one == other
 
 
 def draw_batch(name: str, step: int) -> list[Sample]:

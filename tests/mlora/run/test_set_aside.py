@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_states import assert_equal
 from full_disk import fill_disk
 from limited_runs import Watching, ask, five_tasks, interrupt, replace_memory, submission
 from mlora.config.config_file import resolve_config
@@ -45,22 +46,6 @@ def advance(engine: Engine, task: Task, batches: int) -> list[float]:
             losses.append(engine.optim_step(task.name).grad_norm)
         task.progress.batches += 1
     return losses
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_equal(left, right)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("fp16", [False, True])
