@@ -31,7 +31,7 @@ check: $(STAMP)
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
 test: export PYTHONDONTWRITEBYTECODE =
 test: check
-	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" $(PARALLEL) --durations=10
+	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" $(PARALLEL) --durations=20
 
 nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)

@@ -20,9 +20,9 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="lorapp: the number of streams that run at once, each one adapter or one group of adapters "
-            "(mlora train groups more than 2 * stages adapters); 1f1b, gpipe: the adapters of one batch "
-            "[from --times, else 4]",
+            help="lorapp: the number of groups that run at once; a group is one adapter, or several that "
+            "share batches, as `mlora train` makes of more than 2 * stages adapters; 1f1b, gpipe: the "
+            "adapters of one batch [from --times, else 4]",
         ),
     ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches in each optimizer step")] = 1,
@@ -60,7 +60,7 @@ def simulate(
     times: Annotated[
         Path | None,
         typer.Option(
-            help="a times.json that `mlora train --trace` wrote: use its times and number of streams"
+            help="a times.json that `mlora train --trace` wrote: use its times and number of groups"
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,

@@ -49,7 +49,7 @@ class SchedulerConfig(Strict):
     ``memory_limit`` bounds the resident memory of a stage's process on a CPU, and what its allocator holds
     on a GPU. ``policy`` is the order of admission: ``fcfs`` (higher priority, then earlier arrival) or
     ``shortest_first`` (higher priority, then least work left). ``placement`` chooses which tasks share
-    a slot of a pipeline: ``token_balanced`` or ``in_order``.
+    a group of a pipeline: ``token_balanced`` or ``in_order``.
     """
 
     memory_limit: int | str | None = None

@@ -87,9 +87,8 @@ class MemoryEstimate:
         self._knees = knees
         self._bounds: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         self._keys: dict[tuple[str, ...], str] = {}
-        self._missed: dict[
-            str, int
-        ] = {}  # rows for which mixtures could not be sampled since the last `adopt`
+        # the longest sequence for which a mixture could not be sampled since the last `adopt`
+        self._missed: dict[str, int] = {}
 
     @property
     def as_adopted(self) -> MemoryEstimate:
@@ -107,28 +106,27 @@ class MemoryEstimate:
             lengths: of the sequences of each task that takes part, by name.
             among: names of all tasks that may take part, including those of `lengths`.
         """
-        together = _together(lengths)
-        mixture = self._adopted_of(among, max(together))
+        key = self._key(among), _together(lengths)
+        mixture = self._adopted_of(key[0], among, max(key[1]))
         if mixture is None:
             return [math.inf] * len(self._knees)
-        key = self._key(among), together
         if key not in self._bounds:
             if len(self._bounds) >= _REMEMBERED:
                 self._bounds.clear()
-            self._bounds[key] = [model.over(together) for model in mixture.places]
+            self._bounds[key] = [model.over(key[1]) for model in mixture.places]
         return self._bounds[key]
 
     def by_samples(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[float]:
         """Returns `activations` from samples alone: the same before and after measurements."""
         together = _together(lengths)
-        mixture = self._adopted_of(among, max(together))
+        mixture = self._adopted_of(self._key(among), among, max(together))
         if mixture is None:
             return [math.inf] * len(self._knees)
         return [model.by_samples(together) for model in mixture.places]
 
     def predict(self, lengths: Mapping[str, Sequence[int]], among: Sequence[str]) -> list[int]:
         """Returns what `activations` returns, but without a margin; 0 if nothing is known."""
-        mixture = self._adopted_of(among)
+        mixture = self._adopted_of(self._key(among), among)
         if mixture is None:
             return [0] * len(self._knees)
         return [model.predict(_together(lengths)) for model in mixture.places]
@@ -141,9 +139,8 @@ class MemoryEstimate:
             self._keys[names] = self._mixture(names)
         return self._keys[names]
 
-    def _adopted_of(self, among: Sequence[str], longest: int = 0) -> _Mixture | None:
+    def _adopted_of(self, key: str, among: Sequence[str], longest: int = 0) -> _Mixture | None:
         """Returns a mixture as adopted; samples it first if it is new or its samples are too short."""
-        key = self._key(among)
         known = self._adopted.get(key)
         if self._dry_run is None:
             return known

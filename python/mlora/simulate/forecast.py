@@ -58,7 +58,7 @@ class Forecast:
     measures: Measures
     closed_form: float  # a lower bound of an endless run's bubble ratio
     exact: bool  # whether an endless run is known to reach this bound
-    origin: str = ""  # says where the number of streams is from, unless it was given
+    origin: str = ""  # says where the number of groups is from, unless it was given
 
     def as_json(self) -> dict[str, Any]:
         """Returns the content of `--json`, in seconds, bytes and rows."""
@@ -87,7 +87,7 @@ class Forecast:
         first, stages, streams = workload.streams[0], len(workload.stages), len(workload.streams)
         steps = _counted(first.steps, "step")
         lines = [
-            f"{workload.schedule}: {_counted(stages, 'stage')}, {_counted(streams, 'stream')}{self.origin} "
+            f"{workload.schedule}: {_counted(stages, 'stage')}, {_counted(streams, 'group')}{self.origin} "
             f"of {_counted(first.micro_batches, 'micro-batch', 'es')} a step, {steps}"
         ]
         groups = GROUPS_OF_A_STAGE * stages

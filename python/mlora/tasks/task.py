@@ -87,6 +87,7 @@ class Task:
     lora: LoraConfig | None
     optim: OptimConfig
     progress: Progress = field(default_factory=Progress)
+    _next: tuple[int, list[int]] = field(default=(-1, []), init=False, repr=False, compare=False)
 
     @property
     def alive(self) -> bool:
@@ -111,7 +112,9 @@ class Task:
 
     def next_lengths(self) -> list[int]:
         """Returns the sequence lengths of its next micro-batch, in rows."""
-        return self.lengths_of(self.progress.batches)
+        if self._next[0] != self.progress.batches:
+            self._next = self.progress.batches, self.lengths_of(self.progress.batches)
+        return self._next[1]
 
     def lengths_of(self, batch: int) -> list[int]:
         """Returns the sequence lengths of micro-batch `batch` (counted from 0), in rows."""

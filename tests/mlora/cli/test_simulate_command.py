@@ -33,7 +33,7 @@ def test_it_prints_ratios_throughput_and_memory(run: Run) -> None:
     result = run("simulate", "--stages", 4, "--adapters", 3, "--backward", 3, "--rows", 100, "--steps", 100)
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
-        "lorapp: 4 stages, 3 streams of 1 micro-batch a step, 100 steps",
+        "lorapp: 4 stages, 3 groups of 1 micro-batch a step, 100 steps",
         "bubble ratio: 25.0% simulated, closed form 25.0%",
         "whole run: 1.608 s, bubble ratio 25.4%",
         "throughput: 187.5 micro-batches/s, 1.875e+04 rows/s",
@@ -146,15 +146,15 @@ def test_measured_times(run: Run, tmp_path: Path) -> None:
     assert found["throughput"] == pytest.approx(10 / 2.6e-3, rel=0.01)
     first = run("simulate", "--times", path).stdout.splitlines()[0]
     assert (
-        "3 stages, 4 streams (the default, as times.json gives no number; change it with --adapters) of 1"
+        "3 stages, 4 groups (the default, as times.json gives no number; change it with --adapters) of 1"
         in first
     )
     path.write_text(json.dumps(data | {"streams": 2}))
     first = run("simulate", "--times", path).stdout.splitlines()[0]
-    assert "3 stages, 2 streams (from times.json; change it with --adapters) of 1 micro-batch" in first
+    assert "3 stages, 2 groups (from times.json; change it with --adapters) of 1 micro-batch" in first
     assert len(output(run, "--times", path)["streams"]) == 2
-    assert "3 stages, 6 streams of 1" in run("simulate", "--times", path, "--adapters", 6).stdout
-    assert "3 stages, 1 stream of 1" in run("simulate", "--times", path, "--schedule", "gpipe").stdout
+    assert "3 stages, 6 groups of 1" in run("simulate", "--times", path, "--adapters", 6).stdout
+    assert "3 stages, 1 group of 1" in run("simulate", "--times", path, "--schedule", "gpipe").stdout
     assert "--latency: cannot be used with --times" in only_line(
         run("simulate", "--times", path, "--latency", 1)
     )
