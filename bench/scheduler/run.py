@@ -17,7 +17,7 @@ from mlora.queue.task_queue import TaskQueue
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, limit_memory, make_engine
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.tasks.task import Task, TaskBuilder
 

@@ -1,17 +1,17 @@
 """Layers with adapters: conversion, routes, adding and removing adapters, PEFT's folders and models."""
 
+from .active_adapters import disable_adapter, print_trainable_parameters
+from .adapter_weights import adapter_parameters
+from .add_remove import add_adapter, remove_adapter
 from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
-from .control import disable_adapter, print_trainable_parameters
 from .convert import convert_model, load_adapter
 from .frozen_weights import pack_base, set_frozen_weights
 from .interop.merging import merge_and_unload
 from .interop.peft_folder import save_adapter
 from .interop.peft_model import from_peft
-from .join import add_adapter, remove_adapter
 from .linear import MultiLoRALinear
 from .routing.router import route
-from .weights import adapter_parameters
 
 __all__ = [
     "AdapterBank",

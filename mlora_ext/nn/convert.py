@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from . import checkpointing, forward
+from .adapter_weights import write_weights
+from .add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
 from .interop import adapter_interface
 from .interop.peft_folder import load_into, read_adapter
-from .join import convert_layers, join, plan_adapter, refuse_state, regroup
 from .linear import MultiLoRALinear
 from .routing.router import Router
-from .weights import write_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig

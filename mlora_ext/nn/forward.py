@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .control import refuse_bypassed_head
+from .active_adapters import refuse_bypassed_head
 from .routing import locate
 from .routing.locate import contents_of, rows_per_sample
 from .routing.route import Route

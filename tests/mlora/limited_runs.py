@@ -19,7 +19,7 @@ from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.run import resume
 from mlora.scheduler import MemoryEstimate
 from mlora.tasks.task import Task

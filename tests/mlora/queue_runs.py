@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mlora.cli.status import read_status
+from mlora.cli.run_status import read_status
 
 THIRD = {
     "name": "third",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..control import disable, disable_adapter, one_adapter, print_trainable_parameters
-from ..join import add_adapter, remove_adapter
+from ..active_adapters import disable, disable_adapter, one_adapter, print_trainable_parameters
+from ..adapter_weights import adapter_parameters
+from ..add_remove import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
-from ..weights import adapter_parameters
 from . import trainer_checkpoint
 from .merging import merge_and_unload
 from .peft_folder import load_into

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ...adapters.registry import adapter_kind
+from ..active_adapters import one_adapter
+from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
-from ..control import one_adapter
 from ..linear import MultiLoRALinear
-from ..weights import adapter_layers
 from .peft_folder import adapter_config
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec
 from ...adapters.registry import adapter_kind, parameter_names
-from ..join import add_adapter, plan_adapter
+from ..adapter_weights import adapter_layers, check_weights, write_weights
+from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
 from ..targets import portable_targets
-from ..weights import adapter_layers, check_weights, write_weights
 from .embeddings import resized_embeddings
 from .existing_config import without_start
 

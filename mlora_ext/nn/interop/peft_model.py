@@ -10,11 +10,11 @@ from torch import nn
 
 from ...adapters.lora_config import check_name
 from ...adapters.registry import kind_for
+from ..adapter_weights import check_weights, write_weights
+from ..add_remove import plan_adapter
 from ..convert import convert_model
-from ..join import plan_adapter
 from ..linear import MultiLoRALinear
 from ..unconverted_state import check_untouched, move_hooks
-from ..weights import check_weights, write_weights
 from .existing_config import with_scaling, without_start
 from .peft_layers import PeftLayers
 

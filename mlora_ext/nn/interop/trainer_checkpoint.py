@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.registry import parameter_names
+from ..adapter_weights import adapter_parameters
 from ..routing.router import router_of
-from ..weights import adapter_parameters
 from .embeddings import resized_embeddings
 from .peft_folder import write_folder
 

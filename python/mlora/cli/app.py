@@ -140,7 +140,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
 
         config = load_config(run, set_ or [])
         begin()
-        from mlora.run.report import PlainLines
+        from mlora.run.reporter import PlainLines
         from mlora.run.validation import validate
 
         lines = PlainLines()

@@ -19,7 +19,7 @@ from mlora.errors import RunError
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
-    from mlora.run.report import Reporter
+    from mlora.run.reporter import Reporter
     from mlora.run.stages import Member
     from mlora.tasks.result import RunResult
 
@@ -65,7 +65,7 @@ def begin() -> None:
 def reporter() -> Reporter:
     """Returns a live table on a terminal, plain lines elsewhere."""
     from mlora.cli.live_table import LiveTable
-    from mlora.run.report import PlainLines
+    from mlora.run.reporter import PlainLines
 
     return LiveTable() if sys.stdout.isatty() else PlainLines()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlora.run.report import Pace, Reporter
+from mlora.run.reporter import Pace, Reporter
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:

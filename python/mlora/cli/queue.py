@@ -18,7 +18,7 @@ def status(
     Works while the run trains and afterwards.
     """
     with command():
-        from mlora.cli.status import read_status
+        from mlora.cli.run_status import read_status
 
         found = read_status(run_dir)
         if as_json:

@@ -23,9 +23,9 @@ from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora_ext.frozen.base_gemm import set_base_gemm
+from mlora_ext.nn.adapter_weights import write_weights
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.weights import write_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig

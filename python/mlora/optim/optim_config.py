@@ -16,7 +16,7 @@ class OptimConfig:
 
     Attributes:
         learning_rate: peak learning rate.
-        optim: `adamw_torch`, `adamw_torch_fused`, `sgd`, or a name of `mlora.optim.registry`.
+        optim: a name of `mlora.optim.registry`.
         weight_decay: decoupled for AdamW; applies to every adapter weight.
         max_grad_norm: bound of the gradient's norm; 0 = no clipping.
         lr_scheduler_type: a name of `transformers.SchedulerType` that is a function of the step.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.schedules import schedule_of
 
 
 @dataclass(frozen=True)
@@ -59,58 +57,6 @@ class StepRule:
         factor = min(1.0, bound / (norm + 1e-6)) if bound else 1.0
         self.steps += 1
         return rate, norm, Update(rate, factor / divisor, True)
-
-
-def schedule_of(config: OptimConfig) -> Callable[[int], float]:
-    """Returns Transformers' factor on the learning rate as a function of the steps taken.
-
-    ValueError if there is no such schedule, its arguments do not fit, or it depends on more than the step.
-    """
-    from torch.optim.lr_scheduler import LambdaLR
-    from transformers import get_scheduler
-
-    _check_schedule_arguments(config)
-    stand_in = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
-    try:
-        scheduler = get_scheduler(
-            config.lr_scheduler_type,
-            stand_in,
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=config.total_steps,
-            scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
-        )
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError("depends on more than the step, which is not supported")
-        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-        for step in {0, config.warmup_steps, max((config.total_steps or 1) - 1, 0)}:
-            if not math.isfinite(factor(step)):
-                raise ValueError(f"its factor at step {step} is {factor(step)}")
-    except (ValueError, TypeError, ArithmeticError) as error:
-        given = f"; lr_scheduler_kwargs: {config.lr_scheduler_kwargs}" if config.lr_scheduler_kwargs else ""
-        raise ValueError(f"lr_scheduler_type {config.lr_scheduler_type!r}: {error}{given}") from error
-    return factor
-
-
-def _check_schedule_arguments(config: OptimConfig) -> None:
-    """Refuses `lr_scheduler_kwargs` that the schedule does not have, and the lack of those it needs."""
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-
-    functions: dict[str, Any] = {kind.value: make for kind, make in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    if config.lr_scheduler_type not in functions:
-        return
-    parameters = inspect.signature(functions[config.lr_scheduler_type]).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    known = {parameter.name: parameter.default for parameter in parameters if parameter.name not in ours}
-    given = config.lr_scheduler_kwargs or {}
-    what = f"lr_scheduler_kwargs: the schedule {config.lr_scheduler_type!r}"
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{what} has no {key!r}; it has {', '.join(known) or 'none'}")
-    for key, default in known.items():
-        if default is inspect.Parameter.empty and key not in given:
-            raise ValueError(f"{what} needs {key}")
 
 
 _INITIAL, _SMALLEST, _LARGEST = 2.0**10, 1.0, 2.0**20

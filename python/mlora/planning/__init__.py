@@ -1,1 +1,1 @@
-"""Before a run: dry runs, profiles, the partition into stages, the memory budget."""
+"""Before a run: profiles of stages, the partition into stages, the memory that tasks need."""

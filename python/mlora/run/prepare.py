@@ -26,7 +26,7 @@ from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, stage_0
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import token_balanced

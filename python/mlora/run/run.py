@@ -17,7 +17,7 @@ from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.decisions import journaled
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.report import Reporter, some
+from mlora.run.reporter import Reporter, some
 from mlora.run.stages import Member, check_replicas
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome

@@ -15,7 +15,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
-from mlora.run.report import Reporter, some
+from mlora.run.reporter import Reporter, some
 from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal

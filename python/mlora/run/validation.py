@@ -15,7 +15,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.run.prepare import Prepared, prepare, sweep_of
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from command_line import Run, only_line
-from mlora.cli.status import read_status
+from mlora.cli.run_status import read_status
 from mlora.files.run_folder import Metrics
 from mlora.queue.requests import submit
 from mlora.queue.task_queue import TaskQueue
@@ -349,7 +349,7 @@ def test_a_request_that_comes_too_late_is_told_of(run: Run, tiny_base: Path, tmp
 
 def test_the_commands_start_fast(tmp_path: Path) -> None:
     program = (
-        "import sys, mlora.queue.requests, mlora.cli.status, mlora.cli.app; print('torch' in sys.modules)"
+        "import sys, mlora.queue.requests, mlora.cli.run_status, mlora.cli.app; print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ)
     assert found.stdout == "False\n", found.stderr

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from mlora.cli.status import read_status
+from mlora.cli.run_status import read_status
 from mlora.files.checkpoint import list_checkpoints
 from stage_runs import (
     ENVIRONMENT,

@@ -11,6 +11,7 @@ from mlora.config.config_file import apply_override, dump_config, load_config, r
 from mlora.config.run_config import RunConfig, TrainingFields
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
+from mlora.optim.registry import optimizer_names
 from mlora.run.run import train
 from mlora.tasks.result import RunResult
 
@@ -176,7 +177,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "defaults.optim",
             "adam",
-            "defaults.optim: must be one of adamw_torch, adamw_torch_fused, sgd, got 'adam'",
+            f"defaults.optim: must be one of {', '.join(optimizer_names())}, got 'adam'",
         ),
         (
             "defaults.save_steps",

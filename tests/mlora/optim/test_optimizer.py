@@ -4,7 +4,8 @@ import pytest
 import torch
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.registry import optimizer_kind
-from mlora.optim.step_rule import StepRule, Update, schedule_of
+from mlora.optim.schedules import schedule_of
+from mlora.optim.step_rule import StepRule, Update
 from torch import nn
 from transformers import get_scheduler
 
@@ -17,6 +18,7 @@ SCHEDULES = {
     "constant_with_warmup": {},
     "inverse_sqrt": {},
     "cosine_with_min_lr": {"min_lr_rate": 0.2},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.2},
     "warmup_stable_decay": {"num_decay_steps": 5},
 }
 

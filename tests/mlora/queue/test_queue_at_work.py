@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from command_line import Run
 from limited_runs import Watching, five_tasks, interrupt
-from mlora.cli.status import read_status
+from mlora.cli.run_status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, run_data, weights, write_run

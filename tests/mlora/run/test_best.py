@@ -12,13 +12,13 @@ import pytest
 import torch
 from full_disk import fill_disk
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
-from mlora.cli.status import read_status
+from mlora.cli.run_status import read_status
 from mlora.cli.tables import result_table
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
-from mlora.run.report import PlainLines
+from mlora.run.reporter import PlainLines
 from mlora.run.run import resume, train
 from mlora.run.task_states import compare
 from mlora.tasks.task import Progress
@@ -34,7 +34,7 @@ from tests.tolerances import STEADY_EPSILON
 
 KILLED = """
 import os, signal, sys
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.run import train
 class Killed(Reporter):
     left = int(sys.argv[2])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from mlora.files.run_folder import RunFolder
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Admission, Room
 

@@ -14,7 +14,7 @@ from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints, save_checkpoint
 from mlora.files.state_files import StateFiles
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from mlora.run.task_states import bring_back, set_aside, state_file
 from mlora.tasks.task import Task

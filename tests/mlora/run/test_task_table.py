@@ -17,7 +17,7 @@ from mlora.engine.memory_limit import Candidate
 from mlora.files.run_folder import RunFolder
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Room
 from mlora.tasks.groups import Group

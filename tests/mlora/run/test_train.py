@@ -13,7 +13,7 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.engine.engine import Engine, StepResult
 from mlora.errors import RunError
 from mlora.files.run_folder import read_metrics
-from mlora.run.report import Reporter
+from mlora.run.reporter import Reporter
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_run import random_tokens, run_data, save_base, write_jsonl, write_run

@@ -54,13 +54,13 @@ class Lion(Optimizer):
 def lion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered for these tests only."""
     monkeypatch.setattr(registry, "_OPTIMIZERS", dict(registry._OPTIMIZERS))
-    register_optimizer("lion", Lion)
+    register_optimizer("toy_lion", Lion)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_it_trains_and_resumes(tiny_base: Path, tmp_path: Path, stages: int) -> None:
     data = data_of(
-        tiny_base, tmp_path, stages, optim="lion", learning_rate=1e-3, lr_scheduler_type="constant"
+        tiny_base, tmp_path, stages, optim="toy_lion", learning_rate=1e-3, lr_scheduler_type="constant"
     )
     run = train_and_resume(data, tmp_path)
     # B begins at zero and each step moves each of its elements by the learning rate
@@ -73,17 +73,17 @@ def test_it_trains_and_resumes(tiny_base: Path, tmp_path: Path, stages: int) -> 
 def test_its_state_counts_in_the_memory_that_a_task_needs(tiny_base: Path) -> None:
     stage = DryStage(str(tiny_base), StageOptions(torch.device("cpu"), torch.float32))
     lora = LoraConfig(r=4, target_modules=["q_proj"])
-    lion, adamw = (stage.states(lora, OptimConfig(optim=name)) for name in ("lion", "adamw_torch_fused"))
+    lion, adamw = (stage.states(lora, OptimConfig(optim=name)) for name in ("toy_lion", "adamw_torch_fused"))
     assert (lion.moments, lion.update) == (adamw.moments // 2, 0)
     assert (lion.weights, lion.gradients) == (adamw.weights, adamw.gradients)
 
 
 def test_a_name_is_one_optimizers(tiny_base: Path, tmp_path: Path) -> None:
-    register_optimizer("lion", Lion)
+    register_optimizer("toy_lion", Lion)
     with pytest.raises(ValueError, match="optim: the name 'sgd' is taken"):
         register_optimizer("sgd", Lion)
-    with pytest.raises(ValueError, match=r"optim: expected one of adamw_torch, .*lion.*, got 'tiger'"):
+    with pytest.raises(ValueError, match=r"optim: expected one of adamw_torch, .*toy_lion.*, got 'tiger'"):
         optimizer_kind("tiger")
     data = data_of(tiny_base, tmp_path, 1, optim="tiger")
-    with pytest.raises(RunError, match=r"optim: must be one of .*sgd.*lion, got 'tiger'"):
+    with pytest.raises(RunError, match=r"optim: must be one of .*sgd.*toy_lion, got 'tiger'"):
         mlora.train(resolve_config(data, folder=tmp_path))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
-from mlora.cli.status import read_status
+from mlora.cli.run_status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints

@@ -13,6 +13,7 @@ from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name
 from ..adapters.registry import adapter_kind, kind_for
 from ..ops.functional import scaling_dtype
+from .adapter_weights import adapter_layers
 from .fused_projections import FusedProjections
 from .linear import MultiLoRALinear
 from .routing.route import LayerGroup
@@ -24,7 +25,6 @@ from .targets import (
     target_layers,
 )
 from .unconverted_state import check_layer
-from .weights import adapter_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

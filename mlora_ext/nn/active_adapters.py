@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from .adapter_weights import adapter_parameters
 from .linear import MultiLoRALinear
 from .routing.router import Router, router_of
-from .weights import adapter_parameters
 
 
 def refuse_bypassed_head(model: nn.Module, arguments: Mapping[str, Any]) -> None:
