@@ -156,8 +156,8 @@ def test_killed_stage_is_told_once_and_the_run_goes_on(
 
 def test_frozen_stage_is_told_once_and_the_terminal_is_put_right(base: Path, tmp_path: Path) -> None:
     """A frozen stage ends stage 0 from a thread of the watch, which no `finally` sees."""
-    told = "from mlora.run import report\n"
-    told += "report.PlainLines.close = lambda self: print('put right', flush=True)\n"
+    told = "from mlora.run import reporter\n"
+    told += "reporter.PlainLines.close = lambda self: print('put right', flush=True)\n"
     run = disturbed(base, tmp_path, 1, "SIGSTOP", impatient=True, told=told)
     assert_told_once(run, 1, "SIGSTOP", silence="[34]")
     assert "put right" in run.outputs[0]
