@@ -25,10 +25,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
         yield name
 
 
-def test_several_column_splits() -> None:
-    """Sums over d_in, and over d_out, in three and two parts; rows of the base between."""
+def test_several_column_splits(backend: str) -> None:
+    """Sums over d_in in three parts (Triton, whose interpreter is slow: two), over d_out in two; rows of the
+    base between."""
     how = {"ranks": [5, 17], "lengths": [9, 4, 6], "adapters": [0, -1, 1], "p": 0.1}
-    assert_right(make(**how, d_in=2 * COLUMN_SPLIT + 72, d_out=40, dtype=torch.bfloat16))
+    whole = 1 if backend == "triton" else 2
+    assert_right(make(**how, d_in=whole * COLUMN_SPLIT + 72, d_out=40, dtype=torch.bfloat16))
     assert_right(make(**how, d_in=40, d_out=COLUMN_SPLIT + 8))
 
 

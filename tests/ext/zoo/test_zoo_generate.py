@@ -24,7 +24,6 @@ QUICK = {
     "MambaForCausalLM",
     "XLNetLMHeadModel",
     "BartForConditionalGeneration",
-    "T5ForConditionalGeneration",
     "MllamaForCausalLM",
 }
 UNCACHED, CACHED = {"use_cache": False}, {"use_cache": True}
