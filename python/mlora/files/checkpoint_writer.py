@@ -70,7 +70,10 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown()
+        try:
+            self._thread.shutdown()
+        finally:  # a signal may end the first wait
+            self._thread.shutdown()
         if error is None:
             self.wait()
         elif self._writing is not None and (failure := self._writing.exception()) is not None:
