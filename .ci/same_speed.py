@@ -8,7 +8,7 @@ Run it on a quiet machine. Groups:
 
 linear     one layer with several adapters, forward and backward
 train      steps of several adapters
-stages     the same steps over two stages
+stages     the same steps over two stages that are threads of one process
 scheduler  64 tasks, where all fit under the limit and where some wait: a step, and the scheduler's own time
 """
 
@@ -87,7 +87,7 @@ def train() -> dict[str, Case]:
 
 
 def stages() -> dict[str, Case]:
-    """Returns the same steps over two stages, each a process."""
+    """Returns the same steps over two stages, threads of one process: no message goes over TCP."""
     bench = first_of("training.train", "bench_train")
     bench.Engine = functools.partial(bench.Engine, stages=2)
     return train()
