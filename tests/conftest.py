@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_the_rest_to_the_night(items)
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect() -> None:
     """A run collects garbage, which would look at all that was imported: half of a small run's time."""
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+ROOT = Path(__file__).resolve().parents[2]
 MATRIX_KERNELS = {"shrink", "expand", "read_dy", "read_x"}
 PROGRAM = """
 import json, sys
@@ -30,11 +30,11 @@ print(json.dumps([seen(rows) for rows in (129, 200, 256)]))
 """
 
 
-def run(program: str, *arguments: str, tmp_path: Path) -> list:
-    """Outside of the interpreter, which the other tests use, and with a cache of its own."""
+def run(program: str, *arguments: str) -> list:
+    """Outside of the interpreter, which the other tests use; what was compiled is kept with the build."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-W", "ignore", "-c", program, str(BENCH), *arguments]
+    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
+    command = [sys.executable, "-W", "ignore", "-c", program, str(ROOT / "bench"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -44,9 +44,9 @@ EVERY_VARIANT = [pytest.param(name, "", marks=pytest.mark.nightly) for name in (
 
 
 @pytest.mark.parametrize(("architecture", "variant"), [("90", "fp16, r 16"), *EVERY_VARIANT])
-def test_no_spills_and_matrix_instructions(architecture: str, variant: str, tmp_path: Path) -> None:
+def test_no_spills_and_matrix_instructions(architecture: str, variant: str) -> None:
     """The quickest variant; all of them take half a minute for each architecture."""
-    report = run(PROGRAM, architecture, variant, tmp_path=tmp_path)
+    report = run(PROGRAM, architecture, variant)
     assert report
     names = {code["name"] for code in report}
     assert names == MATRIX_KERNELS | {"plan", "reduce_rows", "reduce_gradients"}
@@ -58,9 +58,9 @@ def test_no_spills_and_matrix_instructions(architecture: str, variant: str, tmp_
             assert sum(code["matrix"].values()) > 0, code
 
 
-def test_row_counts_recompile_nothing(tmp_path: Path) -> None:
+def test_row_counts_recompile_nothing() -> None:
     """What a compiled kernel is looked up by is the same whatever the number of rows."""
-    first, *others = run(SPECIALISED, tmp_path=tmp_path)
+    first, *others = run(SPECIALISED)
     assert {name for name, _, _ in first} >= MATRIX_KERNELS
     for other in others:
         assert other == first
