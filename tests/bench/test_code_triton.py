@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,27 +15,26 @@ PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from gpu import code_triton
+architecture = int(sys.argv[2])
 variants = [one for one in code_triton.VARIANTS if sys.argv[3] in one.name]
-found = code_triton.report(int(sys.argv[2]), variants)
-print(json.dumps([{"variant": name, **vars(code)} for name, code in found]))
-"""
-SPECIALISED = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from gpu import code_triton
-variant = code_triton.VARIANTS[0]
+found = code_triton.report(architecture, variants)
 def seen(rows):
-    launches = code_triton.launches_of(variant, 90, rows)
+    launches = code_triton.launches_of(code_triton.VARIANTS[0], architecture, rows)
     return [(l.kernel.__name__, code_triton.specialisation(l), l.options) for l in launches]
-print(json.dumps([seen(rows) for rows in (129, 200, 256)]))
+print(json.dumps({
+    "code": [{"variant": name, **vars(code)} for name, code in found],
+    "specialisations": [seen(rows) for rows in (129, 200, 256)],
+}))
 """
+QUICKEST = ("90", "fp16, r 16")
 
 
-def run(program: str, *arguments: str) -> list:
+@cache
+def compiled(architecture: str, variant: str) -> dict:
     """Outside of the interpreter, which the other tests use; what was compiled is kept with the build."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
-    command = [sys.executable, "-W", "ignore", "-c", program, str(ROOT / "bench"), *arguments]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ROOT / "bench"), architecture, variant]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -43,10 +43,10 @@ def run(program: str, *arguments: str) -> list:
 EVERY_VARIANT = [pytest.param(name, "", marks=pytest.mark.nightly) for name in ("80", "90")]
 
 
-@pytest.mark.parametrize(("architecture", "variant"), [("90", "fp16, r 16"), *EVERY_VARIANT])
+@pytest.mark.parametrize(("architecture", "variant"), [QUICKEST, *EVERY_VARIANT])
 def test_no_spills_and_matrix_instructions(architecture: str, variant: str) -> None:
     """The quickest variant; all of them take half a minute for each architecture."""
-    report = run(PROGRAM, architecture, variant)
+    report = compiled(architecture, variant)["code"]
     assert report
     names = {code["name"] for code in report}
     assert names == MATRIX_KERNELS | {"plan", "reduce_rows", "reduce_gradients"}
@@ -60,7 +60,7 @@ def test_no_spills_and_matrix_instructions(architecture: str, variant: str) -> N
 
 def test_row_counts_recompile_nothing() -> None:
     """What a compiled kernel is looked up by is the same whatever the number of rows."""
-    first, *others = run(SPECIALISED)
+    first, *others = compiled(*QUICKEST)["specialisations"]
     assert {name for name, _, _ in first} >= MATRIX_KERNELS
     for other in others:
         assert other == first

@@ -18,6 +18,12 @@ from mlora_ext.nn import fused_projections as module
 from mlora_ext.nn.linear import MultiLoRALinear
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
+NOT_INTERPRETED = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(one, marks=pytest.mark.nightly) if one == "triton" else one for one in GPU_BACKENDS],
+    indirect=True,
+)
+"""For tests of what calls the kernels, many times; Triton's interpreter is slow."""
 CONFIGS = {
     "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False),
     "b": LoraConfig(r=7, target_modules="all-linear", init_lora_weights=False),
@@ -88,6 +94,7 @@ def test_each_layer_draws_masks_of_its_own() -> None:
         assert torch.equal(attention.k_proj(x), attention.v_proj(x))
 
 
+@NOT_INTERPRETED
 def test_checkpointing(launches: Counter) -> None:
     model = converted(1, **CONFIGS).train()
     ids = token_ids(4, 6)
@@ -118,6 +125,7 @@ def attend(attention: nn.Module, x: torch.Tensor, memory: torch.Tensor) -> torch
     return attention.q_proj(x) + torch.cat([attention.k_proj(memory), attention.v_proj(memory)], 1)
 
 
+@NOT_INTERPRETED
 def test_layers_that_see_another_x(launches: Counter) -> None:
     """As in cross-attention: right results, no more work in vain after a few routes, and nothing is kept."""
     model = converted(1, a=CONFIGS["a"]).train()
@@ -137,6 +145,7 @@ def test_layers_that_see_another_x(launches: Counter) -> None:
     assert not any(waiting.outputs for waiting in attention.q_proj.fused_projections._waiting.values())
 
 
+@NOT_INTERPRETED
 @pytest.mark.parametrize("turn", range(module._PATIENCE + 1))
 def test_checkpointed_layers_that_see_another_x(turn: int) -> None:
     """What is recomputed is what was computed, also where layers give up on each other in between."""
