@@ -15,7 +15,6 @@ from mlora_ext.backends.gpu.factors import factors_of
 from mlora_ext.backends.gpu.operator import Batch, Layer, one_dtype
 from mlora_ext.backends.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
 from mlora_ext.backends.selection import gpu_operator
-from mlora_ext.backends.triton import INTERPRETED
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops import registration
 
@@ -28,10 +27,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
         yield name
 
 
-def test_no_integer_overflows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_no_integer_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter asserts it at each sum and product, where it is asked to."""
-    if backend != "triton" or not INTERPRETED:
-        pytest.skip("only Triton's interpreter asserts it")
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
     assert_right(make([5, 17], [9, 70, 6], [0, -1, 1], d_in=72, d_out=56, dtype=torch.bfloat16, p=0.2))
