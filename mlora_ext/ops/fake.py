@@ -11,6 +11,7 @@ from torch import Tensor
 def lora_linear(  # type: ignore[no-untyped-def]
     x, weight, bias, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer, packed
 ):
+    """Returns empty y [rows, d_out] and s [rows, largest rank]."""
     return x.new_empty(x.shape[0], weight.shape[0]), _intermediate(x, lora_a)
 
 
@@ -31,6 +32,7 @@ def lora_linear_backward(  # type: ignore[no-untyped-def]
     need_db,
     packed,
 ):
+    """Returns empty dx, or one without elements, and gradients like the matrices, where wanted."""
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
     return dx, *_gradients(lora_a, lora_b, need_da, need_db)
 
@@ -38,20 +40,24 @@ def lora_linear_backward(  # type: ignore[no-untyped-def]
 def lora_add(  # type: ignore[no-untyped-def]
     x, y, lora_a, lora_b, segments, scaling, dropout_p, dropout_rng, layer
 ):
+    """Returns an empty s [rows, largest rank]; y is written to in place."""
     return _intermediate(x, lora_a)
 
 
 def lora_add_backward(  # type: ignore[no-untyped-def]
     dy, x, dx, lora_a, lora_b, s, segments, scaling, dropout_p, dropout_rng, layer, need_da, need_db
 ):
+    """Returns empty gradients like the matrices, where wanted; dx is written to in place."""
     return _gradients(lora_a, lora_b, need_da, need_db)
 
 
 def base_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    """Returns an empty y [rows, d_out]."""
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def base_linear_dx(dy: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
+    """Returns an empty dx [rows, d_in]."""
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 

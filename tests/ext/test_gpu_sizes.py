@@ -29,9 +29,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_no_integer_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter asserts it at each sum and product, where it is asked to."""
+    """Triton's interpreter asserts it at each sum and product where it debugs."""
     builder = interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True, sanitize_overflow=True))
     assert_right(make([5, 17], [9, 70, 6], [0, -1, 1], d_in=72, d_out=56, dtype=torch.bfloat16, p=0.2))
 
 
