@@ -9,6 +9,7 @@ Run it on a quiet machine. Groups:
 linear     one layer with several adapters, forward and backward
 train      steps of several adapters
 stages     the same steps over two stages that are threads of one process
+processes  `mlora train` of the quickstart over two stages that are processes and send over TCP
 scheduler  64 tasks, where all fit under the limit and where some wait: a step, and the scheduler's own time
 """
 
@@ -93,6 +94,24 @@ def stages() -> dict[str, Case]:
     return train()
 
 
+def processes() -> dict[str, Case]:
+    """Returns 60 steps of the quickstart's four adapters over two processes, each with one thread."""
+    checkout, folder = Path(sys.argv[1]), Path(os.environ["SAME_SPEED_FOLDER"]) / "run"
+    values = ["pipeline.stages=2", f"output_dir={folder}", "defaults.eval_steps=1000"]
+    values += [f"adapters.{name}.max_steps=60" for name in ("sums", "reverse", "sort", "dates")]
+    command = [sys.executable, "-m", "mlora", "train", str(checkout / "examples/quickstart.yaml")]
+    command += ["--overwrite", *(word for value in values for word in ("--set", value))]
+
+    def case() -> dict[str, float]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=checkout, env=environment, check=True, stdin=subprocess.DEVNULL, stdout=2)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [line["seconds"] for line in lines if "loss" in line and line["step"] > 10]
+        return {" a step": statistics.median(steps)}
+
+    return {"quickstart": case}
+
+
 def scheduler() -> dict[str, Case]:
     """Returns turns of five iterations of a run as `bench_scheduler.py` makes it."""
     overhead = first_of("scheduler.overhead", "scheduler_overhead")
@@ -127,7 +146,7 @@ def turn(run: Any, calls: tuple[str, ...]) -> dict[str, float]:
 
 
 GROUPS: dict[str, Callable[[], dict[str, Case]]] = {
-    each.__name__: each for each in (linear, train, stages, scheduler)
+    each.__name__: each for each in (linear, train, stages, processes, scheduler)
 }
 
 
