@@ -82,10 +82,10 @@ def test_stages_that_compute(data: dict[str, Any]) -> None:
     ratios = lines(data, "throughput")
     assert ratios["lorapp / gpipe"] > 0
     assert ratios["lorapp N=4 / torch 1F1B N=4"] > 0
-    # 4 KiB of activations, beside which headers, ids and prefixes are a few percent
+    # a message is a head of 2 KiB and 4 KiB of activations; credit and ids are a few percent more
     volumes = lines(data, "volume", "real")
     assert len(volumes) == 4
-    assert all(1 < value < 1.2 for value in volumes.values())
+    assert all(1.5 < value < 1.6 for value in volumes.values())
 
 
 @pytest.mark.nightly
