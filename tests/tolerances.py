@@ -44,17 +44,20 @@ def errors(result: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
     return torch.stack([difference.square().mean().sqrt(), difference.abs().max()]).cpu()
 
 
-_ORDERS = torch.Generator().manual_seed(0)
-"""Of its own: what is drawn may seed PyTorch's."""
-
-
 class _AnyOrder(TorchDispatchMode):
-    """Every matrix product sums its terms in a random order."""
+    """Every matrix product sums its terms in a random order.
+
+    Its generator is its own, since what is drawn may seed PyTorch's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(torch.initial_seed())
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             *first, a, b = arguments
-            order = torch.randperm(a.shape[1], generator=_ORDERS).to(a.device)
+            order = torch.randperm(a.shape[1], generator=self.generator).to(a.device)
             arguments = (*first, a[:, order], b[order])
         return function(*arguments, **(named or {}))
 
@@ -66,24 +69,28 @@ class Draws:
     """
 
     def __init__(
-        self, plain: Callable[[], list[torch.Tensor]], index: int, first: list[torch.Tensor]
+        self,
+        plain: Callable[[], list[torch.Tensor]],
+        index: int,
+        first: list[torch.Tensor],
+        any_order: _AnyOrder,
     ) -> None:
-        self.plain, self.index, self.results = plain, index, first
+        self.plain, self.index, self.results, self.any_order = plain, index, first, any_order
 
     def more(self) -> None:
         """Draw up to `MOST_DRAWS`."""
         while len(self.results) < MOST_DRAWS and self.results[0].dtype == torch.float32:
-            with _AnyOrder():
+            with self.any_order:
                 self.results.append(self.plain()[self.index])
 
 
 def in_other_orders(plain: Callable[[], list[torch.Tensor]]) -> list[Draws]:
     """The results of `plain`, for `assert_as_exact`."""
-    draws = [plain()]
+    draws, any_order = [plain()], _AnyOrder()
     while len(draws) < DRAWS and draws[0][0].dtype == torch.float32:
-        with _AnyOrder():
+        with any_order:
             draws.append(plain())
-    return [Draws(plain, index, list(each)) for index, each in enumerate(zip(*draws, strict=True))]
+    return [Draws(plain, index, list(each), any_order) for index, each in enumerate(zip(*draws, strict=True))]
 
 
 def assert_as_exact(

@@ -55,7 +55,7 @@ def add_adapter(
             layer has hooks, a replaced `forward`, or weights that are quantized or require a gradient.
     """
     if not isinstance(name, str):
-        raise ValueError(f"name: expected a name before the config, got {name!r}")
+        raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
     router = router_of(model)
     if name in router.adapters:
         raise ValueError(

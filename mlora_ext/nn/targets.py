@@ -108,7 +108,11 @@ def _no_match(model: nn.Module, config: LoraConfig) -> str:
     near = [close for name in names for close in difflib.get_close_matches(name, known, n=1)]
     others = [key for key in ("exclude_modules", "layers_to_transform") if getattr(config, key) is not None]
     beside = f" (with {', '.join(others)})" if others else ""
-    hint = f"did you mean {', '.join(map(repr, dict.fromkeys(near)))}? " if near else ""
+    wrong = [name for name in dict.fromkeys(near) if name not in names]
+    hint = f"did you mean {', '.join(map(repr, wrong))}? " if wrong else ""
+    if others and near and not wrong:
+        left_out = " and ".join(f"{key}={getattr(config, key)}" for key in others)
+        hint = f"without {left_out} they would; "
     if isinstance(wanted, str) and wanted in known:
         hint = f"a string is a pattern for whole names; did you mean [{wanted!r}]? "
     return (

@@ -30,7 +30,7 @@ QUICKEST = ("90", "fp16, r 16")
 
 
 @cache
-def compiled(architecture: str, variant: str) -> dict:
+def report_of(architecture: str, variant: str) -> dict:
     """Outside of the interpreter, which the other tests use; what was compiled is kept with the build."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
@@ -46,7 +46,7 @@ EVERY_VARIANT = [pytest.param(name, "", marks=pytest.mark.nightly) for name in (
 @pytest.mark.parametrize(("architecture", "variant"), [QUICKEST, *EVERY_VARIANT])
 def test_no_spills_and_matrix_instructions(architecture: str, variant: str) -> None:
     """The quickest variant; all of them take half a minute for each architecture."""
-    report = compiled(architecture, variant)["code"]
+    report = report_of(architecture, variant)["code"]
     assert report
     names = {code["name"] for code in report}
     assert names == MATRIX_KERNELS | {"plan", "reduce_rows", "reduce_gradients"}
@@ -60,7 +60,7 @@ def test_no_spills_and_matrix_instructions(architecture: str, variant: str) -> N
 
 def test_row_counts_recompile_nothing() -> None:
     """What a compiled kernel is looked up by is the same whatever the number of rows."""
-    first, *others = compiled(*QUICKEST)["specialisations"]
+    first, *others = report_of(*QUICKEST)["specialisations"]
     assert {name for name, _, _ in first} >= MATRIX_KERNELS
     for other in others:
         assert other == first

@@ -85,7 +85,7 @@ def units_of(oracle: list[torch.Tensor]) -> list[float]:
 
 
 def vector(tensors: list[torch.Tensor], units: list[float]) -> torch.Tensor:
-    """Tensors of about size 1 as one vector.
+    """Tensors, divided by their units, as one vector.
 
     The policy compares root mean squares, which mean little for the two or three elements of an odd shape.
     """

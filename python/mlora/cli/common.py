@@ -131,6 +131,11 @@ def finish(result: RunResult) -> None:
         print(f"interrupted; continue with: mlora resume {result.output_dir}")
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
+        if not sweep and any(adapter.state == "refused" for adapter in result.adapters.values()):
+            print(
+                "to train a refused adapter after all, correct it, give it another name and submit it: "
+                f"`mlora submit {result.output_dir} TASK.yaml`, then `mlora resume {result.output_dir}`"
+            )
         if has_news(folder.queue):
             print(f"new requests came meanwhile; take them with: mlora resume {result.output_dir}")
         elif result.status == "paused":

@@ -70,9 +70,11 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        writing = [] if self._writing is None else [self._writing]
         try:
-            self._thread.shutdown()
-        finally:  # a signal may end the first wait
+            futures.wait(writing)
+        finally:  # a signal may end the first wait; before Python 3.13 a thread cannot be joined once more
+            futures.wait(writing)
             self._thread.shutdown()
         if error is None:
             self.wait()

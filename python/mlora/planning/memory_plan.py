@@ -22,7 +22,7 @@ class TaskPlan:
     Attributes:
         priority: a higher one goes first.
         peak: the most bytes at each stage beyond the base model: of its states and its largest micro-batch.
-        verdict: `runs`, `waits`, or why it never fits.
+        verdict: `runs`, `waits`, or why it is refused.
     """
 
     name: str
@@ -52,14 +52,20 @@ class MemoryPlan:
         """Tasks that never fit."""
         return [task for task in self.tasks if task.verdict not in ("runs", "waits")]
 
+    @property
+    def together(self) -> int:
+        """Bytes of all processes while as many tasks as may run at once hold their largest micro-batches."""
+        needs = sorted((sum(task.peak) for task in self.tasks), reverse=True)
+        return sum(self.base) + sum(needs[: self.places])
+
     def table(self) -> list[list[str]]:
         """Returns rows of text, titles first."""
         stages = range(len(self.base))
         titles = ["memory"] if len(self.base) == 1 else [f"stage {stage}" for stage in stages]
-        rows = [["", "priority", *titles, ""]]
+        rows = [["", "priority", *titles, "at the start"]]
         rows.append(["base model and libraries", "", *map(in_units, self.base), ""])
         for task in self.tasks:
-            verdict = task.verdict if task.verdict in ("runs", "waits") else "never fits"
+            verdict = task.verdict if task.verdict in ("runs", "waits") else "refused"
             rows.append([task.name, str(task.priority), *map(in_units, task.peak), verdict])
         return rows
 

@@ -32,6 +32,8 @@ from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.tasks.task import Task
 
+NOT_A_NUMBER = "is not a number; try a lower learning_rate"
+
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
@@ -200,7 +202,7 @@ class TrainingLoop:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
-            self._end(task, "stopped", f"the loss of step {progress.step + 1} is not a number")
+            self._end(task, "stopped", f"the loss of step {progress.step + 1} {NOT_A_NUMBER}")
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
@@ -215,7 +217,7 @@ class TrainingLoop:
         progress = task.progress
         result = self._engine.optim_step(task.name)
         if not result.finite and not result.skipped:
-            self._end(task, "stopped", f"the gradient of step {progress.step + 1} is not a number")
+            self._end(task, "stopped", f"the gradient of step {progress.step + 1} {NOT_A_NUMBER}")
             return False
         now = time.monotonic()
         seconds, self._last_step[task.name] = now - self._last_step[task.name], now
@@ -255,7 +257,7 @@ class TrainingLoop:
         losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
-                self._end(task, "stopped", f"the eval_loss after step {task.progress.step} is not a number")
+                self._end(task, "stopped", f"the eval_loss after step {task.progress.step} {NOT_A_NUMBER}")
         tasks = [task for task in tasks if task.progress.state == "running"]
         asked = [
             task

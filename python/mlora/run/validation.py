@@ -9,10 +9,11 @@ import torch
 from mlora.config.run_config import RunConfig
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.dry_run import dry_stages
+from mlora.engine.memory_limit import in_units
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line
 from mlora.files.run_folder import RunFolder
-from mlora.memory.process_memory import used_at_first, used_memory
+from mlora.memory.process_memory import free_memory, used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.run.prepare import Prepared, prepare, sweep_of
 from mlora.run.reporter import Reporter
@@ -23,7 +24,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
 
     Returns the run with a closed engine and with all adapters, whatever its memory limit; samples stand for
     the trials of a sweep. The forecast is None where memory cannot be predicted: off the CPU, or with
-    replicas. An ``output_dir`` that is not empty is only a warning.
+    replicas. An ``output_dir`` that is not empty, and more memory than is free, are only warnings.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
@@ -40,7 +41,15 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter, measure=True)
     prepared.engine.close()
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
-    return prepared, replace(plan, places=places) if plan else None
+    plan = replace(plan, places=places) if plan else None
+    free = free_memory(cpu)
+    if plan and plan.limit is None and free is not None and plan.together > free + used_memory(cpu):
+        needed, here = in_units(plan.together), in_units(free + used_memory(cpu))
+        reporter.warn(
+            f"the run needs about {needed} of memory, but {here} are free; set scheduler.memory_limit, so "
+            "that tasks wait for each other"
+        )
+    return prepared, plan
 
 
 def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> MemoryPlan | None:

@@ -1,6 +1,7 @@
 """`mlora validate`: all that comes before the first step, and nothing written."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -75,6 +76,18 @@ def test_a_rank_beyond_memory(run: Run, tiny_base: Path, tmp_path: Path) -> None
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
     line = only_line(run("validate", path, "--set", "adapters.first.lora.r=2000000000"))
     assert line == "error: first: out of memory for its weights; lower lora.r"
+
+
+def test_more_memory_than_is_free(
+    run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a warning: nobody asked for a limit."""
+    path = write_run(tmp_path, run_data(tiny_base, tmp_path))
+    assert "scheduler.memory_limit" not in run("validate", path).stderr
+    monkeypatch.setattr("mlora.run.validation.free_memory", lambda device: 0)
+    result = run("validate", path, "--set", "adapters.first.lora.r=4000")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"the run needs about .* of memory, but .* set scheduler\.memory_limit", result.stderr)
 
 
 @pytest.mark.usefixtures("no_cuda_kernels")

@@ -83,6 +83,27 @@ def test_one_at_a_time(folder: Path) -> None:
         timer.join()
 
 
+def test_a_signal_while_the_end_is_awaited(folder: Path) -> None:
+    """The checkpoint in writing is finished all the same."""
+    may_write = threading.Event()
+    timers = [
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(0.6, may_write.set),
+    ]
+
+    def write() -> None:
+        with CheckpointWriter(folder, 2, lambda: may_write.wait(PATIENCE)) as writer:
+            writer.start(4, {}, [])
+            for timer in timers:
+                timer.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert steps_of(folder) == [4]
+    for timer in timers:
+        timer.join()
+
+
 def test_what_is_written_is_what_was_there(folder: Path) -> None:
     may_write = threading.Event()
     payload = {"groups": {"a": 0}, "data": {"a": ["x"]}}

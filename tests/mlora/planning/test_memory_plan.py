@@ -106,7 +106,7 @@ def test_validate_prints_it(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     result = run("validate", path, "--set", "scheduler.memory_limit=50MiB", "--set", "pipeline.stages=2")
     assert result.exit_code == 1
     assert "stage 1" in result.stdout
-    assert result.stdout.count("never fits") == 2
+    assert result.stdout.count("  refused\n") == 2
     assert "first: refused: needs " in result.stderr
     assert "even one sequence is too much; raise the limit to" in result.stderr
 

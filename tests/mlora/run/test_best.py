@@ -168,7 +168,9 @@ def test_a_task_that_is_stopped_later_leaves_its_best_weights(tiny_base: Path, t
     assert (result.status, result.exit_code, first.state) == ("failed", 1, "stopped")
     assert first.best is not None
     best = first.best["step"]
-    assert first.message.endswith(f"is not a number; saved as it was at step {best}, the best")
+    assert first.message.endswith(
+        f"is not a number; try a lower learning_rate; saved as it was at step {best}, the best"
+    )
     assert (first.saved_step, first.eval_loss["after"]) == (best, first.best["value"])
     kept = saved(run)
     assert all(tensor.isfinite().all() for tensor in kept.values())
@@ -192,7 +194,7 @@ def test_a_task_that_is_stopped_without_a_best_leaves_nothing(
     del data["adapters"][1]
     first = train(resolve_config(data, folder=tmp_path)).adapters["first"]
     assert first.state == "stopped"
-    assert first.message.endswith("is not a number")
+    assert first.message.endswith("is not a number; try a lower learning_rate")
     assert first.saved_step is None
     assert not (tmp_path / "run" / "adapters" / "first").exists()
 

@@ -51,7 +51,9 @@ def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert states == dict.fromkeys(LASTING, "finished") | {"refused": "refused", "explodes": "stopped"}
     assert result.adapters["deep"].message.startswith("stopped early")
     assert result.adapters["deep"].step == 4
-    assert result.adapters["explodes"].message == "the loss of step 2 is not a number"
+    assert (
+        result.adapters["explodes"].message == "the loss of step 2 is not a number; try a lower learning_rate"
+    )
     found = by_adapter(folder / "run")
     assert [record["step"] for record in found["wide"] if "eval_loss" in record] == [0, 3, 6]
     assert "eval_exact_match" in found["head"][-1]
