@@ -256,6 +256,11 @@ REFUSED = [
     ({"lora_dropout": "x"}, r"lora_dropout: expected .* 0 <= p < 1, got 'x'"),
     ({"lora_dropout": 1.0}, r"lora_dropout: expected .* 0 <= p < 1, got 1\.0"),
     ({"target_modules": ["nothing"]}, "match nothing; linear layers of this model: q_proj, k_proj"),
+    (
+        {"target_modules": ["q_proj"], "layers_to_transform": [99]},
+        r"\(with layers_to_transform\) match nothing; without layers_to_transform=\[99\] they would; linear",
+    ),
+    ({"target_modules": ["q_porj"]}, r"match nothing; did you mean 'q_proj'\? linear"),
     ({"target_modules": ["embed_tokens"]}, "target model.embed_tokens is a Embedding; only nn.Linear"),
 ]
 

@@ -32,8 +32,6 @@ from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.tasks.task import Task
 
-NOT_A_NUMBER = "is not a number; try a lower learning_rate"
-
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
@@ -202,7 +200,7 @@ class TrainingLoop:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
-            self._end(task, "stopped", f"the loss of step {progress.step + 1} {NOT_A_NUMBER}")
+            self._stop(task, f"loss of step {progress.step + 1}")
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
@@ -217,7 +215,7 @@ class TrainingLoop:
         progress = task.progress
         result = self._engine.optim_step(task.name)
         if not result.finite and not result.skipped:
-            self._end(task, "stopped", f"the gradient of step {progress.step + 1} {NOT_A_NUMBER}")
+            self._stop(task, f"gradient of step {progress.step + 1}")
             return False
         now = time.monotonic()
         seconds, self._last_step[task.name] = now - self._last_step[task.name], now
@@ -257,7 +255,7 @@ class TrainingLoop:
         losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
-                self._end(task, "stopped", f"the eval_loss after step {task.progress.step} {NOT_A_NUMBER}")
+                self._stop(task, f"eval_loss after step {task.progress.step}")
         tasks = [task for task in tasks if task.progress.state == "running"]
         asked = [
             task
@@ -304,6 +302,11 @@ class TrainingLoop:
             self._end(
                 task, "finished", f"stopped early: {rule.metric} did not improve in {patience} evaluations"
             )
+
+    def _stop(self, task: Task, what: str) -> None:
+        """Ends a task with a value that is not a number; before its first step no learning rate caused it."""
+        hint = "; try a lower learning_rate" if task.progress.step else ""
+        self._end(task, "stopped", f"the {what} is not a number{hint}")
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
         """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""

@@ -142,7 +142,7 @@ def resume(
             done = finished_result(folder)  # another process may have finished it meanwhile
             if done is None:
                 return _go_on(folder, metrics, reporter, member)
-    reporter.note("the run has ended, and nothing was trained; add tasks with `mlora submit`, then resume")
+    reporter.note("the run had ended already; nothing is left to train")
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")

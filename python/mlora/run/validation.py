@@ -43,12 +43,13 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     plan = replace(plan, places=places) if plan else None
     free = free_memory(cpu)
-    if plan and plan.limit is None and free is not None and plan.together > free + used_memory(cpu):
-        needed, here = in_units(plan.together), in_units(free + used_memory(cpu))
-        reporter.warn(
-            f"the run needs about {needed} of memory, but {here} are free; set scheduler.memory_limit, so "
-            "that tasks wait for each other"
-        )
+    if plan and plan.limit is None and free is not None:
+        free += used_memory(cpu)  # this process's part is the run's
+        if plan.together > free:
+            reporter.warn(
+                f"the run needs about {in_units(plan.together)} of memory, but {in_units(free)} are free; "
+                "set scheduler.memory_limit, so that tasks wait for each other"
+            )
     return prepared, plan
 
 

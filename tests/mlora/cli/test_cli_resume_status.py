@@ -20,7 +20,7 @@ def test_resume_and_status_of_a_finished_run(run: Run, trained: Path) -> None:
     assert "9/9" in result.stdout
     result = run("resume", trained)
     assert result.exit_code == 0
-    assert "finished" in result.stdout
+    assert "the run had ended already; nothing is left to train" in result.stdout
 
 
 def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def test_bad_input_refuses_one_adapter(
     assert lines[0].startswith("error: first: refused: ")
     assert expected in lines[0]
     assert "Traceback" not in result.stderr
+    run_dir = tmp_path / "run"
+    assert f"`mlora submit {run_dir} TASK.yaml`, then `mlora resume {run_dir}`" in result.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [summary["adapters"][name]["state"] for name in ("first", "second")] == ["refused", "finished"]
     assert (tmp_path / "run" / "adapters" / "second" / "adapter_model.safetensors").is_file()
