@@ -142,9 +142,9 @@ class MemoryEstimate:
     def _adopted_of(self, key: str, among: Sequence[str], longest: int = 0) -> _Mixture | None:
         """Returns a mixture as adopted; samples it first if it is new or its samples are too short."""
         known = self._adopted.get(key)
-        if self._dry_run is None:
+        if self._dry_run is None or (known is not None and longest <= known.longest):
             return known
-        if known is not None and longest <= max(known.longest, self._missed.get(key, 0)):
+        if known is not None and longest <= self._missed.get(key, 0):
             return known
         found = self._dry_run(among)
         if not found:

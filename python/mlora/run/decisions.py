@@ -38,7 +38,7 @@ class Decisions:
     def __init__(self, config: RunConfig, table: TaskTable) -> None:
         self.taken = 0
         self._config, self._table, self._memory, self._sweep = config, table, table.memory, table.sweep
-        self._placement = PLACEMENTS[config.scheduler.placement]
+        self._placement, self._key = PLACEMENTS[config.scheduler.placement], journal_key(config)
         self._queue: TaskQueue | None = None
         self._publisher: StatusPublisher | None = None
         self._again: dict[int, Mapping[str, Any]] = {}  # entries to repeat
@@ -78,7 +78,7 @@ class Decisions:
         self._remember(state)
         if self._sweep:
             self._sweep.load_state(state["sweep"], self._table.tasks)
-        other = state["of"] != journal_key(self._config)
+        other = state["of"] != self._key
         admission = _admission_of(state["admission"])
         # if every task waited for memory, this process may have room
         waits = bool(self._table.running()) and not admission.slots
@@ -197,7 +197,7 @@ class Decisions:
 
     def _values(self, admission: Admission) -> dict[str, Any]:
         return {
-            "of": journal_key(self._config),
+            "of": self._key,
             "taken": self.taken,
             "admission": asdict(admission),
             "unfit": self._table.unfit,

@@ -21,7 +21,8 @@ from mlora.scheduler.policy import MemoryNeed, Order, Placement
 T = TypeVar("T")
 Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
 """Bounds the bytes that a micro-batch needs at each stage besides the states, given the lengths of the
-sequences of each task that takes part, by name, and the names of all tasks that may take part."""
+sequences of each task that takes part, by name, and the names of all tasks that may take part. Tasks with
+equal lengths need equally much, beside the same others."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def _admit(
         for need in needs:
             batches[places[need.name]][need.name] = need.usual
         # the largest first: for them new samples may be taken, which the others should follow
-        asked = [{need.name: need.largest} for need in needs] + [batch for batch in batches if batch]
+        largest = {need.largest: need.name for need in needs}  # many tasks have equal ones
+        asked = [{name: lengths} for lengths, name in largest.items()] + [batch for batch in batches if batch]
         names = list(places)
         if not all(within(bounds(lengths, names), budget) for lengths in asked):
             return False

@@ -67,28 +67,25 @@ def token_balanced(needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, 
     So slots have about equally many rows, and no micro-batch keeps a pipeline waiting. Longest processing
     time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
-    return _fill(needs, slots, fixed, lambda need: need.rows)
+    return _fill({need.name: need.rows for need in needs}, slots, fixed)
 
 
 def in_order(needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
     """Puts each task, in their order, into the slot with the fewest tasks so far, whatever their rows."""
-    return _fill(needs, slots, fixed, lambda need: 1)
+    return _fill({need.name: 1 for need in needs}, slots, fixed)
 
 
-def _fill(
-    needs: Sequence[MemoryNeed], slots: int, fixed: Mapping[str, int], weight: Callable[[MemoryNeed], int]
-) -> dict[str, int]:
-    """Puts the task with the most weight first, each into the slot with the least weight so far."""
-    found = {need.name: fixed[need.name] for need in needs if need.name in fixed}
-    weights = [0] * slots
-    for need in needs:
-        if need.name in found:
-            weights[found[need.name]] += weight(need)
-    for need in sorted(needs, key=lambda need: -weight(need)):
-        if need.name not in found:
-            found[need.name] = weights.index(min(weights))
-            weights[found[need.name]] += weight(need)
-    return {need.name: found[need.name] for need in needs}
+def _fill(sizes: Mapping[str, int], slots: int, fixed: Mapping[str, int]) -> dict[str, int]:
+    """Puts the largest task first, each into the slot with the least so far; `sizes` are by task name."""
+    found = {name: fixed[name] for name in sizes if name in fixed}
+    filled = [0] * slots
+    for name, slot in found.items():
+        filled[slot] += sizes[name]
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if name not in found:
+            found[name] = filled.index(min(filled))
+            filled[found[name]] += sizes[name]
+    return {name: found[name] for name in sizes}
 
 
 ORDERS: Mapping[str, Order] = {"fcfs": first_come_first_served, "shortest_first": shortest_first}
