@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "io/bind.h"
 
 namespace {
 
@@ -31,9 +32,10 @@ pybind11::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Build information of mlora_ext.";
+  module.doc() = "Build information of mlora_ext, and file input and output past Python's lock.";
   module.def("build_info", &build_info,
              "Version, compiler, whether CUDA kernels were compiled in, the compiled CPU instruction sets "
              "and the best "
              "of them that this processor has.");
+  mlora::io::bind(module);
 }

@@ -1,6 +1,7 @@
 // The only place where operator schemas are declared.
 #include <string>
 
+#include "cpu/adamw_op.h"
 #include "cpu/base_gemm.h"
 #include "cpu/kernels.h"
 #include "cpu/lora_linear.h"
@@ -65,6 +66,11 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("base_linear_dx(Tensor dy, Tensor weight, Tensor? packed) -> Tensor");
   library.def("base_gemm(ScalarType dtype) -> str");
   library.def("set_base_gemm(ScalarType dtype, str name) -> ()");
+  library.def(
+      "adamw(Tensor gradient, Tensor(a!) parameter, Tensor(b!) first, Tensor(c!) second, Tensor(d!)? copy, "
+      "float lr, float beta1, float beta2, float eps, float weight_decay, int step, float scale, int "
+      "threads) "
+      "-> ()");
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
   library.def(
@@ -94,6 +100,7 @@ STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
   library.impl("lora_add", TORCH_BOX(&mlora::cpu::lora_add));
   library.impl("lora_add_backward", TORCH_BOX(&mlora::cpu::lora_add_backward));
   library.impl("dropout_mask", TORCH_BOX(&mlora::cpu::dropout_mask));
+  library.impl("adamw", TORCH_BOX(&mlora::cpu::adamw));
   library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
   library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));
 }

@@ -24,7 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("data", "pipeline"),
     ("model", "cluster"),
     ("config", "scheduler"),
-    ("memory", "objectives", "optim"),
+    ("memory", "objectives", "offload", "optim"),
 ]
 # Modules beside the folders: `errors` lies below all of them, the entry points above all of them.
 BELOW_ALL, ABOVE_ALL = "errors", ("", "__main__")

@@ -74,6 +74,24 @@ struct ConvertArgs {
   int64_t target_stride;
 };
 
+// An AdamW update (Loshchilov and Hutter, 2019): m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+// p = keep p - step_size m / (root sqrt(v) + eps), for g = scale * gradient.
+struct AdamWArgs {
+  const void* gradient;
+  float* parameter;
+  float* first;   // m
+  float* second;  // v
+  void* copy;     // of p; null: not wanted
+  Scalar copy_type;
+  float scale;
+  float beta1;
+  float beta2;
+  float keep;       // 1 - learning rate * weight decay
+  float step_size;  // learning rate / (1 - beta1^step)
+  float root;       // 1 / sqrt(1 - beta2^step)
+  float eps;
+};
+
 struct Kernels {
   const char* isa;
   int64_t units;    // elements of the compute type in one 32-bit lane: 1 (fp32) or 2 (bf16 pairs)
@@ -87,6 +105,8 @@ struct Kernels {
   void (*convert_rows)(const ConvertArgs&);
   // bits[i] keeps column 64 * i + bit of one row
   void (*keep_bits)(const Dropout&, uint32_t row, int64_t words, uint64_t* bits);
+  // numbers [begin, end); the table's dtype is the gradient's
+  void (*adamw)(const AdamWArgs&, int64_t begin, int64_t end);
 };
 
 // Kernels of the best instruction set of this processor, or of the one chosen by name.

@@ -1,6 +1,7 @@
 // The kernels of one instruction set and dtype as a table. `Simd` comes first: they are written against it.
 #pragma once
 
+#include "cpu/adamw.h"
 #include "cpu/backward.h"
 #include "cpu/forward.h"
 
@@ -30,7 +31,8 @@ constexpr Kernels make_kernels(const char* isa) {
                  .grad_b = grad_b<Op, T>,
                  .grad_a = grad_a<Op, T>,
                  .convert_rows = convert_rows<Op>,
-                 .keep_bits = keep_bits};
+                 .keep_bits = keep_bits,
+                 .adamw = adamw<T>};
 }
 
 }  // namespace mlora::cpu::MLORA_ISA

@@ -95,8 +95,12 @@ void add_blocks(const Segment& segment, Plan& plan, std::vector<int32_t>& last) 
 
 }  // namespace
 
-Team::Team(int64_t work)
-    : threads_(work < kParallelWork ? 1 : static_cast<int64_t>(torch::stable::get_num_threads())) {}
+Team::Team(int64_t work, int64_t most) : threads_(1) {
+  if (work >= kParallelWork) {
+    const int64_t all = static_cast<int64_t>(torch::stable::get_num_threads());
+    threads_ = most > 0 ? std::min(most, all) : all;
+  }
+}
 
 std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a) {
   std::vector<int64_t> ranks;

@@ -63,8 +63,8 @@ class Workspace {
 // on it.
 class Team {
  public:
-  // `work` in multiply-adds: little work stays on the calling thread.
-  explicit Team(int64_t work);
+  // `work` in multiply-adds: little work stays on the calling thread. At most `most` threads; 0 = torch's.
+  explicit Team(int64_t work, int64_t most = 0);
   int64_t threads() const { return threads_; }
 
   template <typename Task>

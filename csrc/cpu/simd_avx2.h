@@ -21,6 +21,8 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+  static Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
   static Vec keep(Vec a, uint64_t bits) { return _mm256_and_ps(a, mask(bits)); }
 
   static Vec load(const float* p) { return _mm256_loadu_ps(p); }

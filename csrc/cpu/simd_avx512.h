@@ -24,6 +24,8 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  static Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
   static Vec keep(Vec a, uint64_t bits) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), a); }
 
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }

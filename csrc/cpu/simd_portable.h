@@ -1,6 +1,8 @@
 // Four fp32 lanes with the compiler's vector type: any processor.
 #pragma once
 
+#include <cmath>
+
 #include "cpu/philox.h"
 #include "cpu/scalars.h"
 #include "params.h"
@@ -19,6 +21,13 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return a + b; }
   static Vec mul(Vec a, Vec b) { return a * b; }
   static Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+  static Vec div(Vec a, Vec b) { return a / b; }
+  static Vec sqrt(Vec a) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      a[lane] = std::sqrt(a[lane]);
+    }
+    return a;
+  }
   static Vec keep(Vec a, uint64_t bits) {
     for (int lane = 0; lane < kLanes; ++lane) {
       a[lane] = (bits >> lane) & 1 ? a[lane] : 0.0f;

@@ -30,6 +30,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
@@ -71,6 +72,7 @@ class Engine(Batcher):
         trace: the number of spans to keep of each stage, for `trace`.
         stage_group: the stages, if some of them are in other processes. Arguments about stages then have no
             effect: the group decides.
+        offload: what of the base stays on disk; see `mlora.offload.options.OffloadOptions`.
         memory_limit: the most that each stage's process may use: bytes, or a size such as `8GiB`. See
             `limit_memory`.
 
@@ -114,6 +116,7 @@ class Engine(Batcher):
         trace: int = 0,
         stage_group: StageGroup | None = None,
         memory_limit: int | str | None = None,
+        offload: OffloadOptions = IN_MEMORY,
     ) -> None:
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
@@ -122,7 +125,7 @@ class Engine(Batcher):
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.dtype, self.seed = dtype, seed
-        options = StageOptions(torch.device(device), dtype, gradient_checkpointing, frozen_weight)
+        options = StageOptions(torch.device(device), dtype, gradient_checkpointing, frozen_weight, offload)
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}

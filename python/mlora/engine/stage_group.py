@@ -16,6 +16,7 @@ from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_info import check_base
 from mlora.model.cut import Span
 from mlora.model.load import load_base
+from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
 from mlora_ext.nn.routing.router import router_of
 
@@ -30,12 +31,14 @@ class StageOptions:
         dtype: of the base's weights.
         gradient_checkpointing: recompute blocks in backward.
         frozen_weight: name of the kind of frozen weights; see `mlora_ext.set_frozen_weights`.
+        offload: what of the base stays on disk.
     """
 
     device: torch.device
     dtype: torch.dtype
     gradient_checkpointing: bool = False
     frozen_weight: str = "plain"
+    offload: OffloadOptions = IN_MEMORY
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +135,7 @@ def stage_of_this_process(
 def make_worker(source: Source, span: Span | None, options: StageOptions) -> StageWorker:
     """Loads a stage; `span=None` is the whole model. Cuts and converts a given model in place."""
     source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
-    base = load_base(source, options.device, options.dtype, span)
+    base = load_base(source, options.device, options.dtype, span, options.offload)
     router_of(base.model).accumulates = True
     if options.gradient_checkpointing:
         base.checkpoint_activations()

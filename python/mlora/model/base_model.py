@@ -15,6 +15,7 @@ from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_pa
 from mlora.model.cut import Cut, Span
 from mlora.model.pretrained import stop_noise
 from mlora.objectives.token_losses import Head, LogitRule
+from mlora.offload.stream import BlockStream
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
@@ -33,6 +34,7 @@ class BaseModel:
     configs: Sequence[Any]  # every config that names an attention function for a part of the model
     head_weight: FrozenWeight | None = None  # the head's frozen weight if it is not plain
     cut: Cut | None = None  # runs this stage's part of the model; None if the whole model is here
+    stream: BlockStream | None = None  # reads the blocks' weights from disk; None if they are in memory
 
     @property
     def span(self) -> Span | None:

@@ -59,6 +59,14 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     def keys(self) -> Iterable[str]:
         return self._entries.keys()
 
+    def places(self) -> dict[str, tuple[int, torch.dtype, tuple[int, ...]]]:
+        """Returns offset in the file, dtype and shape of each tensor whose dtype torch has, by key."""
+        return {
+            key: (self._begin + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            for key, entry in self._entries.items()
+            if entry["dtype"] in _DTYPES
+        }
+
     def read(self, key: str) -> Tensor:
         """Reads a tensor into memory of its own; ValueError if torch lacks its dtype."""
         entry = self._entries[key]

@@ -1,0 +1,70 @@
+// One AdamW update of a span of numbers in one pass: gradient, fp32 state, and a low-precision copy.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "cpu/kernels.h"
+
+namespace mlora::cpu::MLORA_ISA {
+
+struct AdamWConstants {
+  Simd::Vec scale, beta1, rest1, beta2, rest2, keep, step, root, eps;
+
+  explicit AdamWConstants(const AdamWArgs& args)
+      : scale(Simd::set1(args.scale)),
+        beta1(Simd::set1(args.beta1)),
+        rest1(Simd::set1(1.0f - args.beta1)),
+        beta2(Simd::set1(args.beta2)),
+        rest2(Simd::set1(1.0f - args.beta2)),
+        keep(Simd::set1(args.keep)),
+        step(Simd::set1(-args.step_size)),
+        root(Simd::set1(args.root)),
+        eps(Simd::set1(args.eps)) {}
+};
+
+// Numbers [i, i + n); `N` is empty for a whole vector, or the count n.
+template <typename G, typename C, typename... N>
+inline void adamw_vector(const AdamWArgs& args, const AdamWConstants& c, int64_t i, N... n) {
+  const Simd::Vec gradient = Simd::mul(Simd::load(static_cast<const G*>(args.gradient) + i, n...), c.scale);
+  const Simd::Vec first = Simd::fma(Simd::load(args.first + i, n...), c.beta1, Simd::mul(gradient, c.rest1));
+  const Simd::Vec square = Simd::mul(Simd::mul(gradient, gradient), c.rest2);
+  const Simd::Vec second = Simd::fma(Simd::load(args.second + i, n...), c.beta2, square);
+  const Simd::Vec root = Simd::fma(Simd::sqrt(second), c.root, c.eps);
+  const Simd::Vec decayed = Simd::mul(Simd::load(args.parameter + i, n...), c.keep);
+  const Simd::Vec parameter = Simd::fma(Simd::div(first, root), c.step, decayed);
+  Simd::store(args.first + i, first, n...);
+  Simd::store(args.second + i, second, n...);
+  Simd::store(args.parameter + i, parameter, n...);
+  if constexpr (!std::is_void_v<C>) {
+    Simd::store(static_cast<C*>(args.copy) + i, parameter, n...);
+  }
+}
+
+template <typename G, typename C>
+void adamw_span(const AdamWArgs& args, int64_t begin, int64_t end) {
+  const AdamWConstants constants(args);
+  int64_t i = begin;
+  for (; i + Simd::kLanes <= end; i += Simd::kLanes) {
+    adamw_vector<G, C>(args, constants, i);
+  }
+  if (i < end) {
+    adamw_vector<G, C>(args, constants, i, end - i);
+  }
+}
+
+template <typename G>
+void adamw(const AdamWArgs& args, int64_t begin, int64_t end) {
+  if (args.copy == nullptr) {
+    adamw_span<G, void>(args, begin, end);
+  } else if (args.copy_type == Scalar::kBFloat16) {
+    adamw_span<G, BF16>(args, begin, end);
+  } else if (args.copy_type == Scalar::kHalf) {
+    adamw_span<G, Half>(args, begin, end);
+  } else {
+    adamw_span<G, float>(args, begin, end);
+  }
+}
+
+}  // namespace mlora::cpu::MLORA_ISA

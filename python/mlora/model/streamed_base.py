@@ -1,0 +1,177 @@
+"""Loads a base model whose blocks' linear weights stay on disk and are read when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mlora.model.checkpoint_tensors import cached_path, files_of, fill, open_tensors, plain_keys, wanted_keys
+from mlora.model.cut import Cut, Span, cut_model, find_blocks
+from mlora.model.pretrained import refuse_missing, skeleton, told_in_one_line
+from mlora.model.tensor_file import TensorFile
+from mlora.offload.block_layout import BlockLayout, StoredTensor
+from mlora.offload.disk import Disk, aligned, buffer
+from mlora.offload.options import OffloadOptions
+from mlora.offload.stream import BlockStream
+from mlora.offload.streamed_weight import StreamedWeight
+from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.targets import linear_layers
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The stream of a stage's blocks, and which block each of its layers belongs to, by layer name."""
+
+    stream: BlockStream
+    blocks: Mapping[str, int]
+
+    def put_into(self, model: PreTrainedModel) -> None:
+        """Gives the converted layers their streamed weights, in place of the stand-ins."""
+        for name, block in self.blocks.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, MultiLoRALinear)
+            layer.frozen = StreamedWeight(
+                self.stream, block, name, layer.weight, transposed=layer.fan_in_fan_out
+            )
+            layer._parameters["weight"] = None
+
+
+def load_streamed(
+    source: str, span: Span | None, dtype: torch.dtype, options: OffloadOptions
+) -> tuple[Cut, Streamed]:
+    """Builds a stage, with all tensors in memory except the blocks' linear weights, which have stand-ins.
+
+    Weights are read from the checkpoint's own files if they have the right dtype there and need no
+    conversion. Otherwise the block's weights are converted once into a scratch file, one block at a time.
+
+    Raises:
+        ValueError: the model cannot be loaded, or it cannot be cut into blocks; in one line.
+        OSError: a folder for scratch files lacks room.
+    """
+    model = skeleton(source, dtype)
+    _, count = find_blocks(model)
+    cut = cut_model(model, span or Span(0, 1, 0, count))
+    layers = _layers(cut)
+    disk = options.disk()
+    with told_in_one_line(source), ExitStack() as stack:
+        files = files_of(source, getattr(model.config, "transformers_weights", None))
+        wanted = wanted_keys(cut, files)
+        stored = _stored(source, cut, wanted, files, disk)
+        as_they_are = {b for b, names in layers.items() if all(f"{n}.weight" in stored for n in names)}
+        direct = {f"{name}.weight" for block in as_they_are for name in layers[block]}
+        parts = _parts(cut, wanted, {stored[name][0] for name in direct}, set(layers) - as_they_are)
+        tensors = open_tensors(source, wanted, files, stack)
+        missing = None
+        scratch: dict[int, BlockLayout] = {}
+        for block, keys in parts.items():
+            lacking = set(fill(cut, {key: tensors[key] for key in keys}, torch.device("cpu"), dtype))
+            missing = lacking if missing is None else missing & lacking
+            if block is not None:
+                scratch[block] = _written(model, layers[block], disk)
+    refuse_missing(source, sorted((missing or set()) - direct))
+    for name in (name for names in layers.values() for name in names):
+        _stand_in(model.get_submodule(name))
+    layouts = [
+        scratch[block]
+        if block in scratch
+        else BlockLayout({name: stored[f"{name}.weight"][1] for name in layers[block]})
+        for block in layers
+    ]
+    places = {name: place for place, names in enumerate(layers.values()) for name in names}
+    return cut, Streamed(BlockStream(layouts, disk, options.slots, poison=options.poison), places)
+
+
+def _layers(cut: Cut) -> dict[int, list[str]]:
+    """Returns the names of the linear layers in each block of the stage."""
+    found: dict[int, list[str]] = {}
+    for name in linear_layers(cut.model):
+        if name.startswith(f"{cut.blocks}.") and cut.holds(f"{name}.weight"):
+            block = int(name.removeprefix(f"{cut.blocks}.").partition(".")[0])
+            found.setdefault(block, []).append(name)
+    if not found:
+        raise ValueError(f"base_model: {type(cut.model).__name__} has no linear layers in its blocks")
+    return dict(sorted(found.items()))
+
+
+def _stored(
+    source: str, cut: Cut, wanted: Mapping[str, str], files: Mapping[str, str], disk: Disk
+) -> dict[str, tuple[str, StoredTensor]]:
+    """Returns the key and the place of each weight that can be used as it lies in its file, by name."""
+    expected = {name: (p.dtype, tuple(p.shape)) for name, p in cut.model.named_parameters()}
+    opened: dict[str, Any] = {}
+    headers: dict[str, Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]]] = {}
+    found = {}
+    for key, name in plain_keys(cut.model, files).items():
+        if wanted.get(key) != key or name not in expected:
+            continue
+        path = files[key]
+        if path not in opened:
+            place = cached_path(source, path)
+            if place is None:
+                raise ValueError(f"the file {path} is missing")
+            opened[path] = disk.open(place)
+            with TensorFile(place) as file:
+                headers[path] = file.places()
+        offset, dtype, shape = headers[path][key]
+        if (dtype, shape) == expected[name]:
+            found[name] = key, StoredTensor(opened[path], offset, dtype, shape)
+    return found
+
+
+def _parts(
+    cut: Cut, wanted: Mapping[str, str], direct: set[str], converted: set[int]
+) -> dict[int | None, list[str]]:
+    """Returns the keys to load together: those of each converted block, and under None all others.
+
+    `direct` are the keys that are not loaded.
+    """
+    found: dict[int | None, list[str]] = {None: []}
+    targets = plain_keys(cut.model, wanted, converted=True)
+    for key in wanted:
+        if key in direct:
+            continue
+        name = targets.get(key, key)
+        block: int | None = None
+        if name.startswith(f"{cut.blocks}."):
+            number = int(name.removeprefix(f"{cut.blocks}.").partition(".")[0])
+            block = number if number in converted else None
+        found.setdefault(block, []).append(key)
+    return found
+
+
+@torch.no_grad()
+def _written(model: PreTrainedModel, names: Sequence[str], disk: Disk) -> BlockLayout:
+    """Writes a block's linear weights to a scratch file, drops them, and returns where they are."""
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        weights[name] = layer.weight.detach()
+    places, size = {}, 0
+    for name, weight in weights.items():
+        places[name], size = size, size + aligned(weight.nbytes)
+    file, content = disk.scratch(size), buffer(size)
+    for name, weight in weights.items():
+        flat = content[places[name] : places[name] + weight.nbytes].view(weight.dtype)
+        flat.view(weight.shape).copy_(weight)
+    disk.write(file, 0, content).wait()
+    for name in names:
+        _stand_in(model.get_submodule(name))
+    return BlockLayout(
+        {
+            name: StoredTensor(file, places[name], weight.dtype, tuple(weight.shape))
+            for name, weight in weights.items()
+        }
+    )
+
+
+def _stand_in(layer: nn.Module) -> None:
+    """Replaces a layer's weight by one number that has its shape, dtype and device, and takes no memory."""
+    weight: Any = layer.weight
+    number = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+    layer.weight = nn.Parameter(number, requires_grad=False)

@@ -1,0 +1,88 @@
+"""Where the tensors of a block lie in files, and in the buffer that the block is read into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from mlora_ext._C import File
+from torch import Tensor
+
+from mlora.offload.disk import ALIGN, aligned
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's bytes in a file: dense, at any offset."""
+
+    file: File
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of a file, from a multiple of `ALIGN` on, and where they go in the buffer."""
+
+    file: File
+    offset: int
+    size: int
+    place: int
+
+
+class BlockLayout:
+    """How a block is read: few ranges of files, each to its place in a buffer of `nbytes`.
+
+    Args:
+        tensors: by the name under which `views` returns them.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self.tensors = dict(tensors)
+        self.ranges, self.nbytes = _ranges(list(self.tensors.values()))
+        self._places = {name: self._place(tensor) for name, tensor in self.tensors.items()}
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors as views of a buffer that the ranges were read into."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            place = self._places[name]
+            flat = buffer[place : place + tensor.nbytes].view(tensor.dtype)
+            found[name] = flat.view(tensor.shape)
+        return found
+
+    def _place(self, tensor: StoredTensor) -> int:
+        for one in self.ranges:
+            if one.file is tensor.file and one.offset <= tensor.offset < one.offset + max(1, one.size):
+                return one.place + tensor.offset - one.offset
+        raise AssertionError(f"no range holds offset {tensor.offset}")
+
+
+def _ranges(tensors: Sequence[StoredTensor]) -> tuple[list[Range], int]:
+    """Returns ranges that hold all tensors, merged where they touch, and the bytes of the buffer."""
+    found: list[Range] = []
+    files = {id(tensor.file): tensor.file for tensor in tensors}
+    place = 0
+    for file in files.values():
+        own = sorted((t for t in tensors if t.file is file), key=lambda t: t.offset)
+        begin = end = -1
+        for tensor in own:
+            first, last = tensor.offset // ALIGN * ALIGN, tensor.offset + tensor.nbytes
+            if begin >= 0 and first <= aligned(end):
+                end = max(end, last)
+                continue
+            if begin >= 0:
+                found.append(Range(file, begin, end - begin, place))
+                place += aligned(end - begin)
+            begin, end = first, last
+        found.append(Range(file, begin, end - begin, place))
+        place += aligned(end - begin)
+    return found, place

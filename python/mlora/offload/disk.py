@@ -1,0 +1,91 @@
+"""Files and scratch files of one process, read and written by threads of their own."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+from mlora_ext._C import ALIGN, File, Ticket
+from torch import Tensor
+
+from mlora_ext import _C
+
+THREADS = 4
+"""Enough for a queue that keeps one NVMe busy with pieces of 4 MiB."""
+
+
+def buffer(size: int) -> Tensor:
+    """Returns `size` bytes, rounded up to whole pages, and touched, so that memory meters count them."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, aligned(size))), dtype=torch.uint8).zero_()
+
+
+def aligned(size: int) -> int:
+    """Returns a size rounded up to a multiple of `ALIGN`."""
+    return -(-size // ALIGN) * ALIGN
+
+
+class Disk:
+    """Reads and writes buffers past the page cache where the file system allows it.
+
+    Args:
+        folders: scratch files are striped over them; default: the system's folder for temporary files.
+        rate: bytes per second of all transfers together, a stand-in for a slower disk; 0 = as fast as it is.
+        threads: that transfer.
+
+    Attributes:
+        bytes_read, bytes_written: asked for so far.
+    """
+
+    def __init__(
+        self, folders: Sequence[str | Path] = (), *, rate: float = 0.0, threads: int = THREADS
+    ) -> None:
+        self.folders = [str(folder) for folder in folders] or [gettempdir()]
+        self.bytes_read = self.bytes_written = 0
+        self._pool = _C.Pool(threads, rate)
+        self._warned = False
+
+    def open(self, path: str | Path) -> File:
+        """Opens a file for reading; OSError names it."""
+        return self._checked(File.open(str(path)))
+
+    def create(self, path: str | Path) -> File:
+        """Opens a file for reading and writing, and makes it if it is not there; OSError names it."""
+        return self._checked(File.create(str(path)))
+
+    def scratch(self, size: int) -> File:
+        """Makes a nameless file of `size` bytes in the folders; however the process ends, none of it is left.
+
+        Raises OSError if a folder is missing or its disk lacks the room.
+        """
+        return self._checked(File.scratch(self.folders, size))
+
+    def read(self, file: File, offset: int, into: Tensor, size: int | None = None) -> Ticket:
+        """Starts to read into a buffer; `wait` on the result raises OSError with file, offset and cause."""
+        size = into.nbytes if size is None else size
+        self.bytes_read += size
+        return self._pool.read(file, offset, into.data_ptr(), size, into)
+
+    def write(self, file: File, offset: int, content: Tensor, size: int | None = None) -> Ticket:
+        """Starts to write a buffer; rounds the size up to a multiple of `ALIGN`."""
+        size = content.nbytes if size is None else size
+        self.bytes_written += size
+        return self._pool.write(file, offset, content.data_ptr(), size, content)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor seconds that transfers have taken."""
+        return float(self._pool.cpu_seconds)
+
+    def _checked(self, file: File) -> File:
+        if not file.direct and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"offload: {file.path} is on a file system without direct reads and writes; the page cache "
+                "takes part, and its copies cost processor time",
+                stacklevel=4,
+            )
+        return file

@@ -1,0 +1,38 @@
+"""What of a model is out of memory, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlora.offload.disk import Disk
+
+SLOTS = 3
+"""Blocks in memory: the one in use, the next one, and one that stays at the turn."""
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Where parts of a model live while they are not used.
+
+    Attributes:
+        base: `device` (in memory), or `disk`: the blocks' linear weights are read when they are used.
+        folders: for scratch files, which are striped over them; empty: the system's folder for temporary
+            files.
+        slots: how many blocks are in memory at once.
+        rate: bytes per second of all transfers together, a stand-in for a slower disk; 0 = no bound.
+        poison: overwrite memory with NaN when its block leaves, so that a use after that shows; for tests.
+    """
+
+    base: str = "device"
+    folders: Sequence[str] = ()
+    slots: int = SLOTS
+    rate: float = 0.0
+    poison: bool = False
+
+    def disk(self) -> Disk:
+        """Makes the threads that read and write."""
+        return Disk(self.folders, rate=self.rate)
+
+
+IN_MEMORY = OffloadOptions()

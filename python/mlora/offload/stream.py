@@ -1,0 +1,150 @@
+"""Blocks of weights that pass through a few slots of memory, in the order in which training uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlora_ext._C import Ticket
+from torch import Tensor
+
+from mlora.offload.block_layout import BlockLayout
+from mlora.offload.disk import Disk, buffer
+
+_POISON = 0xFF  # as bytes of fp32, bf16 and fp16: NaN
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory for one block: which one is in it, and what is left of reading it."""
+
+    memory: Tensor
+    block: int = -1
+    views: Mapping[str, Tensor] = field(default_factory=dict)
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+class BlockStream:
+    """Gives out the tensors of one block at a time, and reads the next ones meanwhile.
+
+    A forward pass uses blocks in rising order and a backward pass in falling order. So the stream knows which
+    blocks come next, and a slot is taken from the block that is needed last. The last blocks of a forward
+    pass stay for the backward pass, and its last blocks for the next forward pass. Another order costs time
+    and changes nothing else.
+
+    Args:
+        layouts: of the blocks, in the order of a forward pass.
+        disk: reads them.
+        slots: how many blocks are in memory at once, at least 2; no more than there are blocks.
+        poison: overwrite a slot with NaN when its block leaves, so that a use after that shows.
+
+    Attributes:
+        loads: how many blocks were read so far.
+        waited: how many of those were not there when they were needed.
+
+    Raises:
+        ValueError: there is one slot, or no block.
+    """
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], disk: Disk, slots: int, *, poison: bool = False
+    ) -> None:
+        if slots < 2 or not layouts:
+            raise ValueError(f"slots: expected at least 2 slots and 1 block, got {slots} and {len(layouts)}")
+        self.loads = self.waited = 0
+        self._layouts, self._disk, self._poison = list(layouts), disk, poison
+        size = max(layout.nbytes for layout in layouts)
+        self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
+        self._held: dict[int, _Slot] = {}
+        self._now, self._rises = -1, True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def tensors(self, block: int) -> Mapping[str, Tensor]:
+        """Returns a block's tensors by name. They are valid until the next call for another block.
+
+        Raises OSError if they cannot be read; the next call tries again.
+        """
+        if block != self._now:
+            self._turn(block)
+            try:
+                self._settle(self._held.get(block) or self._load(block, self._room_for(block)))
+            except OSError:
+                self._now = -1
+                raise
+            for following, _ in zip(self._next(), range(len(self._slots) - 1), strict=False):
+                self.prefetch(following)
+        return self._held[block].views
+
+    def prefetch(self, block: int) -> None:
+        """Begins to read a block that is needed next, in the place of one that is needed later."""
+        if block not in self._held and (slot := self._room_for(block)) is not None:
+            self._load(block, slot)
+
+    def close(self) -> None:
+        """Waits for reads under way, whose errors nobody needs, and gives the memory back."""
+        for slot in self._slots:
+            slot.tickets.clear()  # a ticket waits when it goes
+        self._held.clear()
+        self._slots.clear()
+        self._now = -1
+
+    def _turn(self, block: int) -> None:
+        """Notes the direction in which blocks are used; it changes at both ends."""
+        self._rises = block == 0 or self._now < block < len(self._layouts) - 1
+        self._now = block
+
+    def _distance(self, block: int) -> int:
+        """Returns after how many other blocks this one is used next, as things go now."""
+        last = len(self._layouts) - 1
+        if self._rises:
+            return block - self._now if block >= self._now else 2 * last - self._now - block + 1
+        return self._now - block if block <= self._now else self._now + block + 1
+
+    def _next(self) -> Iterator[int]:
+        """Yields the blocks that are used next, the nearest first."""
+        blocks = (block for block in range(len(self._layouts)) if block != self._now)
+        yield from sorted(blocks, key=self._distance)
+
+    def _room_for(self, block: int) -> _Slot | None:
+        """Returns a free slot, or the one of the block that is used last, if that is after this one."""
+        for slot in self._slots:
+            if slot.block < 0:
+                return slot
+        others = [slot for slot in self._slots if slot.block != self._now]
+        last = max(others, key=lambda slot: self._distance(slot.block))
+        return last if self._distance(last.block) > self._distance(block) else None
+
+    def _load(self, block: int, slot: _Slot | None) -> _Slot:
+        assert slot is not None, "the block in use now is used before all others"
+        self._empty(slot)
+        layout = self._layouts[block]
+        slot.block, slot.views = block, layout.views(slot.memory)
+        self._held[block] = slot
+        for one in layout.ranges:
+            into = slot.memory[one.place :]
+            slot.tickets.append(self._disk.read(one.file, one.offset, into, one.size))
+        self.loads += 1
+        return slot
+
+    def _settle(self, slot: _Slot) -> None:
+        """Waits until a slot's block is there; forgets the block if it cannot be read."""
+        tickets, slot.tickets = slot.tickets, []
+        self.waited += any(not ticket.done for ticket in tickets)
+        try:
+            for ticket in tickets:
+                ticket.wait()
+        except OSError:
+            self._empty(slot)
+            raise
+
+    def _empty(self, slot: _Slot) -> None:
+        slot.tickets.clear()
+        if slot.block >= 0:
+            del self._held[slot.block]
+            slot.block, slot.views = -1, {}
+            if self._poison:
+                slot.memory.fill_(_POISON)

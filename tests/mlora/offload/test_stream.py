@@ -1,0 +1,155 @@
+"""Which blocks are in memory, what is read when, and what happens when a read fails."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from mlora.offload import disk as disks
+from mlora.offload.block_layout import BlockLayout, StoredTensor
+from mlora.offload.disk import ALIGN, Disk
+from mlora.offload.stream import BlockStream
+
+COUNT = 6
+SHAPE = (37, 11)
+
+
+def stored(tmp_path: Path, disk: Disk, blocks: int = COUNT) -> tuple[Path, list[BlockLayout]]:
+    """A file of one matrix and one vector for each block, at odd offsets."""
+    path = tmp_path / "weights"
+    numbers = [torch.full(SHAPE, float(block)) for block in range(blocks)]
+    sizes = [matrix.nbytes + 12 for matrix in numbers]
+    header = bytes(40)
+    content = header + b"".join(m.numpy().tobytes() + torch.arange(3.0).numpy().tobytes() for m in numbers)
+    path.write_bytes(content)
+    file = disk.open(path)
+    layouts = []
+    for block in range(blocks):
+        begin = len(header) + sum(sizes[:block])
+        matrix = StoredTensor(file, begin, torch.float32, SHAPE)
+        vector = StoredTensor(file, begin + matrix.nbytes, torch.float32, (3,))
+        layouts.append(BlockLayout({"matrix": matrix, "vector": vector}))
+    return path, layouts
+
+
+def right(stream: BlockStream, block: int) -> None:
+    found = stream.tensors(block)
+    assert torch.equal(found["matrix"], torch.full(SHAPE, float(block)))
+    assert torch.equal(found["vector"], torch.arange(3.0))
+
+
+def test_tensors_that_touch_are_read_at_once_and_others_apart(tmp_path: Path) -> None:
+    disk = Disk()
+    _, layouts = stored(tmp_path, disk)
+    assert [len(layout.ranges) for layout in layouts] == [1] * COUNT
+    file = layouts[0].tensors["matrix"].file
+    far = BlockLayout(
+        {
+            "a": StoredTensor(file, 0, torch.uint8, (10,)),
+            "b": StoredTensor(file, 3 * ALIGN, torch.uint8, (ALIGN + 1,)),
+        }
+    )
+    assert [(one.offset, one.size, one.place) for one in far.ranges] == [
+        (0, 10, 0),
+        (3 * ALIGN, ALIGN + 1, ALIGN),
+    ]
+    assert far.nbytes == 3 * ALIGN
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 9])
+def test_each_pass_reads_what_did_not_stay_at_the_turn(tmp_path: Path, slots: int) -> None:
+    """A forward pass leaves its last blocks, a backward pass its first: next-use eviction."""
+    disk = Disk([tmp_path])
+    layouts = stored(tmp_path, disk)[1]
+    stream = BlockStream(layouts, disk, slots, poison=True)
+    assert stream.nbytes == min(slots, COUNT) * max(layout.nbytes for layout in layouts)
+    loads = []
+    for _ in range(3):
+        for one_pass in (range(COUNT), reversed(range(COUNT))):
+            before = stream.loads
+            for block in one_pass:
+                right(stream, block)
+                right(stream, block)
+            loads.append(stream.loads - before)
+    missing = max(0, COUNT - slots)
+    assert loads[1:] == [missing] * 5
+    assert loads[0] == COUNT
+    stream.close()
+
+
+def test_any_order_gives_the_right_tensors(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    stream = BlockStream(stored(tmp_path, disk)[1], disk, 3, poison=True)
+    for block in torch.randint(COUNT, (200,)).tolist():
+        right(stream, block)
+
+
+def test_a_tensor_that_is_used_too_late_is_nan(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    stream = BlockStream(stored(tmp_path, disk)[1], disk, 2, poison=True)
+    kept = stream.tensors(0)["matrix"]
+    for block in range(1, COUNT):
+        stream.tensors(block)
+    assert kept.isnan().all() or not torch.equal(kept, torch.zeros(SHAPE))
+    stream.close()
+
+
+def test_a_prefetch_takes_no_block_that_is_needed_sooner(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    stream = BlockStream(stored(tmp_path, disk)[1], disk, 3)
+    right(stream, 0)
+    before = stream.loads
+    stream.prefetch(5)
+    stream.prefetch(1)
+    assert stream.loads == before
+    right(stream, 1)
+
+
+def test_a_file_cut_short_is_named_and_read_again_once_it_is_whole(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    path, layouts = stored(tmp_path, disk, 40)
+    whole = path.read_bytes()
+    stream = BlockStream(layouts, disk, 2, poison=True)
+    right(stream, 0)
+    os.truncate(path, len(whole) // 2)
+    with pytest.raises(OSError, match=r"reading \d+ bytes at offset \d+ ended after \d+") as error:
+        all(stream.tensors(block) for block in range(1, 40))
+    assert error.value.filename == str(path)
+    with pytest.raises(OSError, match="ended after"):
+        stream.tensors(39)
+    path.write_bytes(whole)
+    for block in (39, 38, 0):
+        right(stream, block)
+
+
+def test_fewer_than_two_slots_are_refused(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    with pytest.raises(ValueError, match="slots: expected at least 2 slots and 1 block, got 1 and 6"):
+        BlockStream(stored(tmp_path, disk)[1], disk, 1)
+
+
+def test_a_file_system_without_direct_reads_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(ALIGN))
+    inner = disks.File
+
+    class Buffered:
+        open = staticmethod(lambda path: inner.open(path, False))
+
+    monkeypatch.setattr(disks, "File", Buffered)
+    disk = Disk([tmp_path])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        disk.open(tmp_path / "file")
+        disk.open(tmp_path / "file")
+    assert [str(one.message).partition(";")[0] for one in caught] == [
+        f"offload: {tmp_path}/file is on a file system without direct reads and writes"
+    ]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="cannot be opened") as error:
+        Disk([tmp_path / "gone"]).scratch(ALIGN)
+    assert error.value.filename == str(tmp_path / "gone")
