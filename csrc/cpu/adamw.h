@@ -1,8 +1,6 @@
 // One AdamW update of a span of numbers in one pass: gradient, fp32 state, and a low-precision copy.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <type_traits>
 
 #include "cpu/kernels.h"

@@ -47,7 +47,13 @@ struct Join {
   }
 };
 
-char* memory_at(uintptr_t address) { return reinterpret_cast<char*>(address); }
+// Begins a read or a write, `Pool::read` or `Pool::write`.
+template <auto begin>
+Ticket transfer(Pool& pool, std::shared_ptr<File> file, int64_t offset, uintptr_t address, int64_t bytes,
+                py::object owner) {
+  char* memory = reinterpret_cast<char*>(address);
+  return Ticket((pool.*begin)(std::move(file), offset, memory, bytes), std::move(owner));
+}
 
 }  // namespace
 
@@ -55,13 +61,11 @@ void bind(py::module_& module) {
   module.attr("ALIGN") = kAlign;
   module.attr("PIECE") = kPiece;
 
-  py::register_exception_translator([](std::exception_ptr error) {
+  py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       std::rethrow_exception(error);
     } catch (const IoError& found) {
-      const std::string prefix = found.path + ": ";
-      const std::string reason = std::string(found.what()).substr(prefix.size());
-      PyErr_SetObject(PyExc_OSError, py::make_tuple(found.code, reason, found.path).ptr());
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(found.code, found.what(), found.path).ptr());
     }
   });
 
@@ -86,22 +90,9 @@ void bind(py::module_& module) {
       .def(py::init(
                [](int threads, double rate) { return std::unique_ptr<Pool, Join>(new Pool(threads, rate)); }),
            py::arg("threads"), py::arg("rate") = 0.0)
-      .def(
-          "read",
-          [](Pool& pool, std::shared_ptr<File> file, int64_t offset, uintptr_t address, int64_t bytes,
-             py::object owner) {
-            return Ticket(pool.read(std::move(file), offset, memory_at(address), bytes), std::move(owner));
-          },
-          py::arg("file"), py::arg("offset"), py::arg("address"), py::arg("bytes"), py::arg("owner"),
-          py::keep_alive<0, 1>())
-      .def(
-          "write",
-          [](Pool& pool, std::shared_ptr<File> file, int64_t offset, uintptr_t address, int64_t bytes,
-             py::object owner) {
-            return Ticket(pool.write(std::move(file), offset, memory_at(address), bytes), std::move(owner));
-          },
-          py::arg("file"), py::arg("offset"), py::arg("address"), py::arg("bytes"), py::arg("owner"),
-          py::keep_alive<0, 1>())
+      // file, offset, address, bytes, owner of the memory
+      .def("read", &transfer<&Pool::read>, py::keep_alive<0, 1>())
+      .def("write", &transfer<&Pool::write>, py::keep_alive<0, 1>())
       .def_property_readonly("cpu_seconds", &Pool::cpu_seconds);
 }
 

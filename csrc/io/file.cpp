@@ -17,7 +17,7 @@ std::string at(const char* doing, int64_t bytes, int64_t offset) {
 }  // namespace
 
 IoError::IoError(int code, const std::string& path, const std::string& message)
-    : std::runtime_error(path + ": " + message + ": " + std::strerror(code)), code(code), path(path) {}
+    : std::runtime_error(message + ": " + std::strerror(code)), code(code), path(path) {}
 
 // Opens without O_DIRECT where the file system refuses it.
 File::Part File::open_part(const std::string& path, int flags, bool& direct) {

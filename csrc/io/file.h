@@ -14,7 +14,7 @@ constexpr int64_t kAlign = 4096;  // of offsets, addresses and sizes
 constexpr int64_t kPiece =
     4 << 20;  // bytes of one system call; consecutive pieces go to a file's parts in turn
 
-// A system call that failed; becomes Python's OSError.
+// A system call that failed; becomes Python's OSError. `what` has no path.
 struct IoError : std::runtime_error {
   IoError(int code, const std::string& path, const std::string& message);
   int code;

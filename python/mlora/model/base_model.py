@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,11 +15,13 @@ from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_pa
 from mlora.model.cut import Cut, Span
 from mlora.model.pretrained import stop_noise
 from mlora.objectives.token_losses import Head, LogitRule
-from mlora.offload.stream import BlockStream
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
+
+if TYPE_CHECKING:
+    from mlora.offload.stream import BlockStream
 
 
 @dataclass(eq=False)

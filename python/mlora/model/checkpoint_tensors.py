@@ -48,8 +48,8 @@ def files_of(source: str, named: str | None) -> dict[str, str]:
     if index is None:
         found = f", only {WEIGHTS_NAME}" if (Path(source) / WEIGHTS_NAME).is_file() else ""
         raise ValueError(
-            f"it has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{found}; several stages need "
-            "safetensors files: save the model with save_pretrained"
+            f"it has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{found}; several stages, and a "
+            "base on disk, need safetensors files: save the model with save_pretrained"
         )
     weight_map: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
     return weight_map
@@ -115,11 +115,8 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Ten
     return targets
 
 
-def plain_keys(model: PreTrainedModel, keys: Iterable[str], *, converted: bool = False) -> dict[str, str]:
-    """Returns the model's name for each key whose tensor is loaded as it is, without a conversion.
-
-    `converted` also returns the others, with the first name that a conversion makes.
-    """
+def plain_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Returns the model's name for each key whose tensor is loaded without a conversion."""
     names = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -127,7 +124,7 @@ def plain_keys(model: PreTrainedModel, keys: Iterable[str], *, converted: bool =
     found = {}
     for key, name in targets_of(model, keys, names).items():
         _, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        if converted or pattern is None:
+        if pattern is None:
             found[key] = name
     return found
 

@@ -18,8 +18,8 @@ from mlora.model.checkpoint_tensors import cached_path, files_of, fill, open_ten
 from mlora.model.cut import Cut, Span, cut_model
 from mlora.model.pretrained import load_whole, refuse_missing, skeleton, told_in_one_line
 from mlora.model.probe import check_packing
-from mlora.model.streamed_base import load_streamed
 from mlora.offload.options import IN_MEMORY, OffloadOptions
+from mlora_ext.library import check_library
 
 _SAMPLE = 1 << 16  # bytes
 
@@ -40,8 +40,8 @@ def load_base(
 
     Raises:
         ValueError: it cannot be loaded or cut, or packed rows give other logits; in one line. Also if a
-            model that is in memory already is asked to stay on disk.
-        OSError: offloading lacks room for scratch files.
+            model that is in memory already, or on a GPU, is asked to stay on disk.
+        OSError: a folder for scratch files is missing or lacks room.
     """
     if span is not None and span.stages == 1:
         span = None
@@ -49,6 +49,11 @@ def load_base(
     if offload.base == "disk":
         if isinstance(source, PreTrainedModel):
             raise ValueError("offload.base: disk reads a model from its files; give its folder or hub id")
+        if device.type != "cpu":
+            raise ValueError(f"offload.base: disk serves models on the CPU so far, got device {device}")
+        check_library()
+        from mlora.model.streamed_base import load_streamed  # needs the compiled library
+
         cut, streamed = load_streamed(str(source), span, dtype, offload)
         model = cut.model
         cut = None if span is None else cut

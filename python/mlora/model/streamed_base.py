@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mlora.model.checkpoint_tensors import cached_path, files_of, fill, open_tensors, plain_keys, wanted_keys
+from mlora.model.checkpoint_tensors import (
+    cached_path,
+    files_of,
+    fill,
+    open_tensors,
+    plain_keys,
+    targets_of,
+    wanted_keys,
+)
 from mlora.model.cut import Cut, Span, cut_model, find_blocks
 from mlora.model.pretrained import refuse_missing, skeleton, told_in_one_line
 from mlora.model.tensor_file import TensorFile
@@ -52,39 +60,37 @@ def load_streamed(
 
     Raises:
         ValueError: the model cannot be loaded, or it cannot be cut into blocks; in one line.
-        OSError: a folder for scratch files lacks room.
+        OSError: a folder for scratch files is missing or lacks room.
     """
     model = skeleton(source, dtype)
     _, count = find_blocks(model)
     cut = cut_model(model, span or Span(0, 1, 0, count))
     layers = _layers(cut)
-    disk = options.disk()
-    with told_in_one_line(source), ExitStack() as stack:
-        files = files_of(source, getattr(model.config, "transformers_weights", None))
-        wanted = wanted_keys(cut, files)
-        stored = _stored(source, cut, wanted, files, disk)
+    disk = Disk(options.folders, rate=options.rate)
+    layouts: dict[int, BlockLayout] = {}
+    with ExitStack() as stack:
+        with told_in_one_line(source):
+            files = files_of(source, getattr(model.config, "transformers_weights", None))
+            wanted = wanted_keys(cut, files)
+            stored = _stored(source, cut, wanted, files, disk)
+            tensors = open_tensors(source, wanted, files, stack)
         as_they_are = {b for b, names in layers.items() if all(f"{n}.weight" in stored for n in names)}
         direct = {f"{name}.weight" for block in as_they_are for name in layers[block]}
         parts = _parts(cut, wanted, {stored[name][0] for name in direct}, set(layers) - as_they_are)
-        tensors = open_tensors(source, wanted, files, stack)
-        missing = None
-        scratch: dict[int, BlockLayout] = {}
+        missing = set(model.state_dict())
         for block, keys in parts.items():
-            lacking = set(fill(cut, {key: tensors[key] for key in keys}, torch.device("cpu"), dtype))
-            missing = lacking if missing is None else missing & lacking
-            if block is not None:
-                scratch[block] = _written(model, layers[block], disk)
-    refuse_missing(source, sorted((missing or set()) - direct))
-    for name in (name for names in layers.values() for name in names):
-        _stand_in(model.get_submodule(name))
-    layouts = [
-        scratch[block]
-        if block in scratch
-        else BlockLayout({name: stored[f"{name}.weight"][1] for name in layers[block]})
-        for block in layers
-    ]
+            with told_in_one_line(source):
+                missing &= set(fill(cut, {key: tensors[key] for key in keys}, torch.device("cpu"), dtype))
+            if block is not None and missing.isdisjoint(f"{name}.weight" for name in layers[block]):
+                layouts[block] = _written(model, layers[block], disk)
+    refuse_missing(source, sorted(missing - direct))
+    for block in as_they_are:
+        layouts[block] = BlockLayout({name: stored[f"{name}.weight"][1] for name in layers[block]})
+        for name in layers[block]:
+            _stand_in(model.get_submodule(name))
+    in_order = [layouts[block] for block in layers]
     places = {name: place for place, names in enumerate(layers.values()) for name in names}
-    return cut, Streamed(BlockStream(layouts, disk, options.slots, poison=options.poison), places)
+    return cut, Streamed(BlockStream(in_order, disk, options.slots, poison=options.poison), places)
 
 
 def _layers(cut: Cut) -> dict[int, list[str]]:
@@ -105,7 +111,7 @@ def _stored(
     """Returns the key and the place of each weight that can be used as it lies in its file, by name."""
     expected = {name: (p.dtype, tuple(p.shape)) for name, p in cut.model.named_parameters()}
     opened: dict[str, Any] = {}
-    headers: dict[str, Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]]] = {}
+    headers: dict[str, Mapping[str, tuple[Any, ...]]] = {}
     found = {}
     for key, name in plain_keys(cut.model, files).items():
         if wanted.get(key) != key or name not in expected:
@@ -118,9 +124,9 @@ def _stored(
             opened[path] = disk.open(place)
             with TensorFile(place) as file:
                 headers[path] = file.places()
-        offset, dtype, shape = headers[path][key]
-        if (dtype, shape) == expected[name]:
-            found[name] = key, StoredTensor(opened[path], offset, dtype, shape)
+        offset, *kind = headers[path].get(key, (0,))
+        if tuple(kind) == expected[name]:
+            found[name] = key, StoredTensor(opened[path], offset, *expected[name])
     return found
 
 
@@ -132,7 +138,7 @@ def _parts(
     `direct` are the keys that are not loaded.
     """
     found: dict[int | None, list[str]] = {None: []}
-    targets = plain_keys(cut.model, wanted, converted=True)
+    targets = targets_of(cut.model, wanted, cut.model.state_dict())
     for key in wanted:
         if key in direct:
             continue

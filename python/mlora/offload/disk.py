@@ -35,26 +35,18 @@ class Disk:
         folders: scratch files are striped over them; default: the system's folder for temporary files.
         rate: bytes per second of all transfers together, a stand-in for a slower disk; 0 = as fast as it is.
         threads: that transfer.
-
-    Attributes:
-        bytes_read, bytes_written: asked for so far.
     """
 
     def __init__(
         self, folders: Sequence[str | Path] = (), *, rate: float = 0.0, threads: int = THREADS
     ) -> None:
         self.folders = [str(folder) for folder in folders] or [gettempdir()]
-        self.bytes_read = self.bytes_written = 0
         self._pool = _C.Pool(threads, rate)
         self._warned = False
 
     def open(self, path: str | Path) -> File:
         """Opens a file for reading; OSError names it."""
         return self._checked(File.open(str(path)))
-
-    def create(self, path: str | Path) -> File:
-        """Opens a file for reading and writing, and makes it if it is not there; OSError names it."""
-        return self._checked(File.create(str(path)))
 
     def scratch(self, size: int) -> File:
         """Makes a nameless file of `size` bytes in the folders; however the process ends, none of it is left.
@@ -66,19 +58,12 @@ class Disk:
     def read(self, file: File, offset: int, into: Tensor, size: int | None = None) -> Ticket:
         """Starts to read into a buffer; `wait` on the result raises OSError with file, offset and cause."""
         size = into.nbytes if size is None else size
-        self.bytes_read += size
         return self._pool.read(file, offset, into.data_ptr(), size, into)
 
     def write(self, file: File, offset: int, content: Tensor, size: int | None = None) -> Ticket:
         """Starts to write a buffer; rounds the size up to a multiple of `ALIGN`."""
         size = content.nbytes if size is None else size
-        self.bytes_written += size
         return self._pool.write(file, offset, content.data_ptr(), size, content)
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Processor seconds that transfers have taken."""
-        return float(self._pool.cpu_seconds)
 
     def _checked(self, file: File) -> File:
         if not file.direct and not self._warned:

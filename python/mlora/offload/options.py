@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlora.offload.disk import Disk
-
 SLOTS = 3
 """Blocks in memory: the one in use, the next one, and one that stays at the turn."""
 
@@ -29,10 +27,6 @@ class OffloadOptions:
     slots: int = SLOTS
     rate: float = 0.0
     poison: bool = False
-
-    def disk(self) -> Disk:
-        """Makes the threads that read and write."""
-        return Disk(self.folders, rate=self.rate)
 
 
 IN_MEMORY = OffloadOptions()

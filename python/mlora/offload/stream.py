@@ -40,7 +40,6 @@ class BlockStream:
 
     Attributes:
         loads: how many blocks were read so far.
-        waited: how many of those were not there when they were needed.
 
     Raises:
         ValueError: there is one slot, or no block.
@@ -51,7 +50,7 @@ class BlockStream:
     ) -> None:
         if slots < 2 or not layouts:
             raise ValueError(f"slots: expected at least 2 slots and 1 block, got {slots} and {len(layouts)}")
-        self.loads = self.waited = 0
+        self.loads = 0
         self._layouts, self._disk, self._poison = list(layouts), disk, poison
         size = max(layout.nbytes for layout in layouts)
         self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
@@ -83,14 +82,6 @@ class BlockStream:
         """Begins to read a block that is needed next, in the place of one that is needed later."""
         if block not in self._held and (slot := self._room_for(block)) is not None:
             self._load(block, slot)
-
-    def close(self) -> None:
-        """Waits for reads under way, whose errors nobody needs, and gives the memory back."""
-        for slot in self._slots:
-            slot.tickets.clear()  # a ticket waits when it goes
-        self._held.clear()
-        self._slots.clear()
-        self._now = -1
 
     def _turn(self, block: int) -> None:
         """Notes the direction in which blocks are used; it changes at both ends."""
@@ -133,7 +124,6 @@ class BlockStream:
     def _settle(self, slot: _Slot) -> None:
         """Waits until a slot's block is there; forgets the block if it cannot be read."""
         tickets, slot.tickets = slot.tickets, []
-        self.waited += any(not ticket.done for ticket in tickets)
         try:
             for ticket in tickets:
                 ticket.wait()

@@ -33,7 +33,7 @@ def stored(tmp_path: Path, disk: Disk, blocks: int = COUNT) -> tuple[Path, list[
     return path, layouts
 
 
-def right(stream: BlockStream, block: int) -> None:
+def assert_right(stream: BlockStream, block: int) -> None:
     found = stream.tensors(block)
     assert torch.equal(found["matrix"], torch.full(SHAPE, float(block)))
     assert torch.equal(found["vector"], torch.arange(3.0))
@@ -69,20 +69,19 @@ def test_each_pass_reads_what_did_not_stay_at_the_turn(tmp_path: Path, slots: in
         for one_pass in (range(COUNT), reversed(range(COUNT))):
             before = stream.loads
             for block in one_pass:
-                right(stream, block)
-                right(stream, block)
+                assert_right(stream, block)
+                assert_right(stream, block)
             loads.append(stream.loads - before)
     missing = max(0, COUNT - slots)
     assert loads[1:] == [missing] * 5
     assert loads[0] == COUNT
-    stream.close()
 
 
 def test_any_order_gives_the_right_tensors(tmp_path: Path) -> None:
     disk = Disk([tmp_path])
     stream = BlockStream(stored(tmp_path, disk)[1], disk, 3, poison=True)
     for block in torch.randint(COUNT, (200,)).tolist():
-        right(stream, block)
+        assert_right(stream, block)
 
 
 def test_a_tensor_that_is_used_too_late_is_nan(tmp_path: Path) -> None:
@@ -92,18 +91,17 @@ def test_a_tensor_that_is_used_too_late_is_nan(tmp_path: Path) -> None:
     for block in range(1, COUNT):
         stream.tensors(block)
     assert kept.isnan().all() or not torch.equal(kept, torch.zeros(SHAPE))
-    stream.close()
 
 
 def test_a_prefetch_takes_no_block_that_is_needed_sooner(tmp_path: Path) -> None:
     disk = Disk([tmp_path])
     stream = BlockStream(stored(tmp_path, disk)[1], disk, 3)
-    right(stream, 0)
+    assert_right(stream, 0)
     before = stream.loads
     stream.prefetch(5)
     stream.prefetch(1)
     assert stream.loads == before
-    right(stream, 1)
+    assert_right(stream, 1)
 
 
 def test_a_file_cut_short_is_named_and_read_again_once_it_is_whole(tmp_path: Path) -> None:
@@ -111,7 +109,7 @@ def test_a_file_cut_short_is_named_and_read_again_once_it_is_whole(tmp_path: Pat
     path, layouts = stored(tmp_path, disk, 40)
     whole = path.read_bytes()
     stream = BlockStream(layouts, disk, 2, poison=True)
-    right(stream, 0)
+    assert_right(stream, 0)
     os.truncate(path, len(whole) // 2)
     with pytest.raises(OSError, match=r"reading \d+ bytes at offset \d+ ended after \d+") as error:
         all(stream.tensors(block) for block in range(1, 40))
@@ -120,7 +118,7 @@ def test_a_file_cut_short_is_named_and_read_again_once_it_is_whole(tmp_path: Pat
         stream.tensors(39)
     path.write_bytes(whole)
     for block in (39, 38, 0):
-        right(stream, block)
+        assert_right(stream, block)
 
 
 def test_fewer_than_two_slots_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """An engine over a base that stays on disk trains exactly as over one in memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from mlora.engine.engine import Engine
 from mlora.offload.options import OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -101,3 +103,44 @@ def test_losses_gradients_and_states_are_equal_to_the_bit(
     how = {"dtype": dtype, "gradient_checkpointing": checkpointing, "stages": stages}
     in_memory, on_disk = (train(family, base, offload, **how) for offload in (OffloadOptions(), ON_DISK))
     assert_equal(on_disk, in_memory)
+
+
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_the_checkpoint_lacks_is_named(tmp_path: Path, saved_as: torch.dtype) -> None:
+    base = saved("llama", tmp_path / "base", saved_as)
+    tensors = load_file(base / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing 1 weights, for example model\.layers\.2\.mlp\.up_proj"):
+        Engine(base, offload=ON_DISK)
+
+
+def test_what_cannot_stay_on_disk_is_refused(tmp_path: Path) -> None:
+    base = saved("llama", tmp_path / "base", torch.float32)
+    with pytest.raises(
+        ValueError, match=r"offload\.base: disk reads a model from its files; give its folder"
+    ):
+        Engine(FAMILIES["llama"](), offload=ON_DISK)
+    with pytest.raises(ValueError, match=r"pack_base: .*packing needs a plain weight, got .* StreamedWeight"):
+        Engine(base, offload=ON_DISK, frozen_weight="packed")
+    with pytest.raises(ValueError, match="slots: expected at least 2 slots"):
+        Engine(base, offload=replace(ON_DISK, slots=1))
+    with pytest.raises(ValueError, match=r"offload\.base: disk serves models on the CPU so far"):
+        Engine(base, offload=ON_DISK, device="meta")
+
+
+def test_a_folder_for_scratch_files_that_is_missing_is_named(tmp_path: Path) -> None:
+    base = saved("llama", tmp_path / "base", torch.bfloat16)
+    with pytest.raises(FileNotFoundError, match="cannot be opened") as error:
+        Engine(base, offload=replace(ON_DISK, folders=[str(tmp_path / "gone")]))
+    assert error.value.filename == str(tmp_path / "gone")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_it_keeps_to_a_memory_limit(tmp_path: Path) -> None:
+    base = saved("llama", tmp_path / "base", torch.float32)
+    with Engine(base, offload=ON_DISK, memory_limit="8GiB") as engine:
+        engine.create_adapter("a", LoraConfig(r=3, target_modules=["q_proj"]), OptimConfig(total_steps=1))
+        result = engine.forward_backward({"a": samples(2, 9, seed=1)})["a"]
+        assert engine.memory is not None
+        assert 0 < result.loss_sum < 1000
