@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from mlora.model.checkpoint_tensors import (
@@ -24,9 +24,10 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks
 from mlora.model.pretrained import refuse_missing, skeleton, told_in_one_line
 from mlora.model.tensor_file import TensorFile
 from mlora.offload.block_layout import BlockLayout, StoredTensor
-from mlora.offload.disk import Disk, aligned, buffer
+from mlora.offload.blocks import write_block
+from mlora.offload.disk import Disk
 from mlora.offload.options import OffloadOptions
-from mlora.offload.stream import BlockStream
+from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.targets import linear_layers
@@ -151,33 +152,15 @@ def _parts(
     return found
 
 
-@torch.no_grad()
 def _written(model: PreTrainedModel, names: Sequence[str], disk: Disk) -> BlockLayout:
     """Writes a block's linear weights to a scratch file, drops them, and returns where they are."""
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        layer: Any = model.get_submodule(name)
-        weights[name] = layer.weight.detach()
-    places, size = {}, 0
-    for name, weight in weights.items():
-        places[name], size = size, size + aligned(weight.nbytes)
-    file, content = disk.scratch(size), buffer(size)
-    for name, weight in weights.items():
-        flat = content[places[name] : places[name] + weight.nbytes].view(weight.dtype)
-        flat.view(weight.shape).copy_(weight)
-    disk.write(file, 0, content).wait()
-    for name in names:
-        _stand_in(model.get_submodule(name))
-    return BlockLayout(
-        {
-            name: StoredTensor(file, places[name], weight.dtype, tuple(weight.shape))
-            for name, weight in weights.items()
-        }
-    )
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+    layout = write_block(disk, {name: layer.weight.detach() for name, layer in layers.items()})
+    for layer in layers.values():
+        _stand_in(layer)
+    return layout
 
 
-def _stand_in(layer: nn.Module) -> None:
-    """Replaces a layer's weight by one number that has its shape, dtype and device, and takes no memory."""
-    weight: Any = layer.weight
-    number = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-    layer.weight = nn.Parameter(number, requires_grad=False)
+def _stand_in(layer: Any) -> None:
+    """Replaces a layer's weight by a stand-in."""
+    layer.weight = nn.Parameter(stand_in(layer.weight), requires_grad=False)

@@ -10,7 +10,7 @@ import torch
 from mlora_ext._C import File
 from torch import Tensor
 
-from mlora.offload.disk import ALIGN, aligned
+from mlora.offload.disk import ALIGN, Disk, aligned, buffer
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ class BlockLayout:
             flat = buffer[place : place + tensor.nbytes].view(tensor.dtype)
             found[name] = flat.view(tensor.shape)
         return found
+
+    def read(self, disk: Disk) -> Tensor:
+        """Returns a new buffer with the block. Raises OSError if it cannot be read."""
+        memory = buffer(self.nbytes)
+        tickets = [disk.read(one.file, one.offset, memory[one.place :], one.size) for one in self.ranges]
+        for ticket in tickets:
+            ticket.wait()
+        return memory
 
     def _place(self, tensor: StoredTensor) -> int:
         for one in self.ranges:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import RLock
 
+import torch
 from mlora_ext._C import Ticket
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlora.offload.block_layout import BlockLayout
 from mlora.offload.disk import Disk, buffer
 
 _POISON = 0xFF  # as bytes of fp32, bf16 and fp16: NaN
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """Returns one NaN with the shape and dtype of a tensor, which takes no memory."""
+    return torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
 
 
 @dataclass(eq=False)
@@ -40,6 +47,8 @@ class BlockStream:
 
     Attributes:
         loads: how many blocks were read so far.
+        wait_for: called with a block before it is read: waits until all of it is in its file.
+        waits: whether `wait_for` would wait; such a block is not prefetched.
 
     Raises:
         ValueError: there is one slot, or no block.
@@ -51,11 +60,15 @@ class BlockStream:
         if slots < 2 or not layouts:
             raise ValueError(f"slots: expected at least 2 slots and 1 block, got {slots} and {len(layouts)}")
         self.loads = 0
+        self.wait_for: Callable[[int], None] = lambda block: None
+        self.waits: Callable[[int], bool] = lambda block: False
         self._layouts, self._disk, self._poison = list(layouts), disk, poison
         size = max(layout.nbytes for layout in layouts)
         self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
         self._held: dict[int, _Slot] = {}
         self._now, self._rises = -1, True
+        self._bound: list[nn.Parameter] = []
+        self._lock = RLock()  # an optimizer's thread writes new weights into slots
 
     @property
     def nbytes(self) -> int:
@@ -68,20 +81,49 @@ class BlockStream:
         Raises OSError if they cannot be read; the next call tries again.
         """
         if block != self._now:
-            self._turn(block)
-            try:
-                self._settle(self._held.get(block) or self._load(block, self._room_for(block)))
-            except OSError:
-                self._now = -1
-                raise
-            for following, _ in zip(self._next(), range(len(self._slots) - 1), strict=False):
-                self.prefetch(following)
+            self.wait_for(block)
+            with self._lock:
+                self._turn(block)
+                try:
+                    self._settle(self._held.get(block) or self._load(block, self._room_for(block)))
+                except OSError:
+                    self._now = -1
+                    raise
+                for following, _ in zip(self._next(), range(len(self._slots) - 1), strict=False):
+                    self.prefetch(following)
         return self._held[block].views
 
     def prefetch(self, block: int) -> None:
         """Begins to read a block that is needed next, in the place of one that is needed later."""
-        if block not in self._held and (slot := self._room_for(block)) is not None:
-            self._load(block, slot)
+        with self._lock:
+            if block in self._held or self.waits(block):
+                return
+            if (slot := self._room_for(block)) is not None:
+                self._load(block, slot)
+
+    def bind(self, parameters: Mapping[str, nn.Parameter], views: Mapping[str, Tensor]) -> None:
+        """Gives Parameters their tensors, and those of the call before stand-ins."""
+        for parameter in self._bound:
+            parameter.data = stand_in(parameter)
+        self._bound = list(parameters.values())
+        for name, parameter in parameters.items():
+            parameter.data = views[name]
+
+    def memory(self, block: int) -> Tensor:
+        """Returns the bytes of a block's slot, valid as `tensors`; reads the block if it is not there."""
+        self.tensors(block)
+        return self._held[block].memory
+
+    def block_at(self, address: int) -> int | None:
+        """Returns the block whose slot begins at an address; None if none does."""
+        return next((s.block for s in self._slots if s.memory.data_ptr() == address), None)
+
+    def write(self, block: int, name: str, first: int, values: Tensor) -> None:
+        """Replaces numbers of a tensor, from the index `first` on, in the block's slot if it is in one."""
+        with self._lock:
+            slot = self._held.get(block)
+            if slot is not None:
+                slot.views[name].view(-1)[first : first + values.numel()].copy_(values)
 
     def _turn(self, block: int) -> None:
         """Notes the direction in which blocks are used; it changes at both ends."""

@@ -1,0 +1,143 @@
+"""The blocks of a model: which module holds them, and how their weights come and go with each pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+
+from mlora.offload.block_layout import BlockLayout, StoredTensor
+from mlora.offload.disk import Disk, aligned, buffer
+from mlora.offload.saved_tensors import SavedTensors
+from mlora.offload.stream import BlockStream
+from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.nn import MultiLoRALinear
+
+
+def largest_list(model: nn.Module) -> str:
+    """Returns the name of the module list with the most weights: the blocks of most models.
+
+    Raises:
+        ValueError: the model has no module list.
+    """
+    sizes = {
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    if not any(sizes.values()):
+        raise ValueError(f"blocks: {type(model).__name__} has no ModuleList with weights; name its blocks")
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def weights_to_stream(block: nn.Module, trained: Collection[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Returns a block's matrices that are frozen or `trained`, by their names in the block.
+
+    Others, and those in converted layers, belong to an optimizer in memory.
+    """
+    converted = {id(p) for m in block.modules() if isinstance(m, MultiLoRALinear) for p in m.parameters()}
+    of_optimizer = {id(p) for p in trained}
+    return {
+        name: p
+        for name, p in block.named_parameters()
+        if p.ndim >= 2 and id(p) not in converted and (not p.requires_grad or id(p) in of_optimizer)
+    }
+
+
+def converted_layers(block: nn.Module) -> dict[str, MultiLoRALinear]:
+    """Returns a block's converted layers whose weights are in memory, by name."""
+    return {
+        name: module
+        for name, module in block.named_modules()
+        if isinstance(module, MultiLoRALinear) and isinstance(module.frozen, PlainWeight)
+    }
+
+
+@torch.no_grad()
+def write_block(disk: Disk, tensors: Mapping[str, Tensor]) -> BlockLayout:
+    """Writes a block's tensors to a scratch file, each at a multiple of `ALIGN`.
+
+    Raises OSError if a folder for scratch files is missing or its disk lacks room.
+    """
+    places, size = {}, 0
+    for name, tensor in tensors.items():
+        places[name], size = size, size + aligned(tensor.nbytes)
+    file, content = disk.scratch(size), buffer(size)
+    for name, tensor in tensors.items():
+        flat = content[places[name] : places[name] + tensor.nbytes].view(tensor.dtype)
+        flat.view(tensor.shape).copy_(tensor)
+    disk.write(file, 0, content).wait()
+    return BlockLayout(
+        {
+            name: StoredTensor(file, places[name], tensor.dtype, tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
+    )
+
+
+class BlockForward:
+    """A block's forward pass: brings its weights, runs it, and lets them go.
+
+    It takes the place of the module's `forward`. Something inside of that may be recomputed in the backward
+    pass, so the weights are there, too, from the moment in which the gradient of the block's output is known
+    until another block's weights are.
+
+    Args:
+        module: the block.
+        number: its place in the order of a forward pass.
+        saved: hears of the block before its forward pass.
+        stream: brings the weights; None if they are in memory.
+        weights: the Parameters that the stream brings, by their names in its layout.
+
+    Attributes:
+        recomputes: whether the block keeps its input only and runs again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        saved: SavedTensors,
+        stream: BlockStream | None = None,
+        weights: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self.recomputes = False
+        self._module, self._number, self._saved, self._stream = module, number, saved, stream
+        self._weights = dict(weights or {})
+        self._forward = module.forward
+
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.recomputes and torch.is_grad_enabled():
+                return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+            return self._run(*args, **kwargs)
+
+        module.forward = forward
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._saved.enter(self._number, args[1:], kwargs)
+        if self._stream is None or not self._weights:
+            return self._forward(*args, **kwargs)
+        self._bind()
+        try:
+            output = self._forward(*args, **kwargs)
+        finally:
+            self._stream.bind({}, {})
+        if torch.is_grad_enabled():
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._bind)
+        return output
+
+    def _bind(self, *_: object) -> None:
+        assert self._stream is not None
+        self._stream.bind(self._weights, self._stream.tensors(self._number))
+
+    def remove(self) -> None:
+        """Gives the module its own forward pass back."""
+        del self._module.forward

@@ -1,0 +1,141 @@
+"""Room on disk for activations between a forward and its backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from mlora_ext._C import File, Ticket
+from torch import Tensor
+
+from mlora.offload.disk import ALIGN, Disk, aligned
+
+CHUNK = 256 << 20
+"""Bytes of a scratch file, unless one swapped tensor needs more."""
+WRITING = 128 << 20
+"""Bytes that wait to be written at once; a swap beyond them waits."""
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A scratch file that is filled from its begin; it is empty again once all that is in it was dropped."""
+
+    file: File
+    used: int = 0
+    areas: int = 0
+
+
+class Swapped:
+    """Bytes that are on disk, or on their way there or back. Dropping it frees the room.
+
+    Attributes:
+        nbytes: how many.
+    """
+
+    def __init__(self, space: SwapSpace, content: Tensor) -> None:
+        self.nbytes = content.nbytes
+        self._space = space
+        self._chunk, self._offset = space._room(self.nbytes)
+        self._memory: Tensor | None = _aligned_memory(self.nbytes)
+        self._memory[: self.nbytes].copy_(content)
+        self._written: Ticket | None = space.disk.write(self._chunk.file, self._offset, self._memory)
+        self._read: Ticket | None = None
+
+    def leave(self) -> None:
+        """Waits until it is on disk, and frees its memory. Raises OSError if it cannot be written."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.wait()
+            self._memory = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `leave` need not wait."""
+        return self._written is None or self._written.done
+
+    def prefetch(self) -> None:
+        """Begins to read it, if it is not in memory; from now on it stays there."""
+        if self._memory is None:
+            self._memory = _aligned_memory(self.nbytes)
+            self._read = self._space.disk.read(self._chunk.file, self._offset, self._memory)
+        elif self.is_written:
+            self._written = None
+
+    def content(self) -> Tensor:
+        """Returns the bytes; waits for them. Raises OSError if they cannot be read."""
+        self.prefetch()
+        assert self._memory is not None
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
+        return self._memory[: self.nbytes]
+
+    def __del__(self) -> None:
+        if hasattr(self, "_chunk"):
+            self._read = self._written = None  # an unfinished transfer ends before the room is used again
+            self._space._drop(self._chunk)
+
+
+class SwapSpace:
+    """Scratch files for swapped tensors.
+
+    Args:
+        disk: reads and writes them.
+
+    Attributes:
+        written: bytes swapped out so far.
+    """
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self.written = 0
+        self._chunks: list[_Chunk] = []
+        self._leaving: deque[weakref.ref[Swapped]] = deque()
+
+    def swap_out(self, content: Tensor) -> Swapped:
+        """Begins to write bytes to disk; their memory may be used again at once.
+
+        Raises OSError if the disk lacks room, or an earlier write failed.
+        """
+        self._settle(max(0, WRITING - content.nbytes))
+        swapped = Swapped(self, content)
+        self._leaving.append(weakref.ref(swapped))
+        self.written += swapped.nbytes
+        return swapped
+
+    def _settle(self, bound: int) -> None:
+        """Frees the memory of what is written; waits while more bytes than the bound are not."""
+        alive = deque((ref, swapped) for ref in self._leaving if (swapped := ref()) is not None)
+        waiting = sum(swapped.nbytes for _, swapped in alive)
+        while alive and (alive[0][1].is_written or waiting > bound):
+            _, swapped = alive.popleft()
+            swapped.leave()
+            waiting -= swapped.nbytes
+        self._leaving = deque(ref for ref, _ in alive)
+
+    def _room(self, size: int) -> tuple[_Chunk, int]:
+        """Returns a scratch file and an offset in it with room for so many bytes."""
+        size = aligned(size)
+        chunk = next((c for c in self._chunks if c.used + size <= c.file.size), None)
+        if chunk is None:
+            chunk = _Chunk(self.disk.scratch(max(size, CHUNK)))
+            self._chunks.append(chunk)
+        offset = chunk.used
+        chunk.used += size
+        chunk.areas += 1
+        return chunk, offset
+
+    @staticmethod
+    def _drop(chunk: _Chunk) -> None:
+        chunk.areas -= 1
+        if chunk.areas == 0:
+            chunk.used = 0
+
+
+def _aligned_memory(size: int) -> Tensor:
+    """Returns memory that direct reads and writes can use: `size` bytes, rounded up to `ALIGN`."""
+    memory = torch.empty(aligned(size) + ALIGN, dtype=torch.uint8)
+    first = -memory.data_ptr() % ALIGN
+    return memory[first : first + aligned(size)]
