@@ -66,11 +66,9 @@ def train(model: nn.Module, steps: int = 20, **how) -> list:
 
 
 def assert_same(found: list, expected: list) -> None:
-    (losses, norms), (expected_losses, expected_norms) = (
-        zip(*each[0], strict=True) for each in (found, expected)
-    )
-    assert losses == expected_losses
-    assert norms == pytest.approx(expected_norms, rel=1e-6)  # summed in another order
+    losses, norms = zip(*found[0], strict=True)
+    assert list(losses) == [loss for loss, _ in expected[0]]
+    assert list(norms) == pytest.approx([norm for _, norm in expected[0]], rel=1e-6)  # in another order
     for name, weight in expected[1].items():
         assert torch.equal(found[1][name], weight), name
 
@@ -177,9 +175,8 @@ def test_a_converted_model_streams_in_ones_own_loop(family: str, activations: st
     def losses(out_of_core: bool) -> list[float]:
         model, parameters = converted(family)
         optimizer, found = torch.optim.AdamW(parameters, lr=1e-2), []
-        with (
-            offloaded(model, activations=activations, slots=2, poison=True) if out_of_core else nullcontext()
-        ):
+        how = {"activations": activations, "slots": 2, "poison": True}
+        with offloaded(model, **how) if out_of_core else nullcontext():
             for step in range(3):
                 loss = model(**batch(step), adapter_names=["a", "b"]).loss
                 loss.backward()
@@ -262,7 +259,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(active: bool) -> None:
     hit = model.model.layers[2].mlp.up_proj.weight
     hit.register_hook(lambda gradient: gradient.fill_(float("nan")))
     before = model.model.layers[4].mlp.up_proj.weight.detach().clone()
-    with offloaded(model, optimizer, active=active) as tuned:
+    with offloaded(model, optimizer, active=active):
 
         def step() -> None:
             model(**batch(0)).loss.backward()
@@ -270,11 +267,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run(active: bool) -> None:
 
         with pytest.raises(FloatingPointError, match=r"layers\.2\.mlp\.up_proj\.weight: the gradient is not"):
             step()
-        changed = not torch.equal(dict(tuned.weights())["model.layers.4.mlp.up_proj.weight"], before)
-        assert changed is active
         if active:  # half of the weights are of one step, and half of another
             with pytest.raises(FloatingPointError):
                 step()
+    assert torch.equal(model.model.layers[4].mlp.up_proj.weight, before) is not active
 
 
 def test_a_second_backward_pass_without_a_step_is_refused() -> None:
