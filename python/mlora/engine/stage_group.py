@@ -137,8 +137,13 @@ def make_worker(source: Source, span: Span | None, options: StageOptions) -> Sta
     source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
     base = load_base(source, options.device, options.dtype, span, options.offload)
     router_of(base.model).accumulates = True
-    if options.gradient_checkpointing:
+    activations = options.offload.activations
+    if options.gradient_checkpointing or activations == "recompute":
         base.checkpoint_activations()
+    elif activations == "swap":
+        base.swap_activations(options.offload)
+    elif activations != "keep":
+        raise ValueError(f"offload.activations: expected keep, recompute or swap, got {activations!r}")
     if options.frozen_weight != "plain":
         base.set_frozen_weights(options.frozen_weight)
     return StageWorker(base, options.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
-from mlora.model.cut import Cut, Span
+from mlora.model.cut import Cut, Span, find_blocks
 from mlora.model.pretrained import stop_noise
 from mlora.objectives.token_losses import Head, LogitRule
 from mlora_ext.frozen.packed import PackedWeight, packs
@@ -21,6 +21,8 @@ from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 if TYPE_CHECKING:
+    from mlora.offload.options import OffloadOptions
+    from mlora.offload.saved_tensors import SavedTensors
     from mlora.offload.stream import BlockStream
 
 
@@ -37,6 +39,7 @@ class BaseModel:
     head_weight: FrozenWeight | None = None  # the head's frozen weight if it is not plain
     cut: Cut | None = None  # runs this stage's part of the model; None if the whole model is here
     stream: BlockStream | None = None  # reads the blocks' weights from disk; None if they are in memory
+    saved: SavedTensors | None = None  # takes what autograd saves; None = autograd keeps it
 
     @property
     def span(self) -> Span | None:
@@ -89,16 +92,17 @@ class BaseModel:
         Returns:
             `[T, D]`.
         """
-        output = self.run(
-            self.body,
-            input_ids,
-            received,
-            position_ids=position_ids,
-            use_cache=False,
-            packed_sequences=sequences,
-            cu_seq_lens_q=sequences.cu_seq_lens,
-            cu_seq_lens_k=sequences.cu_seq_lens,
-        )
+        with nullcontext() if self.saved is None else self.saved.of_pass():
+            output = self.run(
+                self.body,
+                input_ids,
+                received,
+                position_ids=position_ids,
+                use_cache=False,
+                packed_sequences=sequences,
+                cu_seq_lens_q=sequences.cu_seq_lens,
+                cu_seq_lens_k=sequences.cu_seq_lens,
+            )
         hidden: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden.reshape(-1, hidden.shape[-1])
 
@@ -141,6 +145,29 @@ class BaseModel:
         if self.is_last and type(head) is nn.Linear and packs(head.weight):
             self.head_weight = PackedWeight(head)
             self.head_weight.fused(head.weight)
+
+    def swap_activations(self, options: OffloadOptions) -> None:
+        """Writes each block's activations to disk in forward and reads them in backward.
+
+        Raises:
+            ValueError: the model is on a GPU, or its decoder blocks are not found.
+            OSError: a folder for scratch files is missing.
+        """
+        from mlora.offload.blocks import BlockForward  # needs the compiled library
+        from mlora.offload.disk import Disk
+        from mlora.offload.saved_tensors import SavedTensors
+        from mlora.offload.swap_space import SwapSpace
+
+        if self.model.device.type != "cpu":
+            raise ValueError(
+                f"offload.activations: swap serves models on the CPU so far, got {self.model.device}"
+            )
+        self.saved = SavedTensors(self.model, None, SwapSpace(Disk(options.folders, rate=options.rate)))
+        blocks = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
+        for number, block in enumerate(self.model.get_submodule(blocks).children()):
+            if self.span is None or self.span.first <= number < self.span.last:
+                BlockForward(block, number, self.saved)
+                self.saved.swaps[number] = True
 
     def checkpoint_activations(self) -> None:
         """Recomputes each block in backward instead of keeping its activations; ValueError if unsupported."""

@@ -15,6 +15,7 @@ class OffloadOptions:
 
     Attributes:
         base: `device` (in memory), or `disk`: the blocks' linear weights are read when they are used.
+        activations: of the blocks, between forward and backward: `keep`, `recompute`, or `swap` to disk.
         folders: for scratch files, which are striped over them; empty: the system's folder for temporary
             files.
         slots: how many blocks are in memory at once.
@@ -23,6 +24,7 @@ class OffloadOptions:
     """
 
     base: str = "device"
+    activations: str = "keep"
     folders: Sequence[str] = ()
     slots: int = SLOTS
     rate: float = 0.0

@@ -6,7 +6,7 @@ The source of swapping is LoHan (arXiv 2403.06504), section IV-D.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -101,7 +101,7 @@ class SavedTensors:
     """
 
     def __init__(self, model: nn.Module, stream: BlockStream | None, space: SwapSpace | None) -> None:
-        self.swaps: Mapping[int, bool] = {}
+        self.swaps: dict[int, bool] = {}
         self.counts = False
         self.counted: dict[int, int] = {}
         self._model, self._stream, self._space = model, stream, space

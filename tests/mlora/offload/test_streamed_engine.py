@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from mlora.engine.engine import Engine
+from mlora.offload import saved_tensors
 from mlora.offload.options import OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
@@ -60,17 +61,26 @@ def train(family: str, base: Path, offload: OffloadOptions, **how) -> list:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("where", ["disk-keep", "disk-swap", "device-swap", "disk-recompute"])
 @pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_gradients_and_states_are_equal_to_the_bit(
-    tmp_path: Path, family: str, dtype: torch.dtype, saved_as: torch.dtype, checkpointing: bool, stages: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
+    saved_as: torch.dtype,
+    where: str,
+    stages: int,
 ) -> None:
     """Weights of another dtype in the files are converted into a scratch file."""
     base = saved(family, tmp_path / "base", saved_as)
-    how = {"dtype": dtype, "gradient_checkpointing": checkpointing, "stages": stages}
-    in_memory, on_disk = (train(family, base, offload, **how) for offload in (OffloadOptions(), ON_DISK))
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 256)
+    how = {"dtype": dtype, "stages": stages}
+    place, activations = where.split("-")
+    out = replace(ON_DISK, base=place, activations=activations)
+    in_memory, on_disk = (train(family, base, offload, **how) for offload in (OffloadOptions(), out))
     assert_equal(on_disk, in_memory)
 
 
