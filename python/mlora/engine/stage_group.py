@@ -141,6 +141,8 @@ def make_worker(source: Source, span: Span | None, options: StageOptions) -> Sta
     if options.gradient_checkpointing or activations == "recompute":
         base.checkpoint_activations()
     elif activations == "swap":
+        if options.device.type != "cpu":
+            raise ValueError(f"offload.activations: swap serves the CPU so far, got device {options.device}")
         base.swap_activations(options.offload)
     elif activations != "keep":
         raise ValueError(f"offload.activations: expected keep, recompute or swap, got {activations!r}")

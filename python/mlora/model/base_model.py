@@ -150,7 +150,7 @@ class BaseModel:
         """Writes each block's activations to disk in forward and reads them in backward.
 
         Raises:
-            ValueError: the model is on a GPU, or its decoder blocks are not found.
+            ValueError: its decoder blocks are not found.
             OSError: a folder for scratch files is missing.
         """
         from mlora.offload.blocks import BlockForward  # needs the compiled library
@@ -158,10 +158,6 @@ class BaseModel:
         from mlora.offload.saved_tensors import SavedTensors
         from mlora.offload.swap_space import SwapSpace
 
-        if self.model.device.type != "cpu":
-            raise ValueError(
-                f"offload.activations: swap serves models on the CPU so far, got {self.model.device}"
-            )
         self.saved = SavedTensors(self.model, None, SwapSpace(Disk(options.folders, rate=options.rate)))
         blocks = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
         for number, block in enumerate(self.model.get_submodule(blocks).children()):
