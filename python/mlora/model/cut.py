@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mlora.model.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
+from mlora_ext.nn.targets import linear_layers
 
 BEFORE, BEHIND = "before", "behind"
 
@@ -70,6 +71,15 @@ class Cut:
             return True
         places = self.outer[module]
         return (self.span.is_first and BEFORE in places) or (self.span.is_last and BEHIND in places)
+
+    def linear_layers(self) -> dict[int, list[str]]:
+        """Returns the names of the linear layers in each block of the stage that has some."""
+        found: dict[int, list[str]] = {}
+        for name in linear_layers(self.model):
+            if name.startswith(f"{self.blocks}.") and self.holds(f"{name}.weight"):
+                block = int(name.removeprefix(f"{self.blocks}.").partition(".")[0])
+                found.setdefault(block, []).append(name)
+        return dict(sorted(found.items()))
 
     def call(
         self,

@@ -29,7 +29,6 @@ from mlora.offload.options import OffloadOptions
 from mlora.offload.stream import BlockStream
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.targets import linear_layers
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,9 @@ def load_streamed(
     model = skeleton(source, dtype)
     _, count = find_blocks(model)
     cut = cut_model(model, span or Span(0, 1, 0, count))
-    layers = _layers(cut)
+    layers = cut.linear_layers()
+    if not layers:
+        raise ValueError(f"base_model: {type(model).__name__} has no linear layers in its blocks")
     disk = Disk(options.folders, rate=options.rate)
     layouts: dict[int, BlockLayout] = {}
     with ExitStack() as stack:
@@ -91,18 +92,6 @@ def load_streamed(
     in_order = [layouts[block] for block in layers]
     places = {name: place for place, names in enumerate(layers.values()) for name in names}
     return cut, Streamed(BlockStream(in_order, disk, options.slots, poison=options.poison), places)
-
-
-def _layers(cut: Cut) -> dict[int, list[str]]:
-    """Returns the names of the linear layers in each block of the stage."""
-    found: dict[int, list[str]] = {}
-    for name in linear_layers(cut.model):
-        if name.startswith(f"{cut.blocks}.") and cut.holds(f"{name}.weight"):
-            block = int(name.removeprefix(f"{cut.blocks}.").partition(".")[0])
-            found.setdefault(block, []).append(name)
-    if not found:
-        raise ValueError(f"base_model: {type(cut.model).__name__} has no linear layers in its blocks")
-    return dict(sorted(found.items()))
 
 
 def _stored(
@@ -170,7 +159,7 @@ def _written(model: PreTrainedModel, names: Sequence[str], disk: Disk) -> BlockL
         _stand_in(model.get_submodule(name))
     return BlockLayout(
         {
-            name: StoredTensor(file, places[name], weight.dtype, tuple(weight.shape))
+            name: StoredTensor(file, places[name], weight.dtype, tuple(weight.shape), scratch=True)
             for name, weight in weights.items()
         }
     )
