@@ -25,6 +25,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].removesuffix(".") if lines else type(error).__name__
 
 
+def file_line(error: OSError) -> str:
+    """Returns a system's error about a file in one line: the file, then what happened."""
+    return f"{error.filename}: {error.strerror}" if error.filename else first_line(error)
+
+
 def first_fault(error: ValidationError) -> str:
     """Returns the first fault that pydantic found, for example ``tasks.a.step: is missing``."""
     fault = error.errors()[0]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from mlora.config.aliases import UNSUPPORTED, known_as, spelt_alike
 from mlora.config.lora_fields import CHOICES
+from mlora.config.offload_config import OffloadConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
@@ -21,6 +22,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "datasets": DatasetConfig,
     "scheduler": SchedulerConfig,
     "pipeline": PipelineConfig,
+    "offload": OffloadConfig,
     "sweep": SweepConfig,
 }
 
@@ -33,6 +35,8 @@ HOMES: dict[str, Sequence[str]] = {
     "under scheduler": list(SchedulerConfig.model_fields),
     "under pipeline": list(PipelineConfig.model_fields),
     "under sweep": list(SweepConfig.model_fields),
+    # `base` and `optimizer` elsewhere are other tools' names of other keys
+    "under offload": [key for key in OffloadConfig.model_fields if key not in ("base", "optimizer")],
 }
 """The keys that belong to each part of a config. The first part that holds a key is named in errors."""
 

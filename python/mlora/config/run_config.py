@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 from mlora.config.aliases import nearest
 from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
 from mlora.config.lora_fields import LoraBlock
+from mlora.config.offload_config import Method, OffloadConfig, not_served
 from mlora.config.sections import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import (
     MOST,
@@ -150,10 +151,11 @@ class AdapterConfig(TrainingFields):
 class RunConfig(Strict):
     """A whole run, resolved: paths are absolute, and every adapter holds all of its training fields.
 
-    ``base_gemm`` is the library that multiplies by the frozen weights on a CPU. Without it, the run measures
-    which one to take and names it in its resolved config, because rounding depends on it. ``pack_base`` also
-    keeps these weights in oneDNN's own layouts and multiplies with them. That is faster and takes about three
-    times the memory of the weights. A run with a ``sweep`` lists no adapters: trials are added while it runs.
+    ``method`` is what is trained: ``lora``, adapters over a frozen base. ``base_gemm`` is the library that
+    multiplies by the frozen weights on a CPU. Without it, the run measures which one to take and names it in
+    its resolved config, because rounding depends on it. ``pack_base`` also keeps these weights in oneDNN's
+    own layouts and multiplies with them. That is faster and takes about three times the memory of the
+    weights. A run with a ``sweep`` lists no adapters: trials are added while it runs.
 
     Example:
         >>> # relative paths in data start at the folder "examples"
@@ -162,6 +164,7 @@ class RunConfig(Strict):
 
     base_model: str = Field(min_length=1)
     output_dir: ResolvedPath
+    method: Method = "lora"
     seed: int = Field(default=42, ge=0, lt=2**63)
     bf16: bool = False
     fp16: bool = False
@@ -176,6 +179,7 @@ class RunConfig(Strict):
     adapters: list[AdapterConfig]
     scheduler: SchedulerConfig = SchedulerConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    offload: OffloadConfig = OffloadConfig()
     _folder: str = PrivateAttr(default=".")
 
     @property
@@ -263,6 +267,15 @@ class RunConfig(Strict):
     def _one_dtype(self) -> RunConfig:
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _offload_serves(self) -> RunConfig:
+        faults = not_served(self.method, self.offload, self.device or "cpu")
+        if self.pack_base and self.offload.base == "disk":
+            faults["pack_base",] = "keeps the base in memory, but offload.base is disk; remove one of them"
+        if faults:
+            raise wrong_keys(faults)
         return self
 
     @model_validator(mode="after")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import sys
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
 
@@ -43,33 +43,6 @@ class DatasetConfig(Strict):
         return resolve_path(value, info)
 
 
-class SchedulerConfig(Strict):
-    """Which tasks run at once: as many as fit in memory; without a limit, all of them.
-
-    ``memory_limit`` bounds the resident memory of a stage's process on a CPU, and what its allocator holds
-    on a GPU. ``policy`` is the order of admission: ``fcfs`` (higher priority, then earlier arrival) or
-    ``shortest_first`` (higher priority, then least work left). ``placement`` chooses which tasks share
-    a group of a pipeline: ``token_balanced`` or ``in_order``.
-    """
-
-    memory_limit: int | str | None = None
-    policy: Literal["fcfs", "shortest_first"] = "fcfs"
-    placement: Literal["token_balanced", "in_order"] = "token_balanced"
-
-    @field_validator("memory_limit", mode="before")
-    @classmethod
-    def _limit(cls, value: Any) -> Any:
-        if value is None:
-            return None
-        size = parse_size(value)
-        return size if isinstance(value, float) else value
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """``memory_limit`` in bytes."""
-        return None if self.memory_limit is None else parse_size(self.memory_limit)
-
-
 def parse_size(value: Any) -> int:
     """Returns a size in bytes, rounded down, from a number or a text such as ``8GiB``, ``500 MB``, ``2G``."""
     size = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
@@ -80,6 +53,34 @@ def parse_size(value: Any) -> int:
     if not 1 <= size <= sys.float_info.max:
         raise ValueError(f"must be a size such as 8GiB or 500MB, got {value!r}")
     return math.floor(size)
+
+
+def _checked_size(value: Any) -> Any:
+    size = None if value is None else parse_size(value)
+    return size if isinstance(value, float) else value
+
+
+Size = Annotated[int | str, BeforeValidator(_checked_size)]
+"""Bytes, as they were written: a number, or a text that `parse_size` reads."""
+
+
+class SchedulerConfig(Strict):
+    """Which tasks run at once: as many as fit in memory; without a limit, all of them.
+
+    ``memory_limit`` bounds the resident memory of a stage's process on a CPU, and what its allocator holds
+    on a GPU. ``policy`` is the order of admission: ``fcfs`` (higher priority, then earlier arrival) or
+    ``shortest_first`` (higher priority, then least work left). ``placement`` chooses which tasks share
+    a group of a pipeline: ``token_balanced`` or ``in_order``.
+    """
+
+    memory_limit: Size | None = None
+    policy: Literal["fcfs", "shortest_first"] = "fcfs"
+    placement: Literal["token_balanced", "in_order"] = "token_balanced"
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """``memory_limit`` in bytes."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit)
 
 
 class PipelineConfig(Strict):

@@ -24,6 +24,7 @@ from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.objectives.token_losses import chunk_rows
+from mlora.offload.base_bytes import BaseBytes, slot_bytes
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import elements
 from mlora.optim.registry import optimizer_kind
@@ -70,7 +71,7 @@ class DryStage:
     """Predicts the memory of one stage from the model's shapes; `span=None` is the whole model.
 
     Attributes:
-        base_bytes: the stage's frozen weights and buffers, without what `pack_base` adds.
+        base: bytes of the stage's frozen weights and buffers, without what `pack_base` adds.
         knees: `PeakModel` knees of its micro-batches' phases (forward, loss, backward).
     """
 
@@ -82,9 +83,7 @@ class DryStage:
         else:
             self._model = skeleton(os.fspath(source), options.dtype)
         self._blocks, self._outer = self._find_blocks()
-        cut = self._cut(self._model)
-        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        self.base_bytes = sum(t.nbytes for name, t in tensors if cut is None or cut.holds(name))
+        self.base = self._base()
         mlora_ext.convert_model(self._model, {}, every_linear=True)
         rows = chunk_rows(options.device, int(self._model.config.get_text_config().vocab_size))
         self.knees = (None, rows, None)
@@ -133,6 +132,19 @@ class DryStage:
             tuple(two + left * (two - one) for two, one in zip(*each, strict=True))
             for each in zip(*runs, strict=True)
         ]
+
+    def _base(self) -> BaseBytes:
+        """Returns the bytes of the model before it is converted; of a stream, without padding."""
+        cut, offload = self._cut(self._model), self._options.offload
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        whole = sum(t.nbytes for name, t in tensors if cut is None or cut.holds(name))
+        if cut is None or offload.base != "disk":
+            return BaseBytes(whole)
+        blocks = [
+            sum(self._model.get_parameter(name).nbytes for name in names)
+            for names in cut.linear_weights().values()
+        ]
+        return BaseBytes(whole - sum(blocks), sum(blocks), slot_bytes(blocks, offload.slots))
 
     def _find_blocks(self) -> tuple[str, Mapping[str, frozenset[str]]]:
         """Returns what `Cut` needs of the blocks; nothing for a whole model that cannot be cut."""

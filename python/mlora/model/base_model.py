@@ -15,10 +15,12 @@ from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_pa
 from mlora.model.cut import Cut, Span, find_blocks
 from mlora.model.pretrained import stop_noise
 from mlora.objectives.token_losses import Head, LogitRule
+from mlora.offload.base_bytes import BaseBytes
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
+from mlora_ext.nn.bank import AdapterBank, AdapterSlot
 
 if TYPE_CHECKING:
     from mlora.offload.options import OffloadOptions
@@ -45,6 +47,18 @@ class BaseModel:
     def span(self) -> Span | None:
         """The decoder blocks that are here; None if the whole model is."""
         return None if self.cut is None else self.cut.span
+
+    @property
+    def nbytes(self) -> BaseBytes:
+        """Bytes of the frozen weights and buffers that are here, without packed copies."""
+        own = [m for m in self.model.modules() if not isinstance(m, AdapterBank | AdapterSlot)]
+        tensors = {id(t): t for m in own for t in (*m._parameters.values(), *m._buffers.values())}
+        resident = sum(t.nbytes for t in tensors.values() if t is not None and not t.is_meta)
+        if self.stream is None:
+            return BaseBytes(resident)
+        stored = [t for layout in self.stream.layouts for t in layout.tensors.values()]
+        converted = sum(t.nbytes for t in stored if t.scratch)
+        return BaseBytes(resident, sum(t.nbytes for t in stored), self.stream.nbytes, converted)
 
     @property
     def is_last(self) -> bool:

@@ -5,7 +5,7 @@ A stage keeps the whole skeleton, every module under its name. Tensors of other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mlora.model.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
+from mlora_ext.nn.targets import linear_layers
 
 BEFORE, BEHIND = "before", "behind"
 
@@ -70,6 +71,22 @@ class Cut:
             return True
         places = self.outer[module]
         return (self.span.is_first and BEFORE in places) or (self.span.is_last and BEHIND in places)
+
+    def linear_weights(self) -> dict[int, list[str]]:
+        """Returns the names of the linear layers' weights in each block of the stage that has some."""
+        return self._by_block(f"{name}.weight" for name in linear_layers(self.model))
+
+    def matrices(self) -> dict[int, list[str]]:
+        """Returns the names of all matrices in each block of the stage that has some."""
+        return self._by_block(name for name, p in self.model.named_parameters() if p.ndim >= 2)
+
+    def _by_block(self, names: Iterable[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in names:
+            if name.startswith(f"{self.blocks}.") and self.holds(name):
+                block = int(name.removeprefix(f"{self.blocks}.").partition(".")[0])
+                found.setdefault(block, []).append(name)
+        return dict(sorted(found.items()))
 
     def call(
         self,

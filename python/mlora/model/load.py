@@ -40,17 +40,17 @@ def load_base(
 
     Raises:
         ValueError: it cannot be loaded or cut, or packed rows give other logits; in one line. Also if a
-            model that is in memory already, or on a GPU, is asked to stay on disk.
+            model that is in memory already, or on a GPU, is asked to stay on the host or on disk.
         OSError: a folder for scratch files is missing or lacks room.
     """
     if span is not None and span.stages == 1:
         span = None
     cut, streamed = None, None
+    if offload.base != "device" and device.type != "cpu":
+        raise ValueError(f"offload.base: {offload.base} serves models on the CPU so far, got device {device}")
     if offload.base == "disk":
         if isinstance(source, PreTrainedModel):
             raise ValueError("offload.base: disk reads a model from its files; give its folder or hub id")
-        if device.type != "cpu":
-            raise ValueError(f"offload.base: disk serves models on the CPU so far, got device {device}")
         check_library()
         from mlora.model.streamed_base import load_streamed  # needs the compiled library
 

@@ -30,12 +30,11 @@ from mlora.offload.options import OffloadOptions
 from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.targets import linear_layers
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """The stream of a stage's blocks, and which block each of its layers belongs to, by layer name."""
+    """The stream of a stage's blocks, and which block each of its weights belongs to, by name."""
 
     stream: BlockStream
     blocks: Mapping[str, int]
@@ -43,7 +42,7 @@ class Streamed:
     def put_into(self, model: PreTrainedModel) -> None:
         """Gives the converted layers their streamed weights, in place of the stand-ins."""
         for name, block in self.blocks.items():
-            layer = model.get_submodule(name)
+            layer = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(layer, MultiLoRALinear)
             layer.frozen = StreamedWeight(
                 self.stream, block, name, layer.weight, transposed=layer.fan_in_fan_out
@@ -52,12 +51,13 @@ class Streamed:
 
 
 def load_streamed(
-    source: str, span: Span | None, dtype: torch.dtype, options: OffloadOptions
+    source: str, span: Span | None, dtype: torch.dtype, options: OffloadOptions, *, trained: bool = False
 ) -> tuple[Cut, Streamed]:
-    """Builds a stage, with all tensors in memory except the blocks' linear weights, which have stand-ins.
+    """Builds a stage, with all tensors in memory except matrices of its blocks, which have stand-ins.
 
-    Weights are read from the checkpoint's own files if they have the right dtype there and need no
-    conversion. Otherwise the block's weights are converted once into a scratch file, one block at a time.
+    These are the linear weights, which are read from the checkpoint's own files if they have the right dtype
+    there and need no conversion. Otherwise the block's weights are converted once into a scratch file, one
+    block at a time. If the model is `trained`, they are all matrices, in scratch files.
 
     Raises:
         ValueError: the model cannot be loaded, or it cannot be cut into blocks; in one line.
@@ -66,44 +66,34 @@ def load_streamed(
     model = skeleton(source, dtype)
     _, count = find_blocks(model)
     cut = cut_model(model, span or Span(0, 1, 0, count))
-    layers = _layers(cut)
+    weights = cut.matrices() if trained else cut.linear_weights()
+    if not weights:
+        raise ValueError(f"base_model: {type(model).__name__} has no linear layers in its blocks")
     disk = Disk(options.folders, rate=options.rate)
     layouts: dict[int, BlockLayout] = {}
     with ExitStack() as stack:
         with told_in_one_line(source):
             files = files_of(source, getattr(model.config, "transformers_weights", None))
             wanted = wanted_keys(cut, files)
-            stored = _stored(source, cut, wanted, files, disk)
+            stored = {} if trained else _stored(source, cut, wanted, files, disk)
             tensors = open_tensors(source, wanted, files, stack)
-        as_they_are = {b for b, names in layers.items() if all(f"{n}.weight" in stored for n in names)}
-        direct = {f"{name}.weight" for block in as_they_are for name in layers[block]}
-        parts = _parts(cut, wanted, {stored[name][0] for name in direct}, set(layers) - as_they_are)
+        as_they_are = {block for block, names in weights.items() if all(name in stored for name in names)}
+        direct = {name for block in as_they_are for name in weights[block]}
+        parts = _parts(cut, wanted, {stored[name][0] for name in direct}, set(weights) - as_they_are)
         missing = set(model.state_dict())
         for block, keys in parts.items():
             with told_in_one_line(source):
                 missing &= set(fill(cut, {key: tensors[key] for key in keys}, torch.device("cpu"), dtype))
-            if block is not None and missing.isdisjoint(f"{name}.weight" for name in layers[block]):
-                layouts[block] = _written(model, layers[block], disk)
+            if block is not None and missing.isdisjoint(weights[block]):
+                layouts[block] = _written(model, weights[block], disk)
     refuse_missing(source, sorted(missing - direct))
     for block in as_they_are:
-        layouts[block] = BlockLayout({name: stored[f"{name}.weight"][1] for name in layers[block]})
-        for name in layers[block]:
-            _stand_in(model.get_submodule(name))
-    in_order = [layouts[block] for block in layers]
-    places = {name: place for place, names in enumerate(layers.values()) for name in names}
+        layouts[block] = BlockLayout({name: stored[name][1] for name in weights[block]})
+        for name in weights[block]:
+            _stand_in(model, name)
+    in_order = [layouts[block] for block in weights]
+    places = {name: place for place, names in enumerate(weights.values()) for name in names}
     return cut, Streamed(BlockStream(in_order, disk, options.slots, poison=options.poison), places)
-
-
-def _layers(cut: Cut) -> dict[int, list[str]]:
-    """Returns the names of the linear layers in each block of the stage."""
-    found: dict[int, list[str]] = {}
-    for name in linear_layers(cut.model):
-        if name.startswith(f"{cut.blocks}.") and cut.holds(f"{name}.weight"):
-            block = int(name.removeprefix(f"{cut.blocks}.").partition(".")[0])
-            found.setdefault(block, []).append(name)
-    if not found:
-        raise ValueError(f"base_model: {type(cut.model).__name__} has no linear layers in its blocks")
-    return dict(sorted(found.items()))
 
 
 def _stored(
@@ -153,14 +143,15 @@ def _parts(
 
 
 def _written(model: PreTrainedModel, names: Sequence[str], disk: Disk) -> BlockLayout:
-    """Writes a block's linear weights to a scratch file, drops them, and returns where they are."""
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
-    layout = write_block(disk, {name: layer.weight.detach() for name, layer in layers.items()})
-    for layer in layers.values():
-        _stand_in(layer)
+    """Writes weights of a block to a scratch file, leaves stand-ins, and returns where they are."""
+    layout = write_block(disk, {name: model.get_parameter(name).detach() for name in names})
+    for name in names:
+        _stand_in(model, name)
     return layout
 
 
-def _stand_in(layer: Any) -> None:
-    """Replaces a layer's weight by a stand-in."""
-    layer.weight = nn.Parameter(stand_in(layer.weight), requires_grad=False)
+def _stand_in(model: PreTrainedModel, name: str) -> None:
+    """Replaces a weight, which may be on the meta device, by a stand-in."""
+    module, _, key = name.rpartition(".")
+    number = nn.Parameter(stand_in(model.get_parameter(name)), requires_grad=False)
+    setattr(model.get_submodule(module), key, number)

@@ -15,12 +15,17 @@ from mlora.offload.disk import ALIGN, Disk, aligned, buffer
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's bytes in a file: dense, at any offset."""
+    """A tensor's bytes in a file: dense, at any offset.
+
+    Attributes:
+        scratch: whether the file is a scratch file.
+    """
 
     file: File
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scratch: bool = False
 
     @property
     def nbytes(self) -> int:

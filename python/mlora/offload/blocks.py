@@ -74,7 +74,7 @@ def write_block(disk: Disk, tensors: Mapping[str, Tensor]) -> BlockLayout:
     disk.write(file, 0, content).wait()
     return BlockLayout(
         {
-            name: StoredTensor(file, places[name], tensor.dtype, tuple(tensor.shape))
+            name: StoredTensor(file, places[name], tensor.dtype, tuple(tensor.shape), scratch=True)
             for name, tensor in tensors.items()
         }
     )

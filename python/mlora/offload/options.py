@@ -14,7 +14,8 @@ class OffloadOptions:
     """Where parts of a model live while they are not used.
 
     Attributes:
-        base: `device` (in memory), or `disk`: the blocks' linear weights are read when they are used.
+        base: `device` or `host` (in memory; on a CPU they are the same), or `disk`: the blocks' linear
+            weights are read when they are used.
         activations: of the blocks, between forward and backward: `keep`, `recompute`, or `swap` to disk.
         folders: for scratch files, which are striped over them; empty: the system's folder for temporary
             files.

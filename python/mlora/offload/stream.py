@@ -46,6 +46,7 @@ class BlockStream:
         poison: overwrite a slot with NaN when its block leaves, so that a use after that shows.
 
     Attributes:
+        layouts: of the blocks.
         loads: how many blocks were read so far.
         wait_for: called with a block before it is read: waits until all of it is in its file.
         waits: whether `wait_for` would wait; such a block is not prefetched.
@@ -62,7 +63,7 @@ class BlockStream:
         self.loads = 0
         self.wait_for: Callable[[int], None] = lambda block: None
         self.waits: Callable[[int], bool] = lambda block: False
-        self._layouts, self._disk, self._poison = list(layouts), disk, poison
+        self.layouts, self._disk, self._poison = list(layouts), disk, poison
         size = max(layout.nbytes for layout in layouts)
         self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
         self._held: dict[int, _Slot] = {}
@@ -127,19 +128,19 @@ class BlockStream:
 
     def _turn(self, block: int) -> None:
         """Notes the direction in which blocks are used; it changes at both ends."""
-        self._rises = block == 0 or self._now < block < len(self._layouts) - 1
+        self._rises = block == 0 or self._now < block < len(self.layouts) - 1
         self._now = block
 
     def _distance(self, block: int) -> int:
         """Returns after how many other blocks this one is used next, as things go now."""
-        last = len(self._layouts) - 1
+        last = len(self.layouts) - 1
         if self._rises:
             return block - self._now if block >= self._now else 2 * last - self._now - block + 1
         return self._now - block if block <= self._now else self._now + block + 1
 
     def _next(self) -> Iterator[int]:
         """Yields the blocks that are used next, the nearest first."""
-        blocks = (block for block in range(len(self._layouts)) if block != self._now)
+        blocks = (block for block in range(len(self.layouts)) if block != self._now)
         yield from sorted(blocks, key=self._distance)
 
     def _room_for(self, block: int) -> _Slot | None:
@@ -154,7 +155,7 @@ class BlockStream:
     def _load(self, block: int, slot: _Slot | None) -> _Slot:
         assert slot is not None, "the block in use now is used before all others"
         self._empty(slot)
-        layout = self._layouts[block]
+        layout = self.layouts[block]
         slot.block, slot.views = block, layout.views(slot.memory)
         self._held[block] = slot
         for one in layout.ranges:

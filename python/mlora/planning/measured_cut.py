@@ -32,6 +32,7 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
         options.device,
         options.dtype,
         gradient_checkpointing=options.gradient_checkpointing,
+        streamed=options.offload.base == "disk",
     )
     mine = {
         "kind": kind_of(options.device),
@@ -40,7 +41,8 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
     }
     found = world.gather("measured", mine)
     try:
-        cut = partition(_tables(found, config.pipeline), _limits(found, config.pipeline), held_by(config))
+        tables, limits = _tables(found, config.pipeline), _limits(found, config.pipeline)
+        cut = partition(tables, limits, held_by(config), options.offload.slots)
     except ValueError as error:
         raise ValueError(f"{error}; name pipeline.partition to try one all the same") from error
     return [last - first for first, last in cut]

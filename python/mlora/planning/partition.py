@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
 
+from mlora.offload.base_bytes import slot_bytes
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -16,12 +18,15 @@ class Cost:
 
     Attributes:
         seconds: of forward and backward.
+        weight_bytes: of weights that stay in memory.
         activation_bytes: kept from forward to backward.
+        streamed_bytes: of weights that are in a slot of memory while the part is used.
     """
 
     seconds: float
     weight_bytes: int
     activation_bytes: int = 0
+    streamed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,21 @@ Blocks = tuple[tuple[int, int], ...]
 """`(first, last)` of each stage: its blocks are `first` to `last - 1`."""
 
 
-def partition(tables: Sequence[Table], limits: Sequence[int | None], in_flight: Sequence[int]) -> Blocks:
+def partition(
+    tables: Sequence[Table], limits: Sequence[int | None], in_flight: Sequence[int], slots: int = 0
+) -> Blocks:
     """Cuts a model's blocks into contiguous, non-empty runs, one per stage.
 
     Minimises the largest `seconds` of a stage; among equal ones the sum of squares, which spreads the rest
     evenly; among those it takes the earliest cuts, from the last stage on. A stage's memory is `Σ
-    weight_bytes + in_flight · Σ activation_bytes`. Exact, by dynamic programming over the blocks.
+    weight_bytes + in_flight · Σ activation_bytes`, and of streamed blocks a slot of the largest for each, at
+    most `slots`. Exact, by dynamic programming over the blocks.
 
     Args:
         tables: one per stage, as measured on its device; all of the same model.
         limits: bytes that each stage may take; None = any.
         in_flight: micro-batches whose activations each stage holds at once.
+        slots: of each stage for blocks that are streamed.
 
     Raises:
         ValueError: if no partition stays within the limits (the message says what the closest one needs), or
@@ -88,7 +97,8 @@ def partition(tables: Sequence[Table], limits: Sequence[int | None], in_flight: 
 
     def memory(stage: int, first: int, last: int) -> int:
         own = parts(stage, first, last)
-        return sum(part.weight_bytes + in_flight[stage] * part.activation_bytes for part in own)
+        kept = sum(part.weight_bytes + in_flight[stage] * part.activation_bytes for part in own)
+        return kept + slot_bytes([block.streamed_bytes for block in tables[stage].blocks[first:last]], slots)
 
     def excess(stage: int, first: int, last: int) -> float:
         limit = limits[stage]

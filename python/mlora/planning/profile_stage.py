@@ -23,6 +23,7 @@ from mlora.model.pretrained import skeleton
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
+from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,14 +39,17 @@ def profile_base(
     *,
     lora: LoraConfig | None = None,
     gradient_checkpointing: bool = False,
+    streamed: bool = False,
     repeats: int = 3,
 ) -> Table:
     """Measures what each part of a model costs for one micro-batch, without loading the model.
 
     Blocks are of one kind if their class, their `layer_types` entry and the shapes of their weights agree.
     The fastest of `repeats` measurements counts. `lora` is an adapter that owns all rows; default: none.
+    `streamed`: the blocks' linear weights will be read from disk; the time of reading is left out.
     """
-    profile = _Profile(take_apart(skeleton(str(source), dtype)), lengths, device, dtype, lora, repeats)
+    base = take_apart(skeleton(str(source), dtype))
+    profile = _Profile(base, lengths, device, dtype, lora, repeats, streamed)
     if gradient_checkpointing:
         profile.base.checkpoint_activations()
     kinds: dict[Hashable, Cost] = {}
@@ -68,8 +72,10 @@ class _Profile:
         dtype: torch.dtype,
         lora: LoraConfig | None,
         repeats: int,
+        streamed: bool,
     ) -> None:
         self.base, self._device, self._dtype, self._repeats = base, device, dtype, repeats
+        self._streamed = streamed
         self._blocks, self._count = find_blocks(base.model)
         self._outer = outer_modules(base.model, self._blocks)
         mlora_ext.convert_model(base.model, {}, every_linear=True)
@@ -117,8 +123,10 @@ class _Profile:
             return output if isinstance(output, Tensor) else output[0]
 
         seconds, activations = self._measure(forward, lambda output: output.backward(torch.ones_like(output)))
+        linear = [m.weight.nbytes for m in block.modules() if isinstance(m, MultiLoRALinear)]
+        streamed = sum(linear) if self._streamed else 0
         self._drop([block])
-        return Cost(seconds, weights, activations)
+        return Cost(seconds, weights - streamed, activations, streamed)
 
     def embedding(self) -> Cost:
         """Measures what comes before the blocks, forward only: nothing there is trained."""

@@ -17,7 +17,7 @@ from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult
 from mlora.engine.batcher import BatchFuture
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, file_line, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
@@ -84,9 +84,14 @@ class TrainingLoop:
             self._begin(self._table.admitted())
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, OSError) as error:
             # a stage that is a thread of this process; other processes report their own faults
             cause = error.__cause__ if isinstance(error, PipelineError) else error
+            if isinstance(cause, OSError) and cause.filename is not None:
+                raise RunError(
+                    f"iteration {self._run.iteration + 1}: {file_line(cause)}; put that right, then go on "
+                    f"with `mlora resume {self._folder.path}`"
+                ) from error
             if cause is None or not is_out_of_memory(cause):
                 raise
             raise RunError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from mlora.config.run_config import RunConfig
@@ -24,9 +25,20 @@ def check_blocks(config: RunConfig, blocks: int) -> None:
         )
 
 
+def check_folders(config: RunConfig) -> None:
+    """Raises RunError if a folder for scratch files is missing or cannot be written."""
+    for index, folder in enumerate(config.offload.folders):
+        key = f"offload.folders[{index}]"
+        if not Path(folder).is_dir():
+            raise RunError(f"{key}: no such folder: {folder}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise RunError(f"{key}: {folder} cannot be written")
+
+
 def check_early(config: RunConfig, *, overwrite: bool) -> None:
-    """Checks the output folder and the stages of a new run; its processes check everything again."""
+    """Checks the folders and the stages of a new run; its processes check everything again."""
     RunFolder(config.output_dir).check_free(overwrite=overwrite, inputs=config.inputs)
+    check_folders(config)
     blocks = _peek_blocks(Path(config.base_model) / "config.json")
     if blocks is not None:
         check_blocks(config, blocks)

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
+from mlora.config.faults import path_of
+from mlora.config.offload_config import not_served
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
@@ -25,9 +27,9 @@ from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
-from mlora.run.preflight import check_blocks
+from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
-from mlora.run.stages import Member, stage_0
+from mlora.run.stages import Member, loading_fault, stage_0
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
@@ -76,6 +78,9 @@ def prepare(
     """
     # first, so that a fault shows before the data is read, which may take long
     device = choose_device(config.device, dtype_of(config))
+    for key, reason in not_served(config.method, config.offload, device).items():
+        raise RunError(f"{path_of(key)}: {reason}")
+    check_folders(config)
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
     check_blocks(config, base.blocks)
@@ -229,6 +234,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             in_flight=most_under_way(config),
             trace=trace,
             stage_group=stage_0(config, member, usual_lengths(tasks, config), trace) if member else None,
+            offload=config.offload.options,
         )
         with ExitStack() as stack:
             stack.push(engine)
@@ -239,10 +245,10 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             stack.pop_all()
         return engine
     except (ValueError, OSError, SafetensorError) as error:
-        line = first_line(error)
+        line = loading_fault(error)
         if line.startswith("stages:"):
             line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
-        named = line.startswith(("base_", "pack_base", "pipeline."))
+        named = line.startswith(("base_", "pack_base", "pipeline.", "offload."))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

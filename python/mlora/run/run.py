@@ -31,6 +31,7 @@ FREE = {
     "gradient_checkpointing",
     "base_gemm",
     "pack_base",
+    "offload",
     "save_total_limit",
     "logging_steps",
     "save_steps",

@@ -23,11 +23,12 @@ from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
 from mlora.engine.stage_worker import StageWorker
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, file_line, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.model.load import digest
 from mlora.pipeline import PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
+from mlora.run.preflight import check_folders
 from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way
 
@@ -41,6 +42,7 @@ LOCAL: Any = {
     "device": True,
     "datasets": {"__all__": {"path"}},
     "adapters": {"__all__": {"init_from"}},
+    "offload": {"folders"},
 }
 
 
@@ -194,6 +196,7 @@ def _own_stage(
         dtype,
         config.gradient_checkpointing,
         config.frozen_weight,
+        config.offload.options,
     )
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
@@ -222,10 +225,11 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
         lengths = usual_lengths_of(member, None)
         if lengths is None:
             return
+        check_folders(config)
         _, process, _ = _own_stage(config, member, lengths, SPANS if trace else 0)
     except (ValueError, OSError, SafetensorError) as error:
         # stage 0 reports the same fault first, if it has it
-        member.watch.report(first_line(error), after=STAGE_0_FIRST)
+        member.watch.report(loading_fault(error), after=STAGE_0_FIRST)
         raise SystemExit(1) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -234,11 +238,24 @@ def run_stage(config: RunConfig, member: Member, *, trace: bool = False) -> None
         raise SystemExit(1) from None
     try:
         process.serve()
+    except OSError as error:
+        if error.filename is None:
+            raise
+        member.watch.report(file_line(error))
+        raise SystemExit(1) from None
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, PipelineError) or not is_out_of_memory(error):
             raise
         member.watch.report(f"out of memory; {less_memory(config.output_dir)}")
         raise SystemExit(1) from None
+
+
+def loading_fault(error: Exception) -> str:
+    """Returns what went wrong while a base model was loaded, in one line."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return first_line(error)
+    scratch = Path(error.filename).is_dir()
+    return f"{'offload.folders' if scratch else 'base_model'}: {file_line(error)}"
 
 
 def less_memory(run_dir: Path | str) -> str:

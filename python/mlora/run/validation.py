@@ -61,12 +61,18 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
     engine = prepared.engine
     if engine.device.type != "cpu" or config.pipeline.replicas > 1:
         return None
-    options = StageOptions(engine.device, engine.dtype, config.gradient_checkpointing, config.frozen_weight)
+    options = StageOptions(
+        engine.device,
+        engine.dtype,
+        config.gradient_checkpointing,
+        config.frozen_weight,
+        config.offload.options,
+    )
     try:
         stages = dry_stages(config.base_model, options, config.pipeline.partition or config.pipeline.stages)
         adapters = AdapterMemory(stages)
         packed = 4 if config.pack_base else 1  # two copies, and oneDNN pads
-        held = [packed * stage.base_bytes for stage in stages]
+        held = [packed * stage.base.memory for stage in stages]
         libraries = max(0, prepared.loaded - before - sum(held))  # taken by libraries during loading
         base = [new + libraries + size for size in held]
         return memory_plan(config, prepared.table.tasks, adapters, base)

@@ -11,6 +11,7 @@ from mlora.config.config_file import apply_override, dump_config, load_config, r
 from mlora.config.run_config import RunConfig, TrainingFields
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
+from mlora.offload.options import OffloadOptions
 from mlora.optim.registry import optimizer_names
 from mlora.run.run import train
 from mlora.tasks.result import RunResult
@@ -217,6 +218,21 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
             "pipeline.partition: must have one number per stage: stages is 1, got 2 numbers; remove it",
         ),
         ("pipeline.partition", [0], "pipeline.partition: each stage needs at least one block, got [0]"),
+        ("offload", "disk", "offload: must be keys and values (base, optimizer, activations, folders, host_"),
+        ("offload.base", "ssd", "offload.base: must be one of 'device', 'host' or 'disk', got 'ssd'"),
+        ("offload.slots", 1, "offload.slots: must be at least 2, got 1"),
+        ("offload.folders", "scratch", "offload.folders: must be a list of entries that begin with '- '"),
+        ("offload.device_memory", "big", "offload.device_memory: must be a size such as 8GiB or 500MB"),
+        ("offload.folder", [], "offload.folder: unknown key; did you mean 'folders'?"),
+        ("host_memory", "4GiB", "host_memory: unknown key here; it belongs under offload"),
+        ("offload.optimizer", "disk", "offload.optimizer: disk is not served yet; use device"),
+        (
+            "offload.activations",
+            "auto",
+            "offload.activations: auto is not served yet; use keep, recompute",
+        ),
+        ("offload.host_memory", "4GiB", "offload.host_memory: is not served yet; remove this key"),
+        ("method", "full", "method: full is not served yet; use lora"),
         ("base_model", "./nowhere", "base_model: no such folder:"),
         ("base_model", "model/nowhere", "base_model: no such folder:"),
         ("device", "tpu", "device: must be cpu, cuda or cuda:<index>, got 'tpu'"),
@@ -240,6 +256,27 @@ def test_two_precisions_are_refused(tmp_path: Path, base: dict) -> None:
     assert lines_of(tmp_path, {**base, "bf16": True, "fp16": True}) == [
         "run.yaml: bf16 and fp16 are both true; choose one"
     ]
+
+
+def test_an_offloaded_base_is_not_packed(tmp_path: Path, base: dict) -> None:
+    base |= {"pack_base": True, "offload": {"base": "disk"}}
+    assert lines_of(tmp_path, base) == [
+        "run.yaml: pack_base: keeps the base in memory, but offload.base is disk; remove one of them"
+    ]
+    base["offload"] = {"base": "host"}
+    assert resolve_config(base, folder=tmp_path).offload.options == OffloadOptions(base="host")
+
+
+def test_a_gpu_keeps_everything_on_the_device(tmp_path: Path, base: dict) -> None:
+    for key in ("base", "optimizer"):
+        found = lines_of(tmp_path, {**base, "device": "cuda:1", "offload": {key: "host"}})
+        assert found == [f"run.yaml: offload.{key}: host serves the CPU so far, got device cuda:1"]
+
+
+def test_folders_resolve_against_the_folder_of_the_file(tmp_path: Path, base: dict) -> None:
+    base["offload"] = {"base": "disk", "folders": ["one", "/two"], "slots": 4}
+    options = load_config(write(tmp_path, base)).offload.options
+    assert options == OffloadOptions(base="disk", folders=(str(tmp_path / "one"), "/two"), slots=4)
 
 
 def test_missing_keys_are_named(tmp_path: Path, base: dict) -> None:

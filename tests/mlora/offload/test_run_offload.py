@@ -1,0 +1,184 @@
+"""Runs over a base that stays on disk: those over a base in memory, bit for bit."""
+
+import errno
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import Run, only_line
+from limited_runs import Watching, ask, decisions, die, five_tasks, interrupt, replace_memory, submission
+from mlora.config.config_file import resolve_config
+from mlora.errors import RunError
+from mlora.offload.disk import Disk
+from mlora.offload.options import OffloadOptions
+from mlora.run.run import resume, train
+from stage_runs import assert_equal, run_stages
+from sweep_data import sweep_data
+from sweep_runs import table
+from tiny_run import lines, run_data, save_base, weights, write_run
+
+BLOCKS = 5
+DISK: dict[str, Any] = {"base": "disk", "slots": 2}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is used after its block has left is not a number."""
+    monkeypatch.setattr("mlora.config.offload_config.OffloadOptions", partial(OffloadOptions, poison=True))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"), layers=BLOCKS)
+
+
+def run_of(data: dict[str, Any], folder: Path, reporter: Any = None) -> Path:
+    assert train(resolve_config(data, folder=folder), reporter=reporter).exit_code == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in memory."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run_of(run_data(base, folder), folder)
+
+
+def assert_same(one: Path, other: Path, adapters: int = 2) -> None:
+    assert lines(one) == lines(other)
+    assert weights(one) == weights(other)
+    assert len(weights(one)) == adapters
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_a_run_alone(base: Path, whole: Path, tmp_path: Path, checkpointing: bool) -> None:
+    data = run_data(base, tmp_path, offload=DISK, gradient_checkpointing=checkpointing)
+    assert_same(run_of(data, tmp_path), whole)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["offload"]["base"] == "disk"
+
+
+def test_weights_that_are_converted_go_to_the_folders(base: Path, tmp_path: Path) -> None:
+    found = []
+    for name, offload in (("memory", {}), ("disk", {**DISK, "folders": ["one", "two"]})):
+        folder = tmp_path / name
+        for scratch in ("one", "two"):
+            (folder / scratch).mkdir(parents=True)
+        data = run_data(base, folder, bf16=True, offload=offload)
+        data["adapters"][0] |= {"max_steps": 2}
+        data["adapters"][1] |= {"max_steps": 3}
+        found.append(run_of(data, folder))
+    assert_same(*found)
+    assert not [*(tmp_path / "disk" / "one").iterdir(), *(tmp_path / "disk" / "two").iterdir()]
+
+
+def test_each_stage_streams_its_own_blocks(base: Path, tmp_path: Path) -> None:
+    """Two processes, against two threads over a base in memory."""
+    found = []
+    for name, offload in (("threads", {}), ("processes", DISK)):
+        folder = tmp_path / name
+        folder.mkdir()
+        pipeline = {"stages": 2, "partition": [2, 3]}
+        data = run_data(base, folder, pipeline=pipeline, offload=offload)
+        if offload:
+            codes, _, errors = run_stages(["train", write_run(folder, data)], 2)
+            assert codes == [0, 0], errors
+            assert errors == ["", ""]
+        else:
+            run_of(data, folder)
+        found.append(folder / "run")
+    assert_equal(*found)
+
+
+def change_offload(run: Path, offload: dict[str, Any]) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"offload": offload}))
+
+
+def test_where_the_base_is_may_change_when_a_run_resumes(base: Path, whole: Path, tmp_path: Path) -> None:
+    data = run_data(base, tmp_path, offload=DISK)
+    with pytest.raises(ConnectionAbortedError):
+        train(resolve_config(data, folder=tmp_path), reporter=Watching({5: die}))
+    change_offload(tmp_path / "run", {})
+    assert resume(tmp_path / "run", reporter=Watching({3: interrupt})).status == "interrupted"
+    change_offload(tmp_path / "run", {"base": "disk", "slots": 4})
+    assert resume(tmp_path / "run").exit_code == 0
+    assert_same(tmp_path / "run", whole)
+
+
+def test_tasks_that_wait_come_and_give_way(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of five tasks fit at once; a sixth one of a higher priority sets one aside."""
+    replace_memory(monkeypatch)
+    found = []
+    for name, offload in (("memory", {}), ("disk", DISK)):
+        folder = tmp_path / name
+        folder.mkdir()
+        data = five_tasks(base, folder, offload=offload)
+        content = submission(data, folder, "urgent", priority=9)
+        watching = Watching({("high", 2): partial(ask, folder / "run", "submit", "urgent", content)})
+        found.append(run_of(data, folder, watching))
+        assert watching.waiting
+    assert decisions(found[0]) == decisions(found[1])
+    assert_same(*found, adapters=6)
+
+
+def test_a_sweep(base: Path, tmp_path: Path) -> None:
+    found = []
+    for name, offload in (("memory", {}), ("disk", DISK)):
+        folder = tmp_path / name
+        folder.mkdir()
+        search = {"lora": {"r": {"choice": [2, 5]}}, "learning_rate": {"choice": [1e-3, 1e-2]}}
+        data = sweep_data(base, folder, sampler="grid", trials=None, places=2, search=search)
+        data["defaults"]["max_steps"] = 2
+        found.append(run_of(data | {"offload": offload}, folder))
+    assert_same(*found, adapters=4)
+    ranked = [[(row["trial"], row["eval_loss"]) for row in table(run)] for run in found]
+    assert ranked[0] == ranked[1]
+
+
+def test_a_file_that_is_cut_short_while_it_trains_is_named_and_the_run_goes_on(
+    base: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = base / "model.safetensors"
+    content = path.read_bytes()
+    data = run_data(base, tmp_path, offload=DISK)
+    cut = Watching({5: lambda: os.truncate(path, len(content) // 2)})
+    try:
+        with pytest.raises(
+            RunError, match=r"^iteration \d+: .*/model\.safetensors: reading \d+ bytes at "
+        ) as error:
+            train(resolve_config(data, folder=tmp_path), reporter=cut)
+    finally:
+        path.write_bytes(content)
+    assert f"go on with `mlora resume {tmp_path / 'run'}`" in str(error.value)
+    assert resume(tmp_path / "run").exit_code == 0
+    assert_same(tmp_path / "run", whole)
+
+
+def test_folders_that_are_missing_or_closed(run: Run, base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(base, tmp_path, offload=DISK))
+    (tmp_path / "there").mkdir()
+    folders = ["--set", "offload.folders=[there, gone]"]
+    for more in ([], ["--set", "pipeline.stages=2"]):
+        line = only_line(run("train", path, *folders, *more))
+        assert line == f"error: offload.folders[1]: no such folder: {tmp_path}/gone"
+    assert only_line(run("validate", path, *folders)) == line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_without_room_for_the_converted_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Disk, size: int) -> Any:
+        raise OSError(errno.ENOSPC, f"no scratch file of {size} bytes can be made there", self.folders[0])
+
+    monkeypatch.setattr(Disk, "scratch", full)
+    data = run_data(base, tmp_path, bf16=True, offload={**DISK, "folders": ["."]})
+    with pytest.raises(
+        RunError, match=rf"^offload\.folders: {tmp_path}: no scratch file of \d+ bytes can be"
+    ):
+        train(resolve_config(data, folder=tmp_path))
