@@ -26,6 +26,7 @@ from mlora.offload.saved_tensors import SavedTensors
 from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora.offload.swap_space import SwapSpace
+from mlora.offload.torch_optimizer import TorchOptimizer, parameters_of
 from mlora.offload.updates import BUFFERS
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.library import check_library
@@ -107,7 +108,7 @@ class offloaded:
                 where = f"{name} is on {parameter.device}"
                 raise ValueError(f"model: offloading serves models in a CPU's memory so far, but {where}")
         self.stream: BlockStream | None = None
-        self.optimizer: OutOfCoreAdamW | None = None
+        self.optimizer: TorchOptimizer | None = None
         self._model, self._given, self._active = model, optimizer, active
         self._name, self._blocks = _block_list(model, blocks)
         self._modes = _modes(activations, len(self._blocks))
@@ -119,28 +120,26 @@ class offloaded:
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
-            adamw = None
-            if self._given is not None:
-                adamw = OutOfCoreAdamW(
-                    self._model,
-                    self._given,
-                    self._disk,
-                    on_disk=self._states == "disk",
-                    active=self._active,
-                    buffers=self._buffers,
-                )
+            given = self._given
+            trained = {} if given is None else parameters_of(self._model, given)
             layouts: list[BlockLayout] = []
             undo.callback(self._move_in, layouts)
             if self._base == "disk":
-                self._move_out(layouts)
+                self._move_out(layouts, list(trained.values()))
                 self.stream = BlockStream(layouts, self._disk, self._slots, poison=self._poison)
             saved = SavedTensors(self._model, self.stream, SwapSpace(self._disk))
             saved.swaps = {number: mode == "swap" for number, mode in enumerate(self._modes)}
             self._wrap(saved, undo)
-            if adamw is not None:
-                undo.callback(adamw.close)
-                adamw.begin(self.stream, layouts)
-                self.optimizer = adamw
+            if given is not None:
+                adamw = OutOfCoreAdamW(
+                    trained,
+                    self._disk,
+                    on_disk=self._states == "disk",
+                    stream=self.stream,
+                    buffers=self._buffers,
+                )
+                self.optimizer = TorchOptimizer(given, trained, adamw, active=self._active)
+                undo.callback(self.optimizer.close)
             undo.callback(self._model.register_state_dict_pre_hook(_refuse_state_dict).remove)
             self._undo = undo.pop_all()
         return self
@@ -161,9 +160,8 @@ class offloaded:
             if name not in self._streamed:
                 yield name, tensor.detach()
 
-    def _move_out(self, layouts: list[BlockLayout]) -> None:
+    def _move_out(self, layouts: list[BlockLayout], trained: Sequence[nn.Parameter]) -> None:
         """Writes the blocks' matrices to scratch files, and leaves stand-ins in memory."""
-        trained = [] if self._given is None else [p for g in self._given.param_groups for p in g["params"]]
         blocks = [weights_to_stream(block, trained) for block in self._blocks]
         uses = Counter(id(p) for weights in blocks for p in weights.values())
         for number, (block, weights) in enumerate(zip(self._blocks, blocks, strict=True)):
