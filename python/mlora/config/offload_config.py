@@ -37,6 +37,7 @@ class OffloadConfig(Strict):
         """The same for an `Engine`."""
         return OffloadOptions(
             base=self.base,
+            optimizer=self.optimizer,
             activations=self.activations,
             folders=tuple(self.folders),
             slots=self.slots,

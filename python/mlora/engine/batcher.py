@@ -126,7 +126,15 @@ class Batcher:
             last = bool(trained) and batch is trained[-1]
             position = RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else ALONE
             number = next(self._measures) if measure else None
-            entered = self._enter(batch, ends if last else (), position, stream, train=True, measure=number)
+            entered = self._enter(
+                batch,
+                ends if last else (),
+                position,
+                stream,
+                train=True,
+                measure=number,
+                planned=self._planned(ends, packed) if last else {},
+            )
             parts.append((batch, entered))
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
@@ -137,6 +145,10 @@ class Batcher:
         if self._admission is not None:
             self._admission.entered(id(future), pieces)
         return future
+
+    def _planned(self, ends: Sequence[str], packed: Sequence[PackedBatch]) -> dict[str, Any]:
+        """Returns what the stages are told of the updates that follow a batch; by default nothing."""
+        return {}
 
     def _cut(self, batches: Batch, least: int) -> list[Batch]:
         """Cuts a batch into micro-batches: at least so many, more where memory is short."""
@@ -311,6 +323,7 @@ class Batcher:
         *,
         train: bool,
         measure: int | None = None,
+        planned: Mapping[str, Any] | None = None,
     ) -> int | None:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
@@ -327,6 +340,8 @@ class Batcher:
         }
         if measure is not None:
             common["measure"] = measure
+        if planned:
+            common["planned"] = planned
         targets: dict[str, Any] = {
             "rows": batch.rows,
             "targets": batch.targets,

@@ -99,6 +99,8 @@ class Engine(Batcher):
         >>> engine.optim_step("a")
     """
 
+    _trains_base = False
+
     def __init__(
         self,
         base_model: str | os.PathLike[str] | PreTrainedModel,
@@ -125,7 +127,14 @@ class Engine(Batcher):
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.dtype, self.seed = dtype, seed
-        options = StageOptions(torch.device(device), dtype, gradient_checkpointing, frozen_weight, offload)
+        options = StageOptions(
+            torch.device(device),
+            dtype,
+            gradient_checkpointing,
+            frozen_weight,
+            offload,
+            trained=self._trains_base,
+        )
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}

@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from mlora.cluster.world import World
+from mlora.engine.full_worker import FullWorker
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_info import check_base
 from mlora.model.cut import Span
-from mlora.model.load import load_base
+from mlora.model.load import load_base, load_trained
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
 from mlora_ext.nn.routing.router import router_of
@@ -32,6 +33,7 @@ class StageOptions:
         gradient_checkpointing: recompute blocks in backward.
         frozen_weight: name of the kind of frozen weights; see `mlora_ext.set_frozen_weights`.
         offload: what of the base stays on disk.
+        trained: whether the base's own weights are trained, and there are no adapters.
     """
 
     device: torch.device
@@ -39,6 +41,7 @@ class StageOptions:
     gradient_checkpointing: bool = False
     frozen_weight: str = "plain"
     offload: OffloadOptions = IN_MEMORY
+    trained: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +138,21 @@ def stage_of_this_process(
 def make_worker(source: Source, span: Span | None, options: StageOptions) -> StageWorker:
     """Loads a stage; `span=None` is the whole model. Cuts and converts a given model in place."""
     source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
+    activations = "recompute" if options.gradient_checkpointing else options.offload.activations
+    if activations not in ("keep", "recompute", "swap"):
+        raise ValueError(f"offload.activations: expected keep, recompute or swap, got {activations!r}")
+    if activations == "swap" and options.device.type != "cpu":
+        raise ValueError(f"offload.activations: swap serves the CPU so far, got device {options.device}")
+    if options.trained:
+        base = load_trained(source, options.device, options.dtype, options.offload)
+        base.take_saved_tensors(options.offload, activations)
+        return FullWorker(base, options.device, options.offload)
     base = load_base(source, options.device, options.dtype, span, options.offload)
     router_of(base.model).accumulates = True
-    activations = options.offload.activations
-    if options.gradient_checkpointing or activations == "recompute":
+    if activations == "recompute":
         base.checkpoint_activations()
     elif activations == "swap":
-        if options.device.type != "cpu":
-            raise ValueError(f"offload.activations: swap serves the CPU so far, got device {options.device}")
-        base.swap_activations(options.offload)
-    elif activations != "keep":
-        raise ValueError(f"offload.activations: expected keep, recompute or swap, got {activations!r}")
+        base.take_saved_tensors(options.offload, activations)
     if options.frozen_weight != "plain":
         base.set_frozen_weights(options.frozen_weight)
     return StageWorker(base, options.device)

@@ -16,7 +16,7 @@ from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.objectives.registry import objective_of
-from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
+from mlora.objectives.token_losses import Head, Owners, chunked_losses, plain_losses
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer
 from mlora.optim.registry import optimizer_kind
@@ -212,9 +212,17 @@ class StageWorker(Hooks, nn.Module):
         packed = PackedRows.of(**rows, device=self.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
-            if not base.is_last or base.frozen_head() is not None:
+            if not base.is_last or self._frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
+
+    def _frozen_head(self) -> Head | None:
+        """Returns the head that `losses` computes in chunks; None if `forward` computes it with autograd."""
+        return self.base.frozen_head()
+
+    def _logits(self, output: Tensor) -> Tensor:
+        """Returns the logits of rows of the last stage's output."""
+        return output if self._frozen_head() is None else self.base.logits(output)
 
     def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Computes the pipeline's loss.
@@ -230,12 +238,11 @@ class StageWorker(Hooks, nn.Module):
             and tokens `[M]`.
         """
         self._next_phase()
-        head = self.base.frozen_head()
+        head = self._frozen_head()
         rows, tokens = targets["rows"].to(output.device, torch.int64), targets["targets"]
         found: Any
         if tokens is None:
-            picked = output.index_select(0, rows)
-            logits = picked if head is None else self.base.logits(picked)
+            logits = self._logits(output.index_select(0, rows))
             total, found = logits.new_zeros(()), logits.argmax(-1)
         else:
             names, tokens = targets.get("objectives"), tokens.to(output.device, torch.int64)
@@ -244,7 +251,7 @@ class StageWorker(Hooks, nn.Module):
             if head is not None:
                 losses = chunked_losses(output, head, rows, tokens, owners)
             else:
-                losses = plain_losses(output.index_select(0, rows), tokens, owners)
+                losses = plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
             total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
         self._next_phase()
         return total, found

@@ -160,8 +160,12 @@ class BaseModel:
             self.head_weight = PackedWeight(head)
             self.head_weight.fused(head.weight)
 
-    def swap_activations(self, options: OffloadOptions) -> None:
-        """Writes each block's activations to disk in forward and reads them in backward.
+    def take_saved_tensors(self, options: OffloadOptions, activations: str) -> None:
+        """Takes what autograd saves in the blocks: streamed Parameters, and activations.
+
+        Args:
+            activations: of each block: `keep`, `recompute` (only of a model that is not converted; see
+                `checkpoint_activations`) or `swap` to disk.
 
         Raises:
             ValueError: its decoder blocks are not found.
@@ -172,12 +176,19 @@ class BaseModel:
         from mlora.offload.saved_tensors import SavedTensors
         from mlora.offload.swap_space import SwapSpace
 
-        self.saved = SavedTensors(self.model, None, SwapSpace(Disk(options.folders, rate=options.rate)))
-        blocks = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
-        for number, block in enumerate(self.model.get_submodule(blocks).children()):
-            if self.span is None or self.span.first <= number < self.span.last:
-                BlockForward(block, number, self.saved)
-                self.saved.swaps[number] = True
+        space = SwapSpace(Disk(options.folders, rate=options.rate))
+        self.saved = SavedTensors(self.model, self.stream, space)
+        name = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
+        first = 0 if self.span is None else self.span.first
+        last = None if self.span is None else self.span.last
+        blocks = list(self.model.get_submodule(name).children())[first:last]
+        for number, block in enumerate(blocks):
+            streamed = {} if self.stream is None else self.stream.layouts[number].tensors
+            own = block.named_parameters(prefix=f"{name}.{first + number}")
+            weights = {key: parameter for key, parameter in own if key in streamed}
+            wrapped = BlockForward(block, number, self.saved, self.stream, weights)
+            wrapped.recomputes = activations == "recompute"
+            self.saved.swaps[number] = activations == "swap"
 
     def checkpoint_activations(self) -> None:
         """Recomputes each block in backward instead of keeping its activations; ValueError if unsupported."""

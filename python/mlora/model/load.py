@@ -20,6 +20,7 @@ from mlora.model.pretrained import load_whole, refuse_missing, skeleton, told_in
 from mlora.model.probe import check_packing
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora_ext.library import check_library
+from mlora_ext.nn.base_dropout import stop_base_dropout
 
 _SAMPLE = 1 << 16  # bytes
 
@@ -81,6 +82,42 @@ def load_base(
         streamed.put_into(model)
         base.stream = streamed.stream
         check_packing(base)
+    return base
+
+
+def load_trained(
+    source: str | PreTrainedModel, device: torch.device, dtype: torch.dtype, offload: OffloadOptions
+) -> BaseModel:
+    """Loads a whole causal language model whose own weights are trained; it is not converted.
+
+    Args:
+        source: a folder, a hub id, or a model of this dtype.
+        offload: with `base="disk"` the matrices of its blocks are in scratch files.
+
+    Raises:
+        ValueError: as `load_base`.
+        OSError: a folder for scratch files is missing or lacks room.
+    """
+    if device.type != "cpu":
+        raise ValueError(f"method: full serves models on the CPU so far, got device {device}")
+    check_library()
+    streamed = None
+    if offload.base == "disk":
+        from mlora.model.streamed_base import load_streamed  # needs the compiled library
+
+        if isinstance(source, PreTrainedModel):
+            raise ValueError("offload.base: disk reads a model from its files; give its folder or hub id")
+        cut, streamed = load_streamed(source, None, dtype, offload, trained=True)
+        model = cut.model
+        model.tie_weights()  # each was read under its own name
+    else:
+        model = source if isinstance(source, PreTrainedModel) else load_whole(source, dtype)
+    if model.dtype != dtype:
+        raise ValueError(f"base_model: expected weights of dtype {dtype}, got {model.dtype}")
+    model.requires_grad_(True)
+    stop_base_dropout(model)
+    base = take_apart(model)
+    base.stream = None if streamed is None else streamed.stream
     return base
 
 

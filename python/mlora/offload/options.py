@@ -16,6 +16,7 @@ class OffloadOptions:
     Attributes:
         base: `device` or `host` (in memory; on a CPU they are the same), or `disk`: the blocks' linear
             weights are read when they are used.
+        optimizer: where the optimizer's states are, likewise; only if all weights are trained.
         activations: of the blocks, between forward and backward: `keep`, `recompute`, or `swap` to disk.
         folders: for scratch files, which are striped over them; empty: the system's folder for temporary
             files.
@@ -25,6 +26,7 @@ class OffloadOptions:
     """
 
     base: str = "device"
+    optimizer: str = "device"
     activations: str = "keep"
     folders: Sequence[str] = ()
     slots: int = SLOTS

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from mlora_ext._C import Ticket
-from torch import nn
+from torch import Tensor, nn
 
 from mlora.offload.disk import Disk, buffer
-from mlora.offload.optimizer_states import OptimizerStates
-from mlora.offload.states_on_disk import load_states, save_states
+from mlora.offload.optimizer_states import OptimizerStates, Unit
+from mlora.offload.states_on_disk import load_version, read_states, save_version, write_states
 from mlora.offload.stream import BlockStream
 from mlora.offload.updates import BUFFERS, AdamWStep, Updates, Weights
 
@@ -82,7 +81,7 @@ class OutOfCoreAdamW:
         Call it between steps. Raises OSError if the disk lacks room; the version before stays then.
         """
         self._updates.finish()
-        save_states(Path(folder), self.states, self.counts)
+        save_version(Path(folder), self.states, self.counts)
 
     def load(self, folder: str | Path) -> None:
         """Takes over what `save` wrote: the weights as well.
@@ -91,7 +90,19 @@ class OutOfCoreAdamW:
             OSError: a file is missing, or cannot be read.
             ValueError: it is of another model, or was damaged.
         """
-        counts, states = load_states(Path(folder), self.states, self._disk)
+        counts, states = load_version(Path(folder), self.states, self._disk)
+        self._take_over(counts, states)
+
+    def save_file(self, path: Path) -> None:
+        """Writes weights and moments to one file. Raises OSError; nothing is left then."""
+        self._updates.finish()
+        write_states(path, self.states)
+
+    def load_file(self, path: Path, counts: Mapping[str, int]) -> None:
+        """Takes over what `save_file` wrote; raises as `load`."""
+        self._take_over(counts, read_states(path, self.states, self._disk))
+
+    def _take_over(self, counts: Mapping[str, int], states: Iterable[tuple[Unit, Tensor]]) -> None:
         for unit, weights in states:
             goal = self._weights[unit.name]
             if goal.memory is not None:
@@ -111,7 +122,7 @@ class OutOfCoreAdamW:
             return Weights(parameter.detach().view(-1), parameter.dtype)
         stored = stream.layouts[block].tensors[name]
 
-        def write(first: int, values: torch.Tensor) -> Ticket:
+        def write(first: int, values: Tensor) -> Ticket:
             stream.write(block, name, first, values)
             return disk.write(stored.file, stored.offset + first * stored.dtype.itemsize, values)
 

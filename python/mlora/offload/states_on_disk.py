@@ -21,36 +21,56 @@ INDEX = "optimizer.json"
 _FORMAT = 1
 
 
-def new_version(folder: Path, version: int, states: OptimizerStates) -> File:
-    """Makes the file of a new version, with all of its room on the disk.
+def write_states(path: Path, states: OptimizerStates) -> None:
+    """Writes all states to a file, and waits until it is durable.
 
     Raises OSError if the folder cannot be written or its disk lacks room; nothing is left then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"optimizer-{version}.bin"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # of a process that was killed
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        os.posix_fallocate(descriptor, 0, max(1, states.nbytes))
-    except OSError as error:
-        path.unlink()
-        raise OSError(
-            error.errno, f"{os.strerror(error.errno or 0)} for {states.nbytes} bytes", str(path)
-        ) from error
-    finally:
-        os.close(descriptor)
-    return File.create(str(path))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.posix_fallocate(descriptor, 0, max(1, states.nbytes))
+        except OSError as error:
+            what = f"{os.strerror(error.errno or 0)}: no room for {states.nbytes} bytes of optimizer states"
+            raise OSError(error.errno, what, str(path)) from error
+        finally:
+            os.close(descriptor)
+        states.save(File.create(str(path)))
+        _sync_folder(path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
-def commit_version(folder: Path, states: OptimizerStates, file: File, counts: Mapping[str, int]) -> None:
-    """Completes a version, makes it the latest one, and removes the one before."""
-    states.save(file)
-    numbers = {name: sum(unit.count for unit in units) for name, units in states.units.items()}
+def read_states(path: Path, states: OptimizerStates, disk: Disk) -> Iterator[tuple[Unit, Tensor]]:
+    """Takes over the states in a file; yields what `OptimizerStates.load` yields.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: it has another size than the states.
+    """
+    size = path.stat().st_size
+    if size != states.nbytes:
+        raise ValueError(f"{path}: expected {states.nbytes} bytes, got {size}")
+    return states.load(disk.open(path))
+
+
+def save_version(folder: Path, states: OptimizerStates, counts: Mapping[str, int]) -> None:
+    """Writes a new version, makes it the latest one, and removes the one before.
+
+    Raises OSError; the version before stays then.
+    """
+    latest = _index(folder)["file"] if (folder / INDEX).exists() else "optimizer-0.bin"
+    version = int(latest.removeprefix("optimizer-").removesuffix(".bin")) + 1
+    path = folder / f"optimizer-{version}.bin"
+    write_states(path, states)
     index = {
         "format": _FORMAT,
-        "file": Path(file.path).name,
+        "file": path.name,
         "unit": UNIT,
-        "numbers": numbers,
+        "numbers": _numbers(states),
         "steps": dict(counts),
     }
     temporary = folder / f"{INDEX}.new"
@@ -59,43 +79,41 @@ def commit_version(folder: Path, states: OptimizerStates, file: File, counts: Ma
         out.flush()
         os.fsync(out.fileno())
     os.replace(temporary, folder / INDEX)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync_folder(folder)
     for other in folder.glob("optimizer-*.bin"):
-        if other.name != index["file"]:
+        if other.name != path.name:
             other.unlink()
 
 
-def save_states(folder: Path, states: OptimizerStates, counts: Mapping[str, int]) -> None:
-    """Writes a new version of all states. Raises OSError; the version before stays then."""
-    latest = _index(folder)["file"] if (folder / INDEX).exists() else "optimizer-0.bin"
-    version = int(latest.removeprefix("optimizer-").removesuffix(".bin")) + 1
-    commit_version(folder, states, new_version(folder, version, states), counts)
-
-
-def load_states(
+def load_version(
     folder: Path, states: OptimizerStates, disk: Disk
 ) -> tuple[dict[str, int], Iterator[tuple[Unit, Tensor]]]:
-    """Returns the counts of steps of the latest version, and what `OptimizerStates.load` yields.
+    """Returns the counts of steps of the latest version, and what `read_states` yields.
 
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: it is of another model, or of another size than it should be.
     """
-    index = _index(folder)
-    numbers = {name: sum(unit.count for unit in units) for name, units in states.units.items()}
+    index, numbers = _index(folder), _numbers(states)
     if index["format"] != _FORMAT or index["unit"] != UNIT:
         raise ValueError(f"{folder / INDEX}: was written by another version of mlora-ext")
     if index["numbers"] != numbers:
         differing = {name for name, _ in set(numbers.items()) ^ set(index["numbers"].items())}
         raise ValueError(f"{folder / INDEX}: is of another model; {min(differing)} differs")
-    path = folder / index["file"]
-    if path.stat().st_size != states.nbytes:
-        raise ValueError(f"{path}: expected {states.nbytes} bytes, got {path.stat().st_size}")
-    return index["steps"], states.load(disk.open(path))
+    return index["steps"], read_states(folder / index["file"], states, disk)
+
+
+def _numbers(states: OptimizerStates) -> dict[str, int]:
+    return {name: sum(unit.count for unit in units) for name, units in states.units.items()}
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _index(folder: Path) -> dict[str, Any]:

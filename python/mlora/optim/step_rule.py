@@ -39,6 +39,12 @@ class StepRule:
         self.steps = 0
         self._schedule = schedule_of(config)
 
+    def planned(self, divisor: float) -> Update | None:
+        """Returns the update that `decide` will return, or None if it depends on the gradient's norm."""
+        if self.config.max_grad_norm:
+            return None
+        return Update(self.config.learning_rate * self._schedule(self.steps), 1.0 / divisor, True)
+
     def decide(self, squares: float, divisor: float) -> tuple[float, float, Update]:
         """Decides a step and advances the schedule; a gradient that is not finite changes nothing.
 

@@ -1,0 +1,200 @@
+"""One process's part of an engine that trains a model's own weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlora.data.packing import PackedRows
+from mlora.engine.stage_worker import StageWorker
+from mlora.model.base_model import BaseModel
+from mlora.model.export import export_model
+from mlora.objectives.token_losses import Head
+from mlora.offload.options import OffloadOptions
+from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import Optimizer, Shapes, elements
+from mlora.optim.step_rule import Update
+
+
+class FullAdamW(Optimizer):
+    """AdamW on fp32 weights and moments of all of a model's Parameters, in memory or on disk.
+
+    If the update is known before the backward pass, each Parameter is updated as soon as its gradient is
+    there (LoHan, arXiv 2403.06504, section IV-C). Otherwise the update follows the backward pass.
+
+    Args:
+        base: holds the Parameters.
+        config: the optimizer's settings.
+        offload: where states are.
+
+    Attributes:
+        planned: the update that gradients get when they come; None = they wait for `apply`.
+    """
+
+    def __init__(self, base: BaseModel, config: OptimConfig, offload: OffloadOptions) -> None:
+        from mlora.offload.disk import Disk  # needs the compiled library
+        from mlora.offload.out_of_core import OutOfCoreAdamW
+
+        named = dict(base.model.named_parameters())
+        super().__init__(named, config)
+        self.planned: Update | None = None
+        self._named = named
+        self._squares: float | None = None  # of an update that is made already
+        self.adamw = OutOfCoreAdamW(
+            named,
+            Disk(offload.folders, rate=offload.rate),
+            on_disk=offload.optimizer == "disk",
+            stream=base.stream,
+        )
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_came, name))
+            for name, parameter in named.items()
+        ]
+
+    @staticmethod
+    def state_bytes(shapes: Shapes) -> int:
+        """Returns the bytes of fp32 weights and moments."""
+        return 12 * elements(shapes)
+
+    def step(
+        self,
+        index: Sequence[int],
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        scale: float,
+        steps: int,
+    ) -> None:
+        """Updates Parameters in the order of a backward pass."""
+        names = list(self._named)
+        for i in reversed(index):
+            self._submit(names[i], Update(learning_rate, scale, True))
+        self.adamw.finish()
+
+    def squares(self) -> Tensor:
+        """Returns the sum of the squares of the gradients, also of those that are used up: `[]` fp64."""
+        if self.planned is None:
+            return super().squares()
+        self._squares, self.planned = self.adamw.finish(), None
+        return torch.tensor(self._squares, dtype=torch.float64)
+
+    def apply(self, update: Update) -> None:
+        """Makes an update, unless it was made during the backward pass; drops the gradients."""
+        if self._squares is None:
+            super().apply(update)
+        else:
+            self._squares = None
+            self.steps += 1
+
+    def close(self) -> None:
+        """Gives the Parameters back."""
+        for hook in self._hooks:
+            hook.remove()
+        self.adamw.close()
+
+    def _gradient_came(self, name: str, _: Tensor) -> None:
+        if self.planned is not None:
+            self._submit(name, self.planned)
+
+    def _submit(self, name: str, update: Update) -> None:
+        from mlora.offload.updates import AdamWStep
+
+        config = self.config
+        step = AdamWStep(
+            lr=update.learning_rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            step=self.adamw.counts[name] + 1,
+            scale=update.scale,
+        )
+        self.adamw.submit(name, step)
+
+
+class FullWorker(StageWorker):
+    """Trains all weights of a model for one task, instead of adapters."""
+
+    def __init__(self, base: BaseModel, device: torch.device, offload: OffloadOptions) -> None:
+        super().__init__(base, device)
+        self._offload = offload
+
+    def own(self, name: str, optim: OptimConfig) -> None:
+        """Takes charge of the model's weights for a task."""
+        self._optimizers[name] = FullAdamW(self.base, optim, self._offload)
+
+    def remove(self, name: str) -> None:
+        """Forgets the task; the weights stay as they are."""
+        optimizer = self._optimizers.pop(name)
+        assert isinstance(optimizer, FullAdamW)
+        optimizer.close()
+        self._in_flight.pop(name, None)
+
+    def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+        """Runs the verbs of `StageWorker` that concern a model without adapters."""
+        if verb == "save_state":
+            return self._save_state(**arguments)
+        if verb == "export":
+            return export_model(self.base, Path(arguments["folder"]))
+        return super().control(verb, arguments)
+
+    def forward(
+        self,
+        received: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        rows: Mapping[str, Sequence[Any]],
+        steps: Sequence[int],
+        updates: Mapping[str, Mapping[str, Any]],
+        ends: Sequence[str],
+        measure: int | None = None,
+        planned: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Tensor:
+        """Makes the updates decided since the last forward, and runs a micro-batch; returns `[T, D]`.
+
+        `planned` are updates that each Parameter gets as soon as its gradient is there.
+        """
+        self._update(updates)
+        if torch.is_grad_enabled():
+            self._latest = rows["names"]
+            for name in rows["names"]:
+                self._in_flight[name] = self._in_flight.get(name, 0) + 1
+        for name, update in (planned or {}).items():
+            optimizer = self._optimizers[name]
+            assert isinstance(optimizer, FullAdamW)
+            optimizer.planned = Update(**update)
+        packed = PackedRows.of(**rows, device=self.device)
+        return self.base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+
+    def _frozen_head(self) -> Head | None:
+        return None
+
+    def _logits(self, output: Tensor) -> Tensor:
+        return self.base.logits(output)
+
+    def _state(self, name: str) -> dict[str, Any]:
+        """Returns copies of open gradients; `save_file` writes the weights and moments."""
+        named = self.base.model.named_parameters()
+        return {"gradients": {key: p.grad.clone() for key, p in named if p.grad is not None}}
+
+    def _load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
+        """Takes over weights and moments of a file, and open gradients."""
+        optimizer = self._optimizers[name]
+        assert isinstance(optimizer, FullAdamW)
+        optimizer.drop_gradients()
+        optimizer.adamw.load_file(Path(state["file"]), state["counts"])
+        optimizer.steps = updates
+        for key, parameter in self.base.model.named_parameters():
+            if key in state["gradients"]:
+                parameter.grad = state["gradients"][key].to(parameter.dtype).clone()
+
+    def _save_state(self, name: str, file: str) -> dict[str, int]:
+        """Writes weights and moments to a file; returns the updates made of each Parameter."""
+        optimizer = self._optimizers[name]
+        assert isinstance(optimizer, FullAdamW)
+        optimizer.adamw.save_file(Path(file))
+        return optimizer.adamw.counts
