@@ -144,9 +144,12 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         from mlora.run.validation import validate
 
         lines = PlainLines()
-        prepared, plan = validate(config, lines)
+        prepared, plan, placement = validate(config, lines)
         table = prepared.table
         lines.start(table.tasks)
+        if placement:
+            print_rows(placement.table())
+            print_lines(placement.lines())
         if plan:
             print_rows(plan.table())
             print_lines(plan.lines())

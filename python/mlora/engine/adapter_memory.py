@@ -90,6 +90,10 @@ class AdapterMemory:
         """Returns the bytes of an adapter's states at each stage between micro-batches."""
         return tuple(state.weights + state.moments for state in self._known[name].states)
 
+    def moments(self, name: str) -> tuple[int, ...]:
+        """Returns the bytes of an adapter's optimizer states at each stage."""
+        return tuple(state.moments for state in self._known[name].states)
+
     def size(self, name: str, lengths: Sequence[int]) -> float:
         """Returns the bytes that a micro-batch of an adapter alone needs, at the stage that needs most."""
         return max(self.estimate.predict({name: lengths}, [name]))

@@ -30,6 +30,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import LossScaler, StepRule, Update
@@ -171,6 +172,10 @@ class Engine(Batcher):
         Stages that are threads of one process report that of the whole process.
         """
         return self._every("memory")
+
+    def base_bytes(self) -> list[BaseBytes]:
+        """Returns where the bytes of the base model are, for each stage of each replica."""
+        return [BaseBytes(**answer) for answer in self._every("base_bytes")]
 
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""

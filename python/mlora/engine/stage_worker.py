@@ -107,6 +107,7 @@ class StageWorker(Hooks, nn.Module):
             "load": self._load,
             "weights": lambda name: adapter_state(self.base.model, name),
             "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
+            "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
             "release_memory": lambda: release_memory(self.device),
         }

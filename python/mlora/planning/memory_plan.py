@@ -10,7 +10,7 @@ from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
 from mlora.planning.task_memory import LIMIT, TaskMemory
-from mlora.scheduler import ORDERS, PLACEMENTS, Room, admit
+from mlora.scheduler import ORDERS, PLACEMENTS, Room, admit, sum_of
 from mlora.tasks.groups import held_batches, slot_count
 from mlora.tasks.task import Task
 
@@ -23,12 +23,16 @@ class TaskPlan:
         priority: a higher one goes first.
         peak: the most bytes at each stage beyond the base model: of its states and its largest micro-batch.
         verdict: `runs`, `waits`, or why it is refused.
+        optimizer: bytes of its optimizer's states at each stage.
+        activations: bytes of its largest micro-batch at each stage.
     """
 
     name: str
     priority: int
     peak: tuple[int, ...]
     verdict: str
+    optimizer: tuple[int, ...] = ()
+    activations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,21 @@ class MemoryPlan:
         """Bytes of all processes while as many tasks as may run at once hold their largest micro-batches."""
         needs = sorted((sum(task.peak) for task in self.tasks), reverse=True)
         return sum(self.base) + sum(needs[: self.places])
+
+    @property
+    def optimizer(self) -> tuple[int, ...]:
+        """Bytes of the optimizer's states at each stage, of the tasks that train together at first."""
+        return sum_of([task.optimizer for task in self._first], len(self.base))
+
+    @property
+    def activations(self) -> tuple[int, ...]:
+        """Bytes at each stage while these tasks hold their largest micro-batches."""
+        return sum_of([task.activations for task in self._first], len(self.base))
+
+    @property
+    def _first(self) -> list[TaskPlan]:
+        running = [task for task in self.tasks if task.verdict == "runs"]
+        return sorted(running, key=lambda task: sum(task.peak), reverse=True)[: self.places]
 
     def table(self) -> list[list[str]]:
         """Returns rows of text, titles first."""
@@ -112,5 +131,6 @@ def memory_plan(
         largest = adapters.estimate.predict({need.name: need.largest}, [need.name])
         peak = tuple(map(sum, zip(need.states, largest, strict=True)))
         verdict = never.get(need.name) or ("runs" if need.name in admitted else "waits")
-        plans.append(TaskPlan(need.name, need.priority, peak, verdict))
+        moments = adapters.moments(need.name)
+        plans.append(TaskPlan(need.name, need.priority, peak, verdict, moments, tuple(largest)))
     return MemoryPlan(tuple(base), tuple(plans), limit)

@@ -24,6 +24,7 @@ from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
+from mlora.offload.base_bytes import BaseBytes
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
@@ -47,6 +48,7 @@ class Prepared:
         iteration: iterations made so far.
         seconds: wall time of earlier parts of the run.
         loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
+        placed: where the bytes of the base model are, for each stage; empty = not measured.
     """
 
     config: RunConfig
@@ -57,6 +59,7 @@ class Prepared:
     iteration: int = 0
     seconds: float = 0.0
     loaded: int = 0
+    placed: Sequence[BaseBytes] = ()
 
 
 def prepare(
@@ -74,7 +77,7 @@ def prepare(
 
     `came` holds the submissions taken before the checkpoint, by task name. `entry` is the journaled first
     decision of a run without a checkpoint; None = decide anew. `trace` is the number of spans that each stage
-    keeps. `measure` asks for `Prepared.loaded`.
+    keeps. `measure` asks for `Prepared.loaded` and `placed`.
     """
     # first, so that a fault shows before the data is read, which may take long
     device = choose_device(config.device, dtype_of(config))
@@ -98,7 +101,7 @@ def prepare(
         with warnings_to(reporter):
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
-            loaded = _used_by_base(engine) if measure else 0
+            loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
             memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
             table = TaskTable(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
@@ -118,7 +121,7 @@ def prepare(
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded)
+    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from mlora.config.offload_config import OffloadConfig
 from mlora.config.run_config import RunConfig
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.dry_run import dry_stages
@@ -15,16 +17,30 @@ from mlora.errors import RunError, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import free_memory, used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
+from mlora.planning.placement import Placement
 from mlora.run.prepare import Prepared, prepare, sweep_of
 from mlora.run.reporter import Reporter
 
 
-def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepared, MemoryPlan | None]:
+class Validated(NamedTuple):
+    """What is known of a run before its first step.
+
+    Attributes:
+        prepared: the run with a closed engine and with all adapters, whatever its memory limit; samples stand
+            for the trials of a sweep.
+        plan: the forecast of its memory; None where that cannot be predicted: off the CPU, or with replicas.
+        placement: where its parts are; None if it offloads nothing.
+    """
+
+    prepared: Prepared
+    plan: MemoryPlan | None
+    placement: Placement | None
+
+
+def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     """Reads, checks and loads all that a run needs before its first step; writes nothing.
 
-    Returns the run with a closed engine and with all adapters, whatever its memory limit; samples stand for
-    the trials of a sweep. The forecast is None where memory cannot be predicted: off the CPU, or with
-    replicas. An ``output_dir`` that is not empty, and more memory than is free, are only warnings.
+    An ``output_dir`` that is not empty, and more memory than is free, are only warnings.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
@@ -50,7 +66,10 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> tuple[Prepa
                 f"the run needs about {in_units(plan.together)} of memory, but {in_units(free)} are free; "
                 "set scheduler.memory_limit, so that tasks wait for each other"
             )
-    return prepared, plan
+    placement = None
+    if config.offload != OffloadConfig():
+        placement = Placement(prepared.placed, config.offload.options, plan)
+    return Validated(prepared, plan, placement)
 
 
 def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> MemoryPlan | None:

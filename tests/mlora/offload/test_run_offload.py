@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,30 @@ def test_a_file_that_is_cut_short_while_it_trains_is_named_and_the_run_goes_on(
     assert f"go on with `mlora resume {tmp_path / 'run'}`" in str(error.value)
     assert resume(tmp_path / "run").exit_code == 0
     assert_same(tmp_path / "run", whole)
+
+
+def test_validate_says_what_lives_where(run: Run, base: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_data(base, tmp_path, offload=DISK))
+
+    def shown(*settings: str) -> list[list[str]]:
+        result = run("validate", path, *[word for one in settings for word in ("--set", one)])
+        assert result.exit_code == 0, result.stderr
+        return [re.split("  +", line.strip()) for line in result.stdout.splitlines()]
+
+    block = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    rows = shown()
+    assert ["where", "size"] in rows
+    assert ["base model, weights of blocks", "disk", f"{BLOCKS * block / 1024:.0f} KiB"] in rows
+    resident = 4 * (2 * 260 * 32 + (2 * BLOCKS + 1) * 32)  # embedding, head and norms, and some constants
+    (stays,) = [row[2] for row in rows if row[:2] == ["base model, what stays", "memory"]]
+    assert 0 <= int(stays.removesuffix(" KiB")) - resident // 1024 <= 2
+    assert {"base model, slots for blocks", "optimizer states", "activations"} <= {row[0] for row in rows}
+    assert [f"{BLOCKS * block / 1024:.0f} KiB of weights are read from the model's own files"] in rows
+    rows = shown("pipeline.stages=2", "bf16=true", "offload.folders=[.]")
+    assert ["base model, weights of blocks", "disk", *(f"{n * block / 2048:.0f} KiB" for n in (3, 2))] in rows
+    assert any(row[0].endswith(f"converts them into scratch files in {tmp_path}") for row in rows)
+    assert ["base model", "memory"] in [row[:2] for row in shown("offload.base=host")]
+    assert "base model" not in [row[0] for row in shown("offload={}")]
 
 
 def test_folders_that_are_missing_or_closed(run: Run, base: Path, tmp_path: Path) -> None:

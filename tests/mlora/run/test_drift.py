@@ -91,7 +91,7 @@ def test_validate_and_train_agree_on_who_never_fits(
     monkeypatch.setattr(MeasuredSamples, "warm_up", warm_up)
     for module in ("prepare", "validation"):
         monkeypatch.setattr(f"mlora.run.{module}.used_memory", lambda _: meter.used + len(adapters) * TASK)
-    _, plan = validate(config)
+    plan = validate(config).plan
     assert plan is not None
     assert adapters == ["first", "second"]
     never = {"first", "second"} if spare < 0 else set()
