@@ -70,7 +70,7 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "adamw(Tensor gradient, Tensor(a!) parameter, Tensor(b!) first, Tensor(c!) second, Tensor(d!)? copy, "
       "float lr, float beta1, float beta2, float eps, float weight_decay, int step, float scale, int "
       "threads) "
-      "-> ()");
+      "-> float");
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
   library.def(

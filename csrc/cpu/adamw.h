@@ -22,10 +22,14 @@ struct AdamWConstants {
         eps(Simd::set1(args.eps)) {}
 };
 
-// Numbers [i, i + n); `N` is empty for a whole vector, or the count n.
+// Numbers [i, i + n); `N` is empty for a whole vector, or the count n. Adds the gradient's squares to
+// `squares`.
 template <typename G, typename C, typename... N>
-inline void adamw_vector(const AdamWArgs& args, const AdamWConstants& c, int64_t i, N... n) {
-  const Simd::Vec gradient = Simd::mul(Simd::load(static_cast<const G*>(args.gradient) + i, n...), c.scale);
+inline void adamw_vector(const AdamWArgs& args, const AdamWConstants& c, Simd::Vec& squares, int64_t i,
+                         N... n) {
+  const Simd::Vec given = Simd::load(static_cast<const G*>(args.gradient) + i, n...);
+  squares = Simd::fma(given, given, squares);
+  const Simd::Vec gradient = Simd::mul(given, c.scale);
   const Simd::Vec first = Simd::fma(Simd::load(args.first + i, n...), c.beta1, Simd::mul(gradient, c.rest1));
   const Simd::Vec square = Simd::mul(Simd::mul(gradient, gradient), c.rest2);
   const Simd::Vec second = Simd::fma(Simd::load(args.second + i, n...), c.beta2, square);
@@ -41,27 +45,33 @@ inline void adamw_vector(const AdamWArgs& args, const AdamWConstants& c, int64_t
 }
 
 template <typename G, typename C>
-void adamw_span(const AdamWArgs& args, int64_t begin, int64_t end) {
+float adamw_span(const AdamWArgs& args, int64_t begin, int64_t end) {
   const AdamWConstants constants(args);
+  Simd::Vec squares[4] = {Simd::set1(0.0f), Simd::set1(0.0f), Simd::set1(0.0f), Simd::set1(0.0f)};
   int64_t i = begin;
   for (; i + Simd::kLanes <= end; i += Simd::kLanes) {
-    adamw_vector<G, C>(args, constants, i);
+    adamw_vector<G, C>(args, constants, squares[0], i);
   }
   if (i < end) {
-    adamw_vector<G, C>(args, constants, i, end - i);
+    adamw_vector<G, C>(args, constants, squares[0], i, end - i);
   }
+  float sums[4];
+  Simd::sum4(squares, sums);
+  return sums[0];
 }
 
 template <typename G>
-void adamw(const AdamWArgs& args, int64_t begin, int64_t end) {
+float adamw(const AdamWArgs& args, int64_t begin, int64_t end) {
   if (args.copy == nullptr) {
-    adamw_span<G, void>(args, begin, end);
-  } else if (args.copy_type == Scalar::kBFloat16) {
-    adamw_span<G, BF16>(args, begin, end);
-  } else if (args.copy_type == Scalar::kHalf) {
-    adamw_span<G, Half>(args, begin, end);
-  } else {
-    adamw_span<G, float>(args, begin, end);
+    return adamw_span<G, void>(args, begin, end);
+  }
+  switch (args.copy_type) {
+    case Scalar::kBFloat16:
+      return adamw_span<G, BF16>(args, begin, end);
+    case Scalar::kHalf:
+      return adamw_span<G, Half>(args, begin, end);
+    default:
+      return adamw_span<G, float>(args, begin, end);
   }
 }
 

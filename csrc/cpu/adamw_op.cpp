@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "cpu/plan.h"
 
@@ -19,9 +21,9 @@ void check_state(const Tensor& state, const char* name, const Tensor& gradient) 
 
 }  // namespace
 
-void adamw(const Tensor& gradient, const Tensor& parameter, const Tensor& first, const Tensor& second,
-           const std::optional<Tensor>& copy, double lr, double beta1, double beta2, double eps,
-           double weight_decay, int64_t step, double scale, int64_t threads) {
+double adamw(const Tensor& gradient, const Tensor& parameter, const Tensor& first, const Tensor& second,
+             const std::optional<Tensor>& copy, double lr, double beta1, double beta2, double eps,
+             double weight_decay, int64_t step, double scale, int64_t threads) {
   MLORA_CHECK(is_scalar(gradient.scalar_type()) && gradient.is_contiguous(),
               "gradient: expected a contiguous Float, BFloat16 or Half tensor, got ",
               dtype_name(gradient.scalar_type()));
@@ -52,10 +54,13 @@ void adamw(const Tensor& gradient, const Tensor& parameter, const Tensor& first,
   };
   const Kernels& table = kernels(scalar_of(gradient.scalar_type()));
   const int64_t numbers = gradient.numel();
+  const int64_t spans = (numbers + kSpan - 1) / kSpan;
+  std::vector<float> squares(spans);
   const Team team(numbers, threads);
-  team.run((numbers + kSpan - 1) / kSpan, [&](int64_t task, int64_t) {
-    table.adamw(args, task * kSpan, std::min(numbers, (task + 1) * kSpan));
+  team.run(spans, [&](int64_t task, int64_t) {
+    squares[task] = table.adamw(args, task * kSpan, std::min(numbers, (task + 1) * kSpan));
   });
+  return std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
 }  // namespace mlora::cpu

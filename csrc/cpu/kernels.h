@@ -105,8 +105,8 @@ struct Kernels {
   void (*convert_rows)(const ConvertArgs&);
   // bits[i] keeps column 64 * i + bit of one row
   void (*keep_bits)(const Dropout&, uint32_t row, int64_t words, uint64_t* bits);
-  // numbers [begin, end); the table's dtype is the gradient's
-  void (*adamw)(const AdamWArgs&, int64_t begin, int64_t end);
+  // numbers [begin, end); the table's dtype is the gradient's. Returns the sum of its squares, unscaled.
+  float (*adamw)(const AdamWArgs&, int64_t begin, int64_t end);
 };
 
 // Kernels of the best instruction set of this processor, or of the one chosen by name.

@@ -1,5 +1,6 @@
 """The compiled AdamW update beside PyTorch's own."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -28,9 +29,9 @@ def states(count: int) -> list[torch.Tensor]:
     return [torch.randn(count), torch.zeros(count), torch.zeros(count)]
 
 
-def update(gradient: torch.Tensor, state: list[torch.Tensor], step: int, copy=None, **more) -> None:
+def update(gradient: torch.Tensor, state: list[torch.Tensor], step: int, copy=None, **more) -> float:
     options = {**OPTIONS, "step": step, "scale": 1.0, "threads": 0, **more}
-    ADAMW(gradient, *state, copy, *options.values())
+    return ADAMW(gradient, *state, copy, *options.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,8 +62,7 @@ def test_threads_pieces_and_copies_change_no_bit(isa: str, copy_dtype: torch.dty
     whole[2] = torch.rand(count)
     pieces, one_thread = ([one.clone() for one in whole] for _ in range(2))
     copy = None if copy_dtype is None else torch.empty(count, dtype=copy_dtype)
-    update(gradient, whole, 3, copy)
-    update(gradient, one_thread, 3, threads=1)
+    assert update(gradient, whole, 3, copy) == update(gradient, one_thread, 3, threads=1)
     for begin, end in ((0, 16), (16, 50_001), (50_001, count)):
         update(gradient[begin:end], [one[begin:end] for one in pieces], 3)
     for one, other, third in zip(whole, pieces, one_thread, strict=True):
@@ -71,10 +71,18 @@ def test_threads_pieces_and_copies_change_no_bit(isa: str, copy_dtype: torch.dty
     assert copy is None or torch.equal(copy, whole[0].to(copy_dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 7, 64, 70001])
+def test_it_returns_the_sum_of_the_squares(isa: str, dtype: torch.dtype, count: int) -> None:
+    gradient = torch.randn(count).to(dtype)
+    found = update(gradient, states(count), 1, scale=0.5)
+    assert found == pytest.approx(gradient.double().square().sum().item(), rel=1e-5)
+
+
 def test_a_nan_stays_where_it_is(isa: str) -> None:
     state, gradient = states(100), torch.randn(100)
     gradient[33] = torch.nan
-    update(gradient, state, 1)
+    assert math.isnan(update(gradient, state, 1))
     for one in state:
         assert one.isnan().nonzero().tolist() == [[33]]
 

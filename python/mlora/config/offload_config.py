@@ -47,10 +47,8 @@ class OffloadConfig(Strict):
 def not_served(method: Method, offload: OffloadConfig, device: str) -> dict[Location, str]:
     """Returns, by key, why a run cannot do yet what it is told to; `device` is where it computes."""
     found: dict[Location, str] = {}
-    if method == "full":
-        found["method",] = "full is not served yet; use lora"
-    if offload.optimizer == "disk":
-        found["offload", "optimizer"] = "disk is not served yet; use device"
+    if offload.optimizer == "disk" and method == "lora":
+        found["offload", "optimizer"] = "disk serves method: full; adapters' states are small, use device"
     if offload.activations == "auto":
         found["offload", "activations"] = "auto is not served yet; use keep, recompute or swap"
     for key in ("host_memory", "device_memory"):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 
 from mlora.config.aliases import nearest
 from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
+from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
 from mlora.config.sections import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig, PipelineConfig, SchedulerConfig
@@ -142,8 +143,6 @@ class AdapterConfig(TrainingFields):
 
     @model_validator(mode="after")
     def _needs(self) -> AdapterConfig:
-        if self.lora is None and self.init_from is None:
-            raise ValueError("needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)")
         check_evaluation(self)
         return self
 
@@ -151,7 +150,8 @@ class AdapterConfig(TrainingFields):
 class RunConfig(Strict):
     """A whole run, resolved: paths are absolute, and every adapter holds all of its training fields.
 
-    ``method`` is what is trained: ``lora``, adapters over a frozen base. ``base_gemm`` is the library that
+    ``method`` is what is trained: ``lora``, adapters over a frozen base; ``full``, all weights of the model,
+    as one task. ``base_gemm`` is the library that
     multiplies by the frozen weights on a CPU. Without it, the run measures which one to take and names it in
     its resolved config, because rounding depends on it. ``pack_base`` also keeps these weights in oneDNN's
     own layouts and multiplies with them. That is faster and takes about three times the memory of the
@@ -274,6 +274,18 @@ class RunConfig(Strict):
         faults = not_served(self.method, self.offload, self.device or "cpu")
         if self.pack_base and self.offload.base == "disk":
             faults["pack_base",] = "keeps the base in memory, but offload.base is disk; remove one of them"
+        if faults:
+            raise wrong_keys(faults)
+        return self
+
+    @model_validator(mode="after")
+    def _method_fits(self) -> RunConfig:
+        if self.method == "full":
+            faults = full_faults(self)
+        else:
+            needs = "needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)"
+            lacking = [a.lora is None and a.init_from is None for a in self.adapters]
+            faults = {("adapters", i): needs for i, lacks in enumerate(lacking) if lacks}
         if faults:
             raise wrong_keys(faults)
         return self

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlora.engine.full_engine import full_file
 from mlora.errors import RunError
 from mlora.files.checkpoint import checkpoint_name, list_checkpoints
 from mlora.files.disk import os_errors, read_tensors
@@ -24,7 +25,12 @@ def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
         for name, task in checkpoint["tasks"].items()
         if task["best_step"] is not None and task["state"] in ALIVE
     }
-    return frozenset(checkpoint["decisions"]["kept"].values()) | best
+    full = {
+        full_file(name, task["step"])
+        for name, task in checkpoint["tasks"].items()
+        if checkpoint["config"].get("method") == "full" and task["state"] in ALIVE
+    }
+    return frozenset(checkpoint["decisions"]["kept"].values()) | best | full
 
 
 def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def write_states(path: Path, states: OptimizerStates) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # of a process that was killed
-    try:
+    with ExitStack() as unless_written:
+        unless_written.callback(path.unlink, missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             os.posix_fallocate(descriptor, 0, max(1, states.nbytes))
@@ -39,9 +41,7 @@ def write_states(path: Path, states: OptimizerStates) -> None:
             os.close(descriptor)
         states.save(File.create(str(path)))
         _sync_folder(path.parent)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+        unless_written.pop_all()
 
 
 def read_states(path: Path, states: OptimizerStates, disk: Disk) -> Iterator[tuple[Unit, Tensor]]:

@@ -7,8 +7,10 @@ is read and the last one is written meanwhile: its optimized form (Fig. 3b). Not
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Condition, Thread
 
@@ -104,9 +106,9 @@ class Updates:
         self._tasks: deque[_Task] = deque()
         self._left: dict[int, int] = {}  # units under way by block
         self._bytes, self._squares, self._hurries = 0, 0.0, False
-        self._error: BaseException | None = None
         self._changed = Condition()
         self._ends = False
+        self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name="optimizer updates", daemon=True)
         self._thread.start()
 
@@ -120,7 +122,7 @@ class Updates:
         flat = gradient.detach().reshape(-1)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error or not self._bytes or self._bytes + flat.nbytes <= self._waiting
+                lambda: not self._bytes or self._bytes + flat.nbytes <= self._waiting or self._error
             )
             self._raise()
             units = self._states.units[name]
@@ -139,14 +141,14 @@ class Updates:
     def wait_for(self, block: int) -> None:
         """Waits until no update of a block is under way; raises as `submit`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._left.get(block))
+            self._changed.wait_for(lambda: not self._left.get(block) or self._error)
             self._raise()
 
     def finish(self) -> float:
         """Waits for all updates; returns the sum of the squares of their gradients. Raises as `submit`."""
         with self._changed:
             self._hurries = True
-            self._changed.wait_for(lambda: self._error or not any(self._left.values()))
+            self._changed.wait_for(lambda: not any(self._left.values()) or self._error)
             self._hurries = False
             self._raise()
             squares, self._squares = self._squares, 0.0
@@ -164,13 +166,17 @@ class Updates:
             raise self._error
 
     def _run(self) -> None:
-        try:
+        with ExitStack() as stack:
+            stack.push(self._stopped)
             self._work()
-        except BaseException as error:  # noqa: BLE001 - it is raised by the calls above
-            with self._changed:
-                self._error = error
-                self._tasks.clear()
-                self._changed.notify_all()
+
+    def _stopped(self, _: object, error: BaseException | None, __: object) -> bool:
+        """Keeps an error for the calls above."""
+        with self._changed:
+            self._error = error
+            self._tasks.clear()
+            self._changed.notify_all()
+        return True
 
     def _work(self) -> None:
         reading: deque[_Buffer] = deque()
@@ -209,19 +215,13 @@ class Updates:
         for ticket in found.tickets:
             ticket.wait()
         kept = self._states.in_memory(unit)
-        square = float(torch.linalg.vector_norm(task.gradient)) ** 2
-        if not square < float("inf"):
-            raise FloatingPointError(
-                f"{unit.name}: the gradient is not finite; other parameters are updated already, so go on "
-                "from the last checkpoint"
-            )
         weights, first, second = unit.views(found.states if kept is None else kept)
         goal, step = self._weights[unit.name], task.step
         if goal.memory is None:
             new = found.weights[: unit.count * goal.dtype.itemsize].view(goal.dtype)
         else:
             new = goal.memory[unit.first : unit.first + unit.count]
-        torch.ops.mlora_ext.adamw(
+        square = torch.ops.mlora_ext.adamw(
             task.gradient,
             weights,
             first,
@@ -236,6 +236,11 @@ class Updates:
             step.scale,
             0 if self._hurries else 1,
         )
+        if not math.isfinite(square):
+            raise FloatingPointError(
+                f"{unit.name}: the gradient is not finite, and weights are updated already; go on from the "
+                "last checkpoint"
+            )
         tickets = [] if kept is not None else [self._states.write(unit, found.states)]
         if goal.write is not None:
             tickets.append(goal.write(unit.first, new))

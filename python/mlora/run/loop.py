@@ -84,7 +84,7 @@ class TrainingLoop:
             self._begin(self._table.admitted())
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
-        except (MemoryError, RuntimeError, OSError) as error:
+        except (MemoryError, RuntimeError, OSError, FloatingPointError) as error:
             # a stage that is a thread of this process; other processes report their own faults
             cause = error.__cause__ if isinstance(error, PipelineError) else error
             if isinstance(cause, OSError) and cause.filename is not None:
@@ -92,6 +92,8 @@ class TrainingLoop:
                     f"iteration {self._run.iteration + 1}: {file_line(cause)}; put that right, then go on "
                     f"with `mlora resume {self._folder.path}`"
                 ) from error
+            if isinstance(cause, FloatingPointError):
+                raise RunError(f"iteration {self._run.iteration + 1}: {cause}") from error
             if cause is None or not is_out_of_memory(cause):
                 raise
             raise RunError(

@@ -18,6 +18,7 @@ from mlora.config.offload_config import not_served
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
+from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError, first_fault, first_line
@@ -104,6 +105,8 @@ def prepare(
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
             memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
+            if isinstance(engine, FullEngine):
+                engine.folder = folder.states
             table = TaskTable(engine, builder, tasks, refused | faults, folder, reporter, memory, sweep)
             decisions = Decisions(config, table)
             if checkpoint:
@@ -164,7 +167,7 @@ def limit_memory(config: RunConfig, engine: Engine, earlier: int = 0) -> MemoryL
 
 def _used_by_base(engine: Engine) -> int:
     """Returns the bytes in use before any adapter: after a small micro-batch, as with a limit."""
-    if engine.replicas == 1:
+    if engine.replicas == 1 and not isinstance(engine, FullEngine):
         with suppress(ValueError):  # no layer takes an adapter; the refusals of the adapters say more
             MeasuredSamples(engine, limit=0).warm_up()
     engine.release_memory()
@@ -223,7 +226,8 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         if member is None:
             set_allocators(config.scheduler.limit_bytes, torch.device(device))
         pipeline = config.pipeline
-        engine = Engine(
+        kind = FullEngine if config.method == "full" else Engine
+        engine = kind(
             config.base_model,
             device=device,
             dtype=dtype,

@@ -75,7 +75,7 @@ class Task:
         seed: for initial weights, dropout and order of data.
         plan: its micro-batches.
         total_steps: optimizer steps to make.
-        lora: PEFT's config; None if ``init_from`` gives it.
+        lora: PEFT's config; None if ``init_from`` gives it, or all weights are trained.
     """
 
     config: AdapterConfig
@@ -161,7 +161,7 @@ class TaskBuilder:
             doubt = check_init_from(adapter, self._base)
             self.warnings += [doubt] if doubt else []
         lora = None
-        if adapter.init_from is None:
+        if adapter.init_from is None and self._config.method == "lora":
             try:
                 lora = build_lora(adapter.lora or {})
             except ValueError as error:
