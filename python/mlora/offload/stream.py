@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlora_ext._C import Ticket
@@ -41,6 +41,8 @@ class BlockStream:
     Attributes:
         layouts: of the blocks.
         loads: how many blocks were read so far.
+        on_read: is called with each block that was read and used, and when its read began and ended, in
+            nanoseconds of the machine's monotonic clock.
 
     Raises:
         ValueError: there is one slot, or no block.
@@ -52,6 +54,7 @@ class BlockStream:
         if slots < 2 or not layouts:
             raise ValueError(f"slots: expected at least 2 slots and 1 block, got {slots} and {len(layouts)}")
         self.loads = 0
+        self.on_read: Callable[[int, int, int], None] | None = None
         self.layouts, self._disk, self._poison = list(layouts), disk, poison
         size = max(layout.nbytes for layout in layouts)
         self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
@@ -131,6 +134,9 @@ class BlockStream:
         except OSError:
             self._empty(slot)
             raise
+        if tickets and self.on_read is not None:
+            begins, ends = zip(*(ticket.span for ticket in tickets), strict=True)
+            self.on_read(slot.block, int(1e9 * min(begins)), int(1e9 * max(ends)))
 
     def _empty(self, slot: _Slot) -> None:
         slot.tickets.clear()
