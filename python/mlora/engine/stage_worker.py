@@ -22,6 +22,7 @@ from mlora.optim.optimizer import Optimizer
 from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
+from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import write_weights
 from mlora_ext.nn.interop.peft_folder import adapter_state
@@ -95,6 +96,12 @@ class StageWorker(Hooks, nn.Module):
             forward, *loss, backward = memory.peaks
             note["memory"] = (forward, *(loss or [0]), backward)
         return note
+
+    def traced(self, trace: Trace) -> None:
+        """Lets the reads of blocks into the stage's trace; see `Hooks.traced`."""
+        first = 0 if self.base.span is None else self.base.span.first
+        if self.base.stream is not None:
+            self.base.stream.on_read = lambda block, *times: trace.add_read(f"block {first + block}", *times)
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Runs one of the verbs below; see `Hooks.control`."""

@@ -50,6 +50,8 @@ class BlockStream:
         loads: how many blocks were read so far.
         wait_for: called with a block before it is read: waits until all of it is in its file.
         waits: whether `wait_for` would wait; such a block is not prefetched.
+        on_read: is called with each block that was read and used, and when its read began and ended, in
+            nanoseconds of the machine's monotonic clock.
 
     Raises:
         ValueError: there is one slot, or no block.
@@ -63,6 +65,7 @@ class BlockStream:
         self.loads = 0
         self.wait_for: Callable[[int], None] = lambda block: None
         self.waits: Callable[[int], bool] = lambda block: False
+        self.on_read: Callable[[int, int, int], None] | None = None
         self.layouts, self._disk, self._poison = list(layouts), disk, poison
         size = max(layout.nbytes for layout in layouts)
         self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
@@ -173,6 +176,9 @@ class BlockStream:
         except OSError:
             self._empty(slot)
             raise
+        if tickets and self.on_read is not None:
+            begins, ends = zip(*(ticket.span for ticket in tickets), strict=True)
+            self.on_read(slot.block, int(1e9 * min(begins)), int(1e9 * max(ends)))
 
     def _empty(self, slot: _Slot) -> None:
         slot.tickets.clear()

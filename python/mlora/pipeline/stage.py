@@ -29,6 +29,9 @@ class Hooks:
         """Returns this stage's entry in `Result.notes` after a backward: plain values and tensors."""
         return {}
 
+    def traced(self, trace: Trace) -> None:
+        """Is called once if the stage's spans are kept; reads from disk belong there, too."""
+
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Returns this stage's answer to a control, plain values and tensors; see `Driver.control`."""
         raise ValueError(f"control: this stage knows no {verb!r}")
@@ -58,6 +61,8 @@ class Stage:
         self.module, self.index, self.count = module, index, count
         self.hooks = hooks or Hooks()
         self.trace = trace or Trace()
+        if self.trace.limit:
+            self.hooks.traced(self.trace)
         self._loss_fn = loss_fn
         # of each micro-batch between its forward and its backward: what it received, its outputs, `common`
         self._in_flight: dict[int, tuple[list[Tensor], list[Tensor], Mapping[str, Any]]] = {}

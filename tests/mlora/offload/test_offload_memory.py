@@ -58,18 +58,18 @@ def test_without_offloading_all_of_it_stays(base: Path) -> None:
 def test_a_dry_run_says_what_is_measured(
     base: Path, dtype: torch.dtype, stages: int, checkpointing: bool
 ) -> None:
-    shapes: list[dict[str, list[int]]] = [{"a": [70, 31], "b": [40]}, {"a": [5], "b": [90, 90]}]
+    shape = {"a": [70, 31], "b": [40]}
     how: dict[str, Any] = {"gradient_checkpointing": checkpointing, "offload": ON_DISK}
     dry = dry_stages(str(base), StageOptions(CPU, dtype, **how), stages)
-    foreseen = [stage.activations(loras("ab"), shapes) for stage in dry]
+    foreseen = [stage.activations(loras("ab"), [shape])[0] for stage in dry]
     with Engine(base, dtype=dtype, stages=stages, **how) as engine:
         for name, lora in loras("ab").items():
             engine.create_adapter(name, lora, OPTIM)
-        for index, shape in enumerate([shapes[0], *shapes]):  # the first one makes constants
+        for _ in range(2):  # the first one makes constants
             future = engine.start({name: of(own) for name, own in shape.items()}, measure=True)
             engine.finish(future)
-            for stage, real in zip(foreseen, future.measured[0].phases if index else (), strict=False):
-                assert max(stage[index - 1]) == pytest.approx(max(real), rel=0.01)
+    for one, real in zip(foreseen, future.measured[0].phases, strict=True):
+        assert max(one) == pytest.approx(max(real), rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
