@@ -20,8 +20,8 @@ WORK = Workload([BLOCK] * 12, 1)
 LITTLE = Budget(device=90.0, host=1000.0)
 PLACE = Placement(base="host", slots=2)
 RANDOM = ("one memory, lora", "one memory, full", "two memories, lora", "two memories, full")
-DIFFERENT = 0.02
-"""How much longer a plan may take than the best one, where all blocks differ: 0.017 in 1500 random cases."""
+DIFFERENT = 0.03
+"""How much longer a plan may take than the best one, where all blocks differ; 0.017 was met."""
 
 
 def machine(disk: float, link: float) -> Machine:

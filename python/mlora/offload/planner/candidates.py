@@ -16,7 +16,8 @@ from mlora.offload.planner.activation_plan import (
 )
 from mlora.offload.planner.iteration_time import time_of_amounts
 from mlora.offload.planner.machine import Budget, Machine
-from mlora.offload.planner.memory_need import MemoryNeed, need_of_amounts
+from mlora.offload.planner.memory_need import MemoryNeed, fixed_need, need_of_amounts
+from mlora.offload.planner.step_costs import step_costs
 from mlora.offload.planner.workload import Placement, Workload
 
 NEXT_TO_NOTHING = 1e-6
@@ -32,20 +33,32 @@ class Candidate:
     seconds: float
 
     def beats(self, other: Candidate) -> bool:
-        """Whether it is faster, or as fast with fewer bytes swapped and less recomputed."""
+        """Whether it is faster, or as fast with fewer bytes on disk, fewer swapped, less recomputed."""
         if not math.isclose(self.seconds, other.seconds, rel_tol=1e-9):
             return self.seconds < other.seconds
-        mine = (self.amounts.swapped, self.amounts.recomputed)
-        return mine < (other.amounts.swapped, other.amounts.recomputed)
+        return self._ballast() < other._ballast()
+
+    def _ballast(self) -> tuple[float, float, float]:
+        return self.amounts.disk, self.amounts.host, self.amounts.recomputed
 
 
 class Problem:
-    """A machine, a workload, a placement and a budget: everything that decides how good a plan is."""
+    """A machine, a workload, a placement and a budget: everything that decides how good a plan is.
+
+    Attributes:
+        choices: that the machine offers; `tiers` are those of them that swap.
+        kinds: for each block, the first block that is equal to it.
+        costs: of a step, whatever the plan.
+    """
 
     def __init__(self, machine: Machine, workload: Workload, placement: Placement, budget: Budget) -> None:
         self.machine, self.workload, self.placement, self.budget = machine, workload, placement, budget
         self.choices = choices_of(machine)
         self.tiers = [choice for choice in self.choices if choice in SWAPPED]
+        first = {block: index for index, block in reversed(list(enumerate(workload.blocks)))}
+        self.kinds = [first[block] for block in workload.blocks]
+        self.costs = step_costs(machine, workload, placement)
+        self._fixed = fixed_need(machine, workload, placement)
         self._seconds = [block.forward(machine) for block in workload.blocks]
 
     def candidate(self, inner: Sequence[Choice], hidden: Choice) -> Candidate:
@@ -64,11 +77,11 @@ class Problem:
 
     def seconds(self, amounts: Amounts) -> float:
         """Returns the seconds of a step, in whatever memory."""
-        return time_of_amounts(self.machine, self.workload, self.placement, amounts).seconds
+        return time_of_amounts(self.costs, amounts).seconds
 
     def need(self, amounts: Amounts) -> MemoryNeed:
         """Returns the memory of a plan that adds up to `amounts`."""
-        return need_of_amounts(self.machine, self.workload, self.placement, amounts)
+        return need_of_amounts(self._fixed, self.machine, self.workload.in_flight, amounts)
 
     def benefit(self, index: int) -> float:
         """Returns the offloading benefit of a block: seconds of recomputation by bytes (paper, Eq. 6)."""

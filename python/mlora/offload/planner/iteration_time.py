@@ -11,7 +11,8 @@ from mlora.offload.planner.activation_plan import ActivationPlan, Amounts, amoun
 from mlora.offload.planner.machine import Machine
 from mlora.offload.planner.optimizer_time import backward_and_update
 from mlora.offload.planner.pass_time import Bound, PassTime, pass_time
-from mlora.offload.planner.traffic import backward_work, forward_work, streamed_blocks
+from mlora.offload.planner.step_costs import StepCosts, step_costs
+from mlora.offload.planner.traffic import swap_in, swap_out
 from mlora.offload.planner.workload import Placement, Workload
 
 
@@ -81,34 +82,29 @@ def iteration_time(
     Raises:
         ValueError: the plan does not fit the model, or the machine.
     """
-    return time_of_amounts(machine, workload, placement, amounts_of(machine, workload, plan))
+    return time_of_amounts(step_costs(machine, workload, placement), amounts_of(machine, workload, plan))
 
 
-def time_of_amounts(
-    machine: Machine, workload: Workload, placement: Placement, amounts: Amounts
-) -> IterationTime:
+def time_of_amounts(costs: StepCosts, amounts: Amounts) -> IterationTime:
     """Predicts an optimizer step from what a plan adds up to."""
-    count = workload.micro_batches
-    work = forward_work(machine, workload, placement, amounts)
-    forward = pass_time(machine, work, waits_for_slots(machine, workload, placement, work.compute))
-    work = backward_work(machine, workload, placement, amounts)
-    waits = waits_for_slots(machine, workload, placement, work.compute)
-    last, update = backward_and_update(machine, workload, placement, work, waits)
+    machine, count = costs.machine, costs.workload.micro_batches
+    work = costs.forward + swap_out(machine, amounts)
+    forward = pass_time(machine, work, waits_for_slots(costs, work.compute))
+    work = costs.backward + swap_in(machine, amounts)
+    waits = waits_for_slots(costs, work.compute)
+    last, update = backward_and_update(costs, work, waits)
     backward = pass_time(machine, work, waits).times(count - 1) + last if count > 1 else last
-    return IterationTime(forward.times(count), backward, update, count * workload.tokens)
+    return IterationTime(forward.times(count), backward, update, count * costs.workload.tokens)
 
 
-def waits_for_slots(
-    machine: Machine, workload: Workload, placement: Placement, compute: float
-) -> dict[str, float]:
+def waits_for_slots(costs: StepCosts, compute: float) -> dict[str, float]:
     """Returns how long the reads of weights have to wait in a pass of `compute` seconds.
 
     When a pass begins, its first blocks hold all slots. The first read begins when the first block is done.
     The last read has ended before the last block is computed.
     """
-    if not placement.streams(machine):
+    if not costs.streamed:
         return {}
-    share = len(streamed_blocks(workload)) / len(workload.blocks)
-    wait = 2 * compute * share / max(1, len(streamed_blocks(workload)))
-    from_disk = {"disk": wait, "read": wait} if placement.base == "disk" else {}
+    wait = 2 * compute / len(costs.workload.blocks)
+    from_disk = {"disk": wait, "read": wait} if costs.placement.base == "disk" else {}
     return {"to device": wait, **from_disk}

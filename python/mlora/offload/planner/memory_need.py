@@ -41,33 +41,38 @@ def memory_need(
     Raises:
         ValueError: the plan does not fit the model, or the machine.
     """
-    return need_of_amounts(machine, workload, placement, amounts_of(machine, workload, plan))
+    fixed = fixed_need(machine, workload, placement)
+    return need_of_amounts(fixed, machine, workload.in_flight, amounts_of(machine, workload, plan))
 
 
-def need_of_amounts(
-    machine: Machine, workload: Workload, placement: Placement, amounts: Amounts
-) -> MemoryNeed:
-    """Returns the memory of a plan that adds up to `amounts`.
+@dataclass(frozen=True)
+class FixedNeed:
+    """Memory that is needed whatever becomes of the activations, and the activations of the largest block."""
+
+    device: float
+    host: float
+    largest: float
+
+
+def fixed_need(machine: Machine, workload: Workload, placement: Placement) -> FixedNeed:
+    """Returns what weights, states and the block at work need.
 
     The block at work needs as much as the largest one: for its activations, or for their gradients.
     """
     largest = max(block.inner_bytes + block.hidden_bytes for block in workload.blocks)
-    buffers = SWAP_BUFFERS * largest
-    device = (
-        workload.resident_bytes
-        + _weights_on_device(machine, workload, placement)
-        + _states_on_device(machine, workload, placement)
-        + workload.in_flight * amounts.kept
-        + largest
-        + (buffers if amounts.swapped else 0.0)
-    )
-    host = (
-        _weights_on_host(machine, workload, placement)
-        + _states_on_host(machine, workload, placement)
-        + workload.in_flight * amounts.host
-        + (buffers if amounts.disk and not machine.one_memory else 0.0)
-    )
-    return MemoryNeed(device + host, 0.0) if machine.one_memory else MemoryNeed(device, host)
+    parts = machine, workload, placement
+    device = workload.resident_bytes + _weights_on_device(*parts) + _states_on_device(*parts) + largest
+    return FixedNeed(device, _weights_on_host(*parts) + _states_on_host(*parts), largest)
+
+
+def need_of_amounts(fixed: FixedNeed, machine: Machine, in_flight: int, amounts: Amounts) -> MemoryNeed:
+    """Returns the memory of a plan that adds up to `amounts`, of each of the micro-batches in flight."""
+    buffers = SWAP_BUFFERS * fixed.largest
+    device = fixed.device + in_flight * amounts.kept + (buffers if amounts.swapped else 0.0)
+    host = fixed.host + in_flight * amounts.host
+    if machine.one_memory:
+        return MemoryNeed(device + host, 0.0)
+    return MemoryNeed(device, host + (buffers if amounts.disk else 0.0))
 
 
 def _slot_bytes(workload: Workload, placement: Placement) -> float:

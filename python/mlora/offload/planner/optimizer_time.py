@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mlora.offload.planner.machine import Machine
 from mlora.offload.planner.pass_time import Bound, PassTime, pass_time
-from mlora.offload.planner.traffic import Work, update_work
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.step_costs import StepCosts
+from mlora.offload.planner.traffic import Work
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,28 @@ class _Group:
 
 
 def backward_and_update(
-    machine: Machine, workload: Workload, placement: Placement, work: Work, waits: Mapping[str, float]
+    costs: StepCosts, work: Work, waits: Mapping[str, float]
 ) -> tuple[PassTime, PassTime]:
     """Returns the times of the last backward pass of a step, and of what the optimizer adds to it.
 
     Args:
-        machine, workload, placement: as for `iteration_time`.
+        costs: of the step.
         work: of the backward pass alone.
         waits: of its resources, for slots.
     """
-    update, plain = update_work(machine, workload, placement), pass_time(machine, work, waits)
+    machine, update, count, when = costs.machine, costs.update, costs.trained, costs.placement.update
+    plain = pass_time(machine, work, waits)
     if not update.updated:
         return plain, PassTime(0.0, plain.bound, update)
-    count = sum(1 for block in workload.blocks if block.trainable)
-    if placement.update in ("after", "serial"):
+    if when in ("after", "serial"):
         group = _group(machine, update, Work(), count)
-        if placement.update == "serial":
+        if when == "serial":
             return plain, PassTime(count * group.handled, _longest(group, update), update)
         return plain, pass_time(machine, update, _waits_alone(group))
     group, both = _group(machine, update, work, count), work + update
     backward = pass_time(machine, both, waits if not update.read else {})
     whole = pass_time(machine, both, _waits_for_gradients(machine, update, group, waits))
-    if placement.update == "naive":
+    if when == "naive":
         handlers = PassTime(group.backward + count * group.handled, _longest(group, update), both)
         whole = max(whole, handlers, key=lambda each: each.seconds)
     return backward, PassTime(max(0.0, whole.seconds - backward.seconds), whole.bound, Work())

@@ -13,10 +13,13 @@ from mlora.offload.planner.candidates import Candidate, Problem
 from mlora.offload.planner.iteration_time import IterationTime, time_of_amounts
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.memory_need import MemoryNeed
-from mlora.offload.planner.workload import Block, Placement, Workload
+from mlora.offload.planner.workload import Placement, Workload
 
 PAIRS = 32
 """Up to so many kinds of blocks, two are changed at once."""
+
+STARTS = 6
+"""The local search goes on from so many plans."""
 
 
 class Case(StrEnum):
@@ -64,8 +67,9 @@ def plan_activations(
     starts = {start.plan: start for walk in walks if math.isfinite((start := _best(walk)).seconds)}
     if not starts:
         raise ValueError(_too_small(problem))
-    best = _best([_improved(problem, start) for start in starts.values()])
-    time = time_of_amounts(machine, workload, placement, best.amounts)
+    promising = sorted(starts.values(), key=lambda each: each.seconds)[:STARTS]
+    best = _best([_improved(problem, start) for start in promising])
+    time = time_of_amounts(problem.costs, best.amounts)
     return PlannedActivations(best.plan, time, problem.need(best.amounts), _case(problem, best))
 
 
@@ -92,9 +96,9 @@ def _improved(problem: Problem, best: Candidate) -> Candidate:
 
 def _neighbours(problem: Problem, plan: Candidate) -> Iterator[Candidate]:
     """Yields plans that differ in one block, or in two; one of each kind stands for its equals."""
-    kinds: dict[tuple[Block, Choice], int] = {}
-    for index, (block, choice) in enumerate(zip(problem.workload.blocks, plan.plan.inner, strict=True)):
-        kinds.setdefault((block, choice), index)
+    kinds: dict[tuple[int, Choice], int] = {}
+    for index, (kind, choice) in enumerate(zip(problem.kinds, plan.plan.inner, strict=True)):
+        kinds.setdefault((kind, choice), index)
     for index in kinds.values():
         for choice in problem.choices:
             if choice is not plan.plan.inner[index]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mlora.offload.planner.machine import Machine
-from mlora.offload.planner.traffic import streamed_blocks
+from mlora.offload.planner.traffic import streamed_blocks, streamed_bytes
 from mlora.offload.planner.workload import Placement, Workload
 
 
@@ -67,8 +67,8 @@ def tokens_of_passes(machine: Machine, workload: Workload, placement: Placement)
     The blocks' figures are those of `workload.tokens` tokens, and their computation grows with the tokens.
     Unlike `tokens_to_hide` it counts attention and the head, and the blocks that stay in the slots.
     """
-    blocks = streamed_blocks(workload)
-    if not placement.streams(machine) or not blocks:
+    blocks = streamed_blocks(machine, workload, placement)
+    if not blocks:
         return Hidden(0.0, 0.0)
     rates = [machine.read] if placement.base == "disk" else []
     rate = min([*rates, machine.to_device] if not machine.one_memory else rates)
@@ -78,8 +78,8 @@ def tokens_of_passes(machine: Machine, workload: Workload, placement: Placement)
         return workload.tokens * size / rate / seconds if rate else math.inf
 
     first = 0 if workload.full else stay
-    forward = sum(block.weight_bytes for block in blocks[first:])
-    backward = sum(block.weight_bytes for block in blocks[: max(0, len(blocks) - stay)])
+    forward = streamed_bytes(blocks[first:])
+    backward = streamed_bytes(blocks[: max(0, len(blocks) - stay)])
     return Hidden(
         tokens(forward, sum(block.forward(machine) for block in workload.blocks)),
         tokens(backward, sum(workload.backward(machine, block) for block in workload.blocks)),

@@ -45,41 +45,50 @@ class Work:
         return Work(*(count * getattr(self, name) for name in self.__dataclass_fields__))
 
 
-def forward_work(machine: Machine, workload: Workload, placement: Placement, amounts: Amounts) -> Work:
-    """Returns the work of one micro-batch's forward pass.
+def forward_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
+    """Returns the work of one micro-batch's forward pass, without swaps.
 
     In full tuning all weights are read anew, since the update before has changed them. Frozen blocks that
     stayed at the end of the backward pass, the first ones, are not read.
     """
-    weights = streamed_bytes(machine, workload, placement, stay_first=0 if workload.full else placement.slots)
+    stay = 0 if workload.full else placement.slots
+    weights = streamed_bytes(streamed_blocks(machine, workload, placement)[stay:])
     return Work(
         compute=sum(block.forward(machine) for block in workload.blocks),
         read=weights if placement.base == "disk" else 0.0,
-        written=amounts.disk,
         to_device=0.0 if machine.one_memory else weights,
-        to_host=0.0 if machine.one_memory else amounts.swapped,
-        copied=amounts.swapped,
     )
 
 
-def backward_work(machine: Machine, workload: Workload, placement: Placement, amounts: Amounts) -> Work:
-    """Returns the work of one micro-batch's backward pass, without the optimizer's.
+def backward_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
+    """Returns the work of one micro-batch's backward pass, without swaps, recomputation and optimizer.
 
     The last blocks of the forward pass stayed, so they are not read. A block is recomputed while its weights
     are there.
     """
-    weights = streamed_bytes(machine, workload, placement, stay_last=placement.slots)
+    blocks = streamed_blocks(machine, workload, placement)
+    weights = streamed_bytes(blocks[: max(0, len(blocks) - placement.slots)])
     gradients = 0.0
-    if workload.full and placement.optimizer != "device":
+    if workload.full and placement.optimizer != "device" and not machine.one_memory:
         gradients = sum(block.gradient_bytes for block in workload.blocks)
-    backward = sum(workload.backward(machine, block) for block in workload.blocks)
     return Work(
-        compute=backward + amounts.recomputed,
-        read=(weights if placement.base == "disk" else 0.0) + amounts.disk,
-        to_device=0.0 if machine.one_memory else weights + amounts.swapped,
-        to_host=0.0 if machine.one_memory else gradients,
-        copied=amounts.swapped,
+        compute=sum(workload.backward(machine, block) for block in workload.blocks),
+        read=weights if placement.base == "disk" else 0.0,
+        to_device=0.0 if machine.one_memory else weights,
+        to_host=gradients,
     )
+
+
+def swap_out(machine: Machine, amounts: Amounts) -> Work:
+    """Returns what a plan of activations adds to a forward pass."""
+    to_host = 0.0 if machine.one_memory else amounts.swapped
+    return Work(written=amounts.disk, to_host=to_host, copied=amounts.swapped)
+
+
+def swap_in(machine: Machine, amounts: Amounts) -> Work:
+    """Returns what a plan of activations adds to a backward pass."""
+    to_device = 0.0 if machine.one_memory else amounts.swapped
+    return Work(amounts.recomputed, amounts.disk, to_device=to_device, copied=amounts.swapped)
 
 
 def update_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
@@ -103,16 +112,11 @@ def update_work(machine: Machine, workload: Workload, placement: Placement) -> W
     )
 
 
-def streamed_blocks(workload: Workload) -> list[Block]:
-    """Returns the blocks that have weights to stream."""
-    return [block for block in workload.blocks if block.weight_bytes]
+def streamed_blocks(machine: Machine, workload: Workload, placement: Placement) -> list[Block]:
+    """Returns the blocks of which the weights pass through slots, in the order of a forward pass."""
+    return [block for block in workload.blocks if block.weight_bytes and placement.streams(machine)]
 
 
-def streamed_bytes(
-    machine: Machine, workload: Workload, placement: Placement, *, stay_first: int = 0, stay_last: int = 0
-) -> float:
-    """Returns the weights that a pass brings to the device: all but those of the blocks that stayed."""
-    if not placement.streams(machine):
-        return 0.0
-    blocks = streamed_blocks(workload)
-    return sum(block.weight_bytes for block in blocks[stay_first : max(stay_first, len(blocks) - stay_last)])
+def streamed_bytes(blocks: list[Block]) -> float:
+    """Returns the bytes of blocks' weights."""
+    return sum(block.weight_bytes for block in blocks)
