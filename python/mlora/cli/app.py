@@ -174,7 +174,7 @@ for name, what in CHANGES.items():
 
 
 app.command()(generate)
-app.command()(simulate)
+app.add_typer(simulate, name="simulate")
 
 
 @app.command(

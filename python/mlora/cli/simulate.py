@@ -10,8 +10,12 @@ from mlora.cli.common import command
 from mlora.cli.tables import print_lines, print_rows
 from mlora.errors import RunError
 
+simulate = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
-def simulate(
+
+@simulate.callback()
+def simulate_pipeline(
+    context: typer.Context,
     schedule: Annotated[str, typer.Option(help="lorapp, 1f1b or gpipe")] = "lorapp",
     stages: Annotated[
         int | None, typer.Option(min=1, max=4096, help="default: as many as --forward has values, else 4")
@@ -68,10 +72,14 @@ def simulate(
 ) -> None:
     """Predict what a pipeline does, without running it.
 
-    Prints bubbles, throughput and micro-batches in flight.
+    Prints bubbles, throughput and micro-batches in flight. `mlora simulate offload` predicts the training of
+    a model whose weights are on disk or in host memory.
     """
     given = locals()
     with command():
+        if context.invoked_subcommand is not None:
+            _refuse_options_before(context)
+            return
         from mlora.simulate.forecast import Options, forecast
 
         if out is not None and out.suffix.lower() != ".png":
@@ -79,6 +87,73 @@ def simulate(
         found = forecast(Options(**{name: given[name] for name in Options.__annotations__}))
         if out is not None:
             found.draw(out)
+        if as_json:
+            print(json.dumps(found.as_json()))
+            return
+        print_lines(found.lines())
+        print_rows(found.table())
+
+
+def _refuse_options_before(context: typer.Context) -> None:
+    """Refuses options of the pipeline's forecast that stand before the name of another one."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = {"message_bytes": "bytes", "as_json": "json"}.get(name, name).replace("_", "-")
+            raise RunError(
+                f"--{option}: not an option of `mlora simulate offload`, or give it after `offload`"
+            )
+
+
+@simulate.command()
+def offload(
+    model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-13b, llama-3-70b or qwen3-235b-a22b")],
+    flops: Annotated[
+        str, typer.Option(metavar="FLOPS", help="what the device reaches, for example 165TFLOPS")
+    ],
+    read: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="of the disk, for example 7GB/s; without it, the weights are in host memory"
+        ),
+    ] = None,
+    write: Annotated[str | None, typer.Option(metavar="RATE", help="to the disk [as --read]")] = None,
+    to_device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="between host and device, each way; without it, device and host are one memory",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="of a batch, all adapters together [what hides the streaming]")
+    ] = None,
+    adapter_tokens: Annotated[int, typer.Option(min=1, help="that one adapter has in a batch")] = 1024,
+    bytes_per_parameter: Annotated[
+        float, typer.Option(help="of the weights that are streamed: 2 for bf16, 0.5 for nf4")
+    ] = 2.0,
+    method: Annotated[str, typer.Option(help="lora, or full: all weights are trained")] = "lora",
+    slots: Annotated[int, typer.Option(min=2, help="blocks of weights on the device at once")] = 3,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="for example 24GB [unlimited]")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="[unlimited]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
+) -> None:
+    """Forecast the training of a model that does not fit into the device's memory.
+
+    Prints how many tokens hide the streaming of the weights, what becomes of the activations, and tokens per
+    second against the number of packed tokens. Nothing is measured.
+    """
+    given = locals()
+    with command():
+        from mlora.simulate.offload_forecast import ForecastOptions, forecast_offload
+
+        if method not in ("lora", "full"):
+            raise RunError(f"--method: expected lora or full, got {method!r}")
+        found = forecast_offload(
+            ForecastOptions(**{name: given[name] for name in ForecastOptions.__annotations__})
+        )
         if as_json:
             print(json.dumps(found.as_json()))
             return

@@ -1,0 +1,146 @@
+"""Chooses what becomes of each block's activations (paper, section IV-D, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations, product
+
+from mlora.offload.planner.activation_plan import ActivationPlan, Choice
+from mlora.offload.planner.candidates import Candidate, Problem
+from mlora.offload.planner.iteration_time import IterationTime, time_of_amounts
+from mlora.offload.planner.machine import Budget, Machine
+from mlora.offload.planner.memory_need import MemoryNeed
+from mlora.offload.planner.workload import Placement, Workload
+
+PAIRS = 32
+"""Up to so many kinds of blocks, two are changed at once."""
+
+STARTS = 6
+"""The local search goes on from so many plans."""
+
+
+class Case(StrEnum):
+    """Why a plan swaps as much as it does: the three cases of the paper, and two of a memory's size."""
+
+    TRANSFER = "transfer-bound: swap only what lies between blocks"
+    COMPUTE = "compute-bound: swap all"
+    INFLECTION = "swap up to the inflection"
+    MEMORY = "swap as much as there is room for"
+    FITS = "everything fits: keep all"
+
+
+@dataclass(frozen=True)
+class PlannedActivations:
+    """A plan with its predicted time, the memory that it takes, and why it swaps as much as it does."""
+
+    plan: ActivationPlan
+    time: IterationTime
+    need: MemoryNeed
+    case: Case
+
+
+def plan_activations(
+    machine: Machine, workload: Workload, placement: Placement, budget: Budget | None = None
+) -> PlannedActivations:
+    """Returns the plan with the shortest predicted step that stays within the budget.
+
+    The step's time is convex in what is swapped, in the order of the blocks' offloading benefits. So the
+    plans along this order hold the best one for equal blocks (Algorithm 1). Blocks that differ are not
+    divisible, and there are two tiers: a local search then changes one or two blocks at a time while this
+    makes the step shorter. Equal inputs give equal plans.
+
+    Args:
+        machine: its rates.
+        workload: what is trained.
+        placement: where weights and states live.
+        budget: of memory; default: endless, so that everything is kept.
+
+    Raises:
+        ValueError: even the smallest plan takes more memory than the budget.
+    """
+    problem = Problem(machine, workload, placement, budget or Budget())
+    tiers = [chosen for count in range(3) for chosen in combinations(problem.tiers, count)]
+    walks = [list(problem.walk(*way)) for way in product((Choice.KEEP, *problem.tiers), tiers)]
+    starts = {start.plan: start for walk in walks if math.isfinite((start := _best(walk)).seconds)}
+    if not starts:
+        raise ValueError(_too_small(problem))
+    promising = sorted(starts.values(), key=lambda each: each.seconds)[:STARTS]
+    best = _best([_improved(problem, start) for start in promising])
+    time = time_of_amounts(problem.costs, best.amounts)
+    return PlannedActivations(best.plan, time, problem.need(best.amounts), _case(problem, best))
+
+
+def _best(candidates: Sequence[Candidate]) -> Candidate:
+    """Returns the fastest plan; of equal ones the first."""
+    best = candidates[0]
+    for found in candidates:
+        if found.beats(best):
+            best = found
+    return best
+
+
+def _improved(problem: Problem, best: Candidate) -> Candidate:
+    """Returns the plan after changes of one or two blocks, the best one first, until none helps."""
+    while True:
+        better = best
+        for found in _neighbours(problem, best):
+            if math.isfinite(found.seconds) and found.beats(better):
+                better = found
+        if better is best:
+            return best
+        best = better
+
+
+def _neighbours(problem: Problem, plan: Candidate) -> Iterator[Candidate]:
+    """Yields plans that differ in one block, or in two; one of each kind stands for its equals."""
+    kinds: dict[tuple[int, Choice], int] = {}
+    for index, (kind, choice) in enumerate(zip(problem.kinds, plan.plan.inner, strict=True)):
+        kinds.setdefault((kind, choice), index)
+    for index in kinds.values():
+        for choice in problem.choices:
+            if choice is not plan.plan.inner[index]:
+                yield problem.changed(plan, {index: choice})
+    if len(kinds) > PAIRS:
+        return
+    for first, second in combinations(kinds.values(), 2):
+        for choices in product(problem.choices, repeat=2):
+            if choices[0] is not plan.plan.inner[first] and choices[1] is not plan.plan.inner[second]:
+                yield problem.changed(plan, {first: choices[0], second: choices[1]})
+
+
+def _case(problem: Problem, best: Candidate) -> Case:
+    """Returns why a plan swaps as much as it does."""
+    blocks = enumerate(zip(problem.workload.blocks, best.plan.inner, strict=True))
+    left = {index: choice for index, (block, choice) in blocks if block.inner_bytes and choice != Choice.KEEP}
+    if not left:
+        return Case.FITS
+    recomputed = [index for index, choice in left.items() if choice is Choice.RECOMPUTE]
+    if not recomputed:
+        return Case.COMPUTE
+    for index, tier in product(recomputed, problem.tiers):
+        block = problem.workload.blocks[index]
+        seconds = block.forward(problem.machine)
+        more = best.amounts.plus(Choice.RECOMPUTE, 0.0, -seconds).plus(tier, block.inner_bytes)
+        if not problem.need(more).fits(problem.budget) and problem.seconds(more) < best.seconds:
+            return Case.MEMORY
+    return Case.TRANSFER if len(recomputed) == len(left) else Case.INFLECTION
+
+
+def _too_small(problem: Problem) -> str:
+    """Returns what the smallest plan needs, beside the budget."""
+    inner = [Choice.RECOMPUTE] * len(problem.workload.blocks)
+    plans = [problem.candidate(inner, hidden).amounts for hidden in (Choice.KEEP, *problem.tiers)]
+    needs = [problem.need(amounts) for amounts in plans]
+    device, host = min(need.device for need in needs), min(need.host for need in needs)
+    budget = problem.budget
+    lacks = [
+        f"{name}: needs at least {need / 1e9:.2f} GB, the budget is {limit / 1e9:.2f} GB"
+        for name, need, limit in (("device", device, budget.device), ("host", host, budget.host))
+        if need > limit
+    ]
+    return (
+        "; ".join(lacks or ["no plan fits both budgets"]) + "; use fewer tokens or slots, or raise the budget"
+    )
