@@ -1,0 +1,1 @@
+"""Out-of-core tuning on a CPU: files, AdamW, a streamed base, packed adapters, memory limits."""
