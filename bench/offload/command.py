@@ -27,13 +27,13 @@ from shared.command_line import documented_parser, start_quietly
 from shared.results import RESULTS, write_json
 from transformers.utils import logging as transformers_logging
 
-from offload import adamw, disk_speed, streaming
+from offload import adamw, disk_speed, packed, streaming
 from offload.base import check_disk, disk_scheduler, file_system
 from offload.options import QUICK_TURNS, TURNS, Options
 from offload.report import heading, missed, verdicts
 from offload.turns import cores
 
-PARTS: dict[str, ModuleType] = {"io": disk_speed, "adamw": adamw, "stream": streaming}
+PARTS: dict[str, ModuleType] = {"io": disk_speed, "adamw": adamw, "stream": streaming, "adapters": packed}
 
 
 def run(name: str, folder: Path, *, quick: bool, turns: int) -> dict[str, Any]:
