@@ -1,1 +1,1 @@
-"""Benchmarks of out-of-core tuning."""
+"""Out-of-core tuning on a CPU: files, AdamW, a streamed base, packed adapters, memory limits, plans."""

@@ -1,0 +1,105 @@
+"""Out-of-core tuning on a CPU: files, AdamW, a streamed base, packed adapters, and limited memory.
+
+    python bench/bench_offload.py io                         # one part; results beside --out
+    python bench/bench_offload.py stream adapters --turns 7
+    python bench/bench_offload.py --quick --out /tmp/quick   # all parts, tiny sizes
+
+Parts: `io` (our reads and writes against fio), `adamw` (one pass against PyTorch's fused AdamW and a copy),
+`stream` (a training step over a base on disk: one after the other, overlapped, mapped), `adapters` (tokens/s
+against the number of adapters packed into a batch).
+
+Contenders take turns; ratios are of one turn, and their median counts. Models and files are written to a new
+folder in --folder, which must be on a disk that serves O_DIRECT, and removed. Each part writes PART.json and
+PART.txt. Quiet is the machine where other processes took little of it, which the text says. Exits with 1,
+after results are written, where a target is missed; `--quick` judges none.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shared import machine
+from shared.command_line import documented_parser, start_quietly
+from shared.results import RESULTS, write_json
+from transformers.utils import logging as transformers_logging
+
+from offload import adamw, disk_speed, packed, streaming
+from offload.base import check_disk, disk_scheduler, file_system
+from offload.options import QUICK_TURNS, TURNS, Options
+from offload.report import heading, missed, verdicts
+from offload.turns import cores
+
+PARTS: dict[str, ModuleType] = {"io": disk_speed, "adamw": adamw, "stream": streaming, "adapters": packed}
+
+
+def run(name: str, folder: Path, *, quick: bool, turns: int) -> dict[str, Any]:
+    """Runs one part.
+
+    Args:
+        name: in `PARTS`.
+        folder: where a folder for models and files is made, and removed.
+        quick: tiny sizes.
+        turns: of each contender.
+
+    Returns:
+        What `PART.json` holds.
+
+    Raises:
+        OSError: the folder is in memory, or something that the part needs is missing.
+    """
+    check_disk(folder)
+    start_quietly(cores())
+    command = f"python bench/bench_offload.py {name} --turns {turns}" + (" --quick" if quick else "")
+    data: dict[str, Any] = {
+        "machine": machine.describe(command),
+        "file_system": file_system(folder),
+        "disk_scheduler": disk_scheduler(folder),
+        "quick": quick,
+    }
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix="offload-") as own,
+        machine.OtherProcesses() as others,
+    ):
+        data |= PARTS[name].run(Options(Path(own), quick=quick, turns=turns))
+    return data | {"other_processes_share": others.share}
+
+
+def main() -> int:
+    """Runs the parts, prints, and writes their results."""
+    parser = documented_parser(__doc__)
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--turns", type=int, help=f"of each contender; default: {TURNS}, quick {QUICK_TURNS}")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is measured"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "offload-cpu", help="folder of the results")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
+    transformers_logging.disable_progress_bar()
+    turns = arguments.turns or (QUICK_TURNS if arguments.quick else TURNS)
+    failed = []
+    for name in arguments.parts or list(PARTS):
+        print(f"{name} ...", flush=True)
+        try:
+            data = run(name, arguments.folder, quick=arguments.quick, turns=turns)
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            failed.append(name)
+            continue
+        lines = [*heading(data), *PARTS[name].text(data), *verdicts(data)]
+        write_json(arguments.out / f"{name}.json", data)
+        (arguments.out / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        if hasattr(PARTS[name], "plot"):
+            PARTS[name].plot(data, arguments.out / f"{name}.png")
+        print("\n".join(lines), flush=True)
+        failed += missed(data)
+    if failed:
+        print(f"failed or missed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0

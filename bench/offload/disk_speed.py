@@ -1,0 +1,161 @@
+"""Part `io`: our reads and writes against fio, on the same file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from mlora.offload.disk import THREADS, Disk, buffer
+from mlora_ext._C import PIECE, File, Ticket
+
+from offload.options import Options
+from offload.report import Data, at_least, table
+from offload.turns import in_order
+
+BYTES, QUICK_BYTES = 2 << 30, 32 << 20
+BLOCK, QUICK_BLOCK = 96 << 20, 4 << 20
+"""Bytes of one transfer, about a block of a model."""
+BUFFERS = 3
+"""Transfers under way, as many as a stream has slots."""
+DEPTH = 8
+PEERS = {"fio, 1 MiB": "1M", "fio, 4 MiB": "4M"}
+OURS = ("ours", "ours again")
+"""Twice a turn, because fio has two tries, of which the better one counts."""
+MUST = 0.9
+
+
+class Transfers:
+    """One file, moved whole by our threads through a few buffers."""
+
+    def __init__(self, path: Path, size: int, block: int) -> None:
+        self.size, self._block = size, block
+        self._disk, self._file = Disk(), File.create(str(path))
+        self._buffers = [buffer(block) for _ in range(BUFFERS)]
+        for one in self._buffers:
+            one.random_(0, 256)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the transfers pass the page cache by."""
+        return self._file.direct
+
+    def read(self) -> float:
+        """Reads the file; returns bytes per second."""
+        return self._move(self._disk.read)
+
+    def write(self) -> float:
+        """Writes the file; returns bytes per second."""
+        return self._move(self._disk.write)
+
+    def _move(self, begin: Callable[[File, int, torch.Tensor, int], Ticket]) -> float:
+        started = time.perf_counter()
+        waiting: list[Ticket | None] = [None] * len(self._buffers)
+        for offset, place in zip(range(0, self.size, self._block), cycle(range(len(waiting))), strict=False):
+            if (before := waiting[place]) is not None:
+                before.wait()
+            size = min(self._block, self.size - offset)
+            waiting[place] = begin(self._file, offset, self._buffers[place], size)
+        for ticket in waiting:
+            if ticket is not None:
+                ticket.wait()
+        return self.size / (time.perf_counter() - started)
+
+
+def fio(path: Path, size: int, way: str, block: str) -> float:
+    """Returns bytes per second of fio at queue depth 8, past the page cache.
+
+    Args:
+        way: `read` or `write`.
+        block: of each transfer, in fio's words.
+    """
+    options = {
+        "name": way,
+        "filename": path,
+        "rw": way,
+        "bs": block,
+        "size": size,
+        "iodepth": DEPTH,
+        "ioengine": "libaio",
+        "direct": 1,
+        "fallocate": "none",
+        "output-format": "json",
+    }
+    command = ["fio", *(f"--{name}={value}" for name, value in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"fio failed: {' '.join((done.stderr or done.stdout).split())}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][way]
+    if job["io_bytes"] != size:
+        raise RuntimeError(f"fio: expected {size} bytes, it moved {job['io_bytes']}")
+    return float(job["bw_bytes"])
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measures both ways in turns.
+
+    Raises:
+        OSError: fio is not installed, or the file system refuses direct transfers.
+    """
+    if not shutil.which("fio"):
+        raise OSError("io: fio is not installed; Debian has it: apt-get install fio")
+    path = options.folder / "file"
+    size, block = (QUICK_BYTES, QUICK_BLOCK) if options.quick else (BYTES, BLOCK)
+    ours = Transfers(path, size, block)
+    ours.write()
+    if not ours.direct:
+        raise OSError(f"io: the file system of {options.folder} refuses O_DIRECT; give --folder on another")
+    ways = {way: _measured(ours, path, way, options.turns) for way in ("read", "write")}
+    version = subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
+    shape = {"bytes": size, "block": block, "buffers": BUFFERS, "threads": THREADS, "piece": PIECE}
+    data = {"fio": version, "depth": DEPTH, **shape, "ways": ways}
+    must = [
+        at_least(f"{way}: ours / fio's better, median", part["ratio"], MUST) for way, part in ways.items()
+    ]
+    return data | {"must": must}
+
+
+def _measured(ours: Transfers, path: Path, way: str, turns: int) -> dict[str, Any]:
+    """Returns bytes per second of all in turns, after one that does not count, and the ratio in each turn."""
+    mine = ours.read if way == "read" else ours.write
+    cases: dict[str, Callable[[], float]] = {}
+    for name, (peer, block) in zip(OURS, PEERS.items(), strict=True):
+        cases[name] = mine
+        cases[peer] = lambda block=block: fio(path, ours.size, way, block)  # type: ignore[misc]
+    found = []
+    for turn in range(1 + turns):
+        os.sync()
+        rates = {name: cases[name]() for name in in_order(cases, turn)}
+        if turn:
+            found.append(rates)
+    ratios = [max(rates[name] for name in OURS) / max(rates[name] for name in PEERS) for rates in found]
+    return {"turns": found, "ratios": ratios, "ratio": statistics.median(ratios)}
+
+
+def text(data: Data) -> list[str]:
+    """Returns a table of both ways, and the ratio of each turn."""
+    lines = [
+        f"{data['bytes'] >> 20} MiB by transfers of {data['block'] >> 20} MiB, {data['buffers']} under way, "
+        f"in pieces of {data['piece'] >> 20} MiB by {data['threads']} threads; {data['fio']} at queue depth "
+        f"{data['depth']}; O_DIRECT; each side has two tries a turn, and the better one counts",
+    ]
+    for way, part in data["ways"].items():
+        rows = {
+            f"{way}: {name}": {"rate": statistics.median(rates[name] for rates in part["turns"])}
+            for name in part["turns"][0]
+        }
+        each = " ".join(f"{ratio:.2f}" for ratio in part["ratios"])
+        lines += [
+            "",
+            *table({f"{way}: {name}": row for name, row in rows.items()}, (("GB/s", "rate", "7.2f", 1e-9),)),
+        ]
+        lines.append(f"{way}: ours / fio's better: median {part['ratio']:.3f}, by turn {each}")
+    return lines
