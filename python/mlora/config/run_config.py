@@ -274,6 +274,12 @@ class RunConfig(Strict):
         faults = not_served(self.method, self.offload, self.device or "cpu")
         if self.pack_base and self.offload.base == "disk":
             faults["pack_base",] = "keeps the base in memory, but offload.base is disk; remove one of them"
+        if self.offload.activations in ("auto", "swap"):
+            key, asked = ("offload", "activations"), self.offload.activations
+            if self.gradient_checkpointing:
+                faults[key] = f"{asked} says what is recomputed; remove gradient_checkpointing"
+            if self.scheduler.memory_limit is not None:
+                faults[key] = f"{asked} cannot be used with scheduler.memory_limit yet; remove one of them"
         if faults:
             raise wrong_keys(faults)
         return self

@@ -31,6 +31,7 @@ from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.offload.base_bytes import BaseBytes
+from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import LossScaler, StepRule, Update
@@ -43,6 +44,8 @@ from mlora_ext.nn.routing.router import router_of
 if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
+
+    from mlora.data.record import Sample
 
 
 class Engine(Batcher):
@@ -176,6 +179,28 @@ class Engine(Batcher):
     def base_bytes(self) -> list[BaseBytes]:
         """Returns where the bytes of the base model are, for each stage of each replica."""
         return [BaseBytes(**answer) for answer in self._every("base_bytes")]
+
+    def forecast(self, batches: Mapping[str, Sequence[Sample]]) -> list[Forecast]:
+        """Runs a batch, drops its gradients, and predicts how long such batches take on each stage.
+
+        With `OffloadOptions.activations="auto"` each stage plans then what becomes of its blocks'
+        activations. No result depends on the plan.
+
+        Args:
+            batches: samples by adapter name, such as one micro-batch of the run.
+
+        Returns:
+            A forecast of each stage; none where nothing is offloaded.
+
+        Raises:
+            ValueError: a name is unknown, a sample is malformed, or `device_memory` is too small.
+        """
+        self._every("watch")
+        self.finish(self.start(batches, whole=True))
+        for name in batches:
+            self.discard_gradients(name)
+        tokens = sum(sample.rows for samples in batches.values() for sample in samples)
+        return [Forecast(**found) for found in self._every("forecast", tokens=tokens) if found]
 
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""

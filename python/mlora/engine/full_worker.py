@@ -13,6 +13,7 @@ from torch import Tensor
 from mlora.data.packing import PackedRows
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_model import BaseModel
+from mlora.model.cut import find_blocks
 from mlora.model.export import export_model
 from mlora.objectives.token_losses import Head
 from mlora.offload.options import OffloadOptions
@@ -120,12 +121,11 @@ class FullWorker(StageWorker):
     """Trains all weights of a model for one task, instead of adapters."""
 
     def __init__(self, base: BaseModel, device: torch.device, offload: OffloadOptions) -> None:
-        super().__init__(base, device)
-        self._offload = offload
+        super().__init__(base, device, offload)
 
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of the model's weights for a task."""
-        self._optimizers[name] = FullAdamW(self.base, optim, self._offload)
+        self._optimizers[name] = FullAdamW(self.base, optim, self.offload)
 
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""
@@ -169,6 +169,12 @@ class FullWorker(StageWorker):
             optimizer.planned = Update(**update)
         packed = PackedRows.of(**rows, device=self.device)
         return self.base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+
+    def _trained_numbers(self) -> list[int]:
+        if self.offload.optimizer != "disk":
+            return []
+        blocks = self.base.model.get_submodule(find_blocks(self.base.model)[0]).children()
+        return [sum(p.numel() for p in block.parameters()) for block in blocks]
 
     def _frozen_head(self) -> Head | None:
         return None

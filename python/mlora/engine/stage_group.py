@@ -139,23 +139,24 @@ def make_worker(source: Source, span: Span | None, options: StageOptions) -> Sta
     """Loads a stage; `span=None` is the whole model. Cuts and converts a given model in place."""
     source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
     activations = "recompute" if options.gradient_checkpointing else options.offload.activations
-    if activations not in ("keep", "recompute", "swap"):
-        raise ValueError(f"offload.activations: expected keep, recompute or swap, got {activations!r}")
-    if activations == "swap" and options.device.type != "cpu":
-        raise ValueError(f"offload.activations: swap serves the CPU so far, got device {options.device}")
+    if activations not in ("auto", "keep", "recompute", "swap"):
+        raise ValueError(f"offload.activations: expected auto, keep, recompute or swap, got {activations!r}")
+    if activations in ("auto", "swap") and options.device.type != "cpu":
+        where = options.device
+        raise ValueError(f"offload.activations: {activations} serves the CPU so far, got device {where}")
     if options.trained:
         base = load_trained(source, options.device, options.dtype, options.offload)
-        base.take_saved_tensors(options.offload, activations)
+        base.wrap_blocks(options.offload, activations, converted=False)
         return FullWorker(base, options.device, options.offload)
     base = load_base(source, options.device, options.dtype, span, options.offload)
     router_of(base.model).accumulates = True
-    if activations == "recompute":
+    if activations in ("auto", "swap") or options.offload.base == "disk":
+        base.wrap_blocks(options.offload, activations, converted=True)
+    elif activations == "recompute":
         base.checkpoint_activations()
-    elif activations == "swap":
-        base.take_saved_tensors(options.offload, activations)
     if options.frozen_weight != "plain":
         base.set_frozen_weights(options.frozen_weight)
-    return StageWorker(base, options.device)
+    return StageWorker(base, options.device, options.offload)
 
 
 def count_blocks(source: Source) -> int:

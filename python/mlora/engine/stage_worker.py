@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.data.packing import PackedRows
 from mlora.memory.live_memory import WorkMemory, work_memory
-from mlora.memory.process_memory import PeakMemory, release_memory, used_memory
+from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import Head, Owners, chunked_losses, plain_losses
+from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer
 from mlora.optim.registry import optimizer_kind
@@ -39,9 +40,9 @@ class StageWorker(Hooks, nn.Module):
     adapter targets the head, the head belongs to the last stage, which returns whole logits.
     """
 
-    def __init__(self, base: BaseModel, device: torch.device) -> None:
+    def __init__(self, base: BaseModel, device: torch.device, offload: OffloadOptions = IN_MEMORY) -> None:
         super().__init__()
-        self.base, self.device = base, device
+        self.base, self.device, self.offload = base, device, offload
         self.body = base.body
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
@@ -117,10 +118,41 @@ class StageWorker(Hooks, nn.Module):
             "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
             "release_memory": lambda: release_memory(self.device),
+            "watch": self._watch,
+            "forecast": self._forecast,
         }
         if verb not in verbs:
             return super().control(verb, arguments)
         return verbs[verb](**arguments)
+
+    def _watch(self) -> None:
+        """Begins to watch the next micro-batch, by which `_forecast` predicts those after it."""
+        from mlora.offload.forecast import begin_profile  # needs the compiled library
+
+        if self.base.activations is not None:
+            begin_profile(self.base.activations)
+
+    def _forecast(self, tokens: int) -> dict[str, Any] | None:
+        """Predicts the time of a step of so many tokens; if asked to, chooses what becomes of activations."""
+        from mlora.offload.forecast import forecast
+
+        base = self.base
+        if base.activations is None:
+            return None
+        found = forecast(
+            base.activations,
+            base.stream,
+            self.offload,
+            tokens,
+            trained=self._trained_numbers(),
+            used=used_memory(self.device),
+            free=free_memory(self.device) or 0,
+        )
+        return dataclasses.asdict(found)
+
+    def _trained_numbers(self) -> list[int]:
+        """Returns how many weights of each block an optimizer on disk updates."""
+        return []
 
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model."""

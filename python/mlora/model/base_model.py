@@ -23,8 +23,8 @@ from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 from mlora_ext.nn.bank import AdapterBank, AdapterSlot
 
 if TYPE_CHECKING:
+    from mlora.offload.activations import Activations
     from mlora.offload.options import OffloadOptions
-    from mlora.offload.saved_tensors import SavedTensors
     from mlora.offload.stream import BlockStream
 
 
@@ -41,7 +41,7 @@ class BaseModel:
     head_weight: FrozenWeight | None = None  # the head's frozen weight if it is not plain
     cut: Cut | None = None  # runs this stage's part of the model; None if the whole model is here
     stream: BlockStream | None = None  # reads the blocks' weights from disk; None if they are in memory
-    saved: SavedTensors | None = None  # takes what autograd saves; None = autograd keeps it
+    activations: Activations | None = None  # says what becomes of them; None = autograd keeps them
 
     @property
     def span(self) -> Span | None:
@@ -106,7 +106,7 @@ class BaseModel:
         Returns:
             `[T, D]`.
         """
-        with nullcontext() if self.saved is None else self.saved.of_pass():
+        with nullcontext() if self.activations is None else self.activations.of_pass():
             output = self.run(
                 self.body,
                 input_ids,
@@ -160,35 +160,40 @@ class BaseModel:
             self.head_weight = PackedWeight(head)
             self.head_weight.fused(head.weight)
 
-    def take_saved_tensors(self, options: OffloadOptions, activations: str) -> None:
-        """Takes what autograd saves in the blocks: streamed Parameters, and activations.
+    def wrap_blocks(self, options: OffloadOptions, mode: str, *, converted: bool) -> None:
+        """Wraps the blocks, so that it can be chosen what becomes of their activations.
 
         Args:
-            activations: of each block: `keep`, `recompute` (only of a model that is not converted; see
-                `checkpoint_activations`) or `swap` to disk.
+            mode: of all blocks: `keep`, `recompute`, `swap` to disk, or `auto`.
+            converted: whether adapters are trained, not the weights.
 
         Raises:
-            ValueError: its decoder blocks are not found.
+            ValueError: the decoder blocks are not found.
             OSError: a folder for scratch files is missing.
         """
-        from mlora.offload.blocks import BlockForward  # needs the compiled library
+        from mlora.offload.activations import Activations  # needs the compiled library
         from mlora.offload.disk import Disk
-        from mlora.offload.saved_tensors import SavedTensors
         from mlora.offload.swap_space import SwapSpace
 
-        space = SwapSpace(Disk(options.folders, rate=options.rate))
-        self.saved = SavedTensors(self.model, self.stream, space)
         name = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
         first = 0 if self.span is None else self.span.first
         last = None if self.span is None else self.span.last
         blocks = list(self.model.get_submodule(name).children())[first:last]
+        weights = []
         for number, block in enumerate(blocks):
             streamed = {} if self.stream is None else self.stream.layouts[number].tensors
             own = block.named_parameters(prefix=f"{name}.{first + number}")
-            weights = {key: parameter for key, parameter in own if key in streamed}
-            wrapped = BlockForward(block, number, self.saved, self.stream, weights)
-            wrapped.recomputes = activations == "recompute"
-            self.saved.swaps[number] = activations == "swap"
+            weights.append({key: parameter for key, parameter in own if key in streamed})
+        self.activations = Activations(
+            self.model,
+            blocks,
+            SwapSpace(Disk(options.folders, rate=options.rate)),
+            self.stream,
+            weights,
+            checkpoint_contexts(self.model) if converted else None,
+        )
+        # until a plan is made, `auto` takes the least memory
+        self.activations.choose(["recompute" if mode == "auto" else mode] * len(blocks))  # type: ignore[list-item]
 
     def checkpoint_activations(self) -> None:
         """Recomputes each block in backward instead of keeping its activations; ValueError if unsupported."""

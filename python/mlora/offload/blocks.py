@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -93,9 +93,12 @@ class BlockForward:
         saved: hears of the block before its forward pass.
         stream: brings the weights; None if they are in memory.
         weights: the Parameters that the stream brings, by their names in its layout.
+        contexts: `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
     Attributes:
         recomputes: whether the block keeps its input only and runs again in the backward pass.
+        mark: hears when the block's passes begin, and its forward pass ends.
+        hidden_bytes: of its latest input.
     """
 
     def __init__(
@@ -105,17 +108,33 @@ class BlockForward:
         saved: SavedTensors,
         stream: BlockStream | None = None,
         weights: Mapping[str, nn.Parameter] | None = None,
+        contexts: Callable[[], Any] | None = None,
     ) -> None:
-        self.recomputes = False
+        self.recomputes, self.hidden_bytes = False, 0
+        self.mark: Callable[[str, int], None] | None = None
         self._module, self._number, self._saved, self._stream = module, number, saved, stream
         self._weights = dict(weights or {})
         self._forward = module.forward
 
+        again: Any = checkpoint if contexts is None else functools.partial(checkpoint, context_fn=contexts)
+
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            self.hidden_bytes = 0 if hidden is None else hidden.nbytes
+            if self.mark is not None:
+                self.mark("forward", number)
             if self.recomputes and torch.is_grad_enabled():
-                return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
-            return self._run(*args, **kwargs)
+                output = again(self._run, *args, use_reentrant=False, **kwargs)
+            else:
+                output = self._run(*args, **kwargs)
+            if self.mark is not None:
+                self.mark("forward ends", number)
+            if torch.is_grad_enabled() and (self._weights or self.mark is not None):
+                for tensor in tree_iter(output):
+                    if isinstance(tensor, Tensor) and tensor.requires_grad:
+                        tensor.register_hook(self._backward_begins)
+            return output
 
         module.forward = forward
 
@@ -123,20 +142,17 @@ class BlockForward:
         self._saved.enter(self._number, args[1:], kwargs)
         if self._stream is None or not self._weights:
             return self._forward(*args, **kwargs)
-        self._bind()
+        self._stream.bind(self._weights, self._stream.tensors(self._number))
         try:
-            output = self._forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         finally:
             self._stream.bind({}, {})
-        if torch.is_grad_enabled():
-            for tensor in tree_iter(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._bind)
-        return output
 
-    def _bind(self, *_: object) -> None:
-        assert self._stream is not None
-        self._stream.bind(self._weights, self._stream.tensors(self._number))
+    def _backward_begins(self, _: Tensor) -> None:
+        if self._stream is not None and self._weights:
+            self._stream.bind(self._weights, self._stream.tensors(self._number))
+        if self.mark is not None:
+            self.mark("backward", self._number)
 
     def remove(self) -> None:
         """Gives the module its own forward pass back."""

@@ -44,6 +44,11 @@ class Disk:
         self._pool = _C.Pool(threads, rate)
         self._warned = False
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor seconds that its threads have used."""
+        return self._pool.cpu_seconds
+
     def open(self, path: str | Path) -> File:
         """Opens a file for reading; OSError names it."""
         return self._checked(File.open(str(path)))

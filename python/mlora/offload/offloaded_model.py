@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from mlora.offload.activations import Activations, Mode, check_modes
 from mlora.offload.block_layout import BlockLayout
 from mlora.offload.blocks import (
-    BlockForward,
     converted_layers,
     largest_list,
     weights_to_stream,
@@ -22,7 +22,6 @@ from mlora.offload.blocks import (
 )
 from mlora.offload.disk import Disk
 from mlora.offload.out_of_core import OutOfCoreAdamW
-from mlora.offload.saved_tensors import SavedTensors
 from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora.offload.swap_space import SwapSpace
@@ -33,7 +32,6 @@ from mlora_ext.library import check_library
 from mlora_ext.nn import MultiLoRALinear
 
 Place = Literal["device", "host", "disk"]
-Activations = Literal["keep", "recompute", "swap"]
 
 
 class offloaded:
@@ -90,7 +88,7 @@ class offloaded:
         *,
         base: Place = "disk",
         states: Place = "disk",
-        activations: Activations | Sequence[Activations] = "keep",
+        activations: Mode | Sequence[Mode] = "keep",
         blocks: nn.ModuleList | str | None = None,
         active: bool = True,
         folders: Sequence[str | Path] = (),
@@ -111,7 +109,10 @@ class offloaded:
         self.optimizer: TorchOptimizer | None = None
         self._model, self._given, self._active = model, optimizer, active
         self._name, self._blocks = _block_list(model, blocks)
-        self._modes = _modes(activations, len(self._blocks))
+        self._modes: list[Mode] = (
+            [activations] * len(self._blocks) if isinstance(activations, str) else list(activations)
+        )
+        check_modes(self._modes, len(self._blocks))
         self._base, self._states, self._slots, self._buffers = base, states, slots, buffers
         self._disk = Disk(folders, rate=rate)
         self._poison = poison
@@ -127,9 +128,7 @@ class offloaded:
             if self._base == "disk":
                 self._move_out(layouts, list(trained.values()))
                 self.stream = BlockStream(layouts, self._disk, self._slots, poison=self._poison)
-            saved = SavedTensors(self._model, self.stream, SwapSpace(self._disk))
-            saved.swaps = {number: mode == "swap" for number, mode in enumerate(self._modes)}
-            self._wrap(saved, undo)
+            self._wrap(undo)
             if given is not None:
                 adamw = OutOfCoreAdamW(
                     trained,
@@ -190,7 +189,7 @@ class offloaded:
                 else:
                     owner.data = tensor.clone()
 
-    def _wrap(self, saved: SavedTensors, undo: ExitStack) -> None:
+    def _wrap(self, undo: ExitStack) -> None:
         """Puts the stream, and what takes saved tensors, between the model and its callers."""
         own: list[dict[str, nn.Parameter]] = [{} for _ in self._blocks]
         for name, (number, owner) in self._streamed.items():
@@ -201,15 +200,15 @@ class offloaded:
                 owner._parameters["weight"] = None
             else:
                 own[number][name] = owner
-        for number, (block, mode) in enumerate(zip(self._blocks, self._modes, strict=True)):
-            wrapped = BlockForward(block, number, saved, self.stream, own[number])
-            wrapped.recomputes = mode == "recompute"
-            undo.callback(wrapped.remove)
+        space = SwapSpace(self._disk)
+        activations = Activations(self._model, self._blocks, space, self.stream, own)
+        undo.callback(activations.remove)
+        activations.choose(self._modes)
         forward_of_model = self._model.forward
 
         @functools.wraps(forward_of_model)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with saved.of_pass():
+            with activations.of_pass():
                 return forward_of_model(*args, **kwargs)
 
         self._model.forward = forward
@@ -238,14 +237,3 @@ def _block_list(model: nn.Module, given: nn.ModuleList | str | None) -> tuple[st
     if not found:
         raise ValueError(f"blocks: {name!r} holds no blocks")
     return name, found
-
-
-def _modes(given: Activations | Sequence[Activations], blocks: int) -> list[str]:
-    """Returns what happens to the activations of each block."""
-    modes = [given] * blocks if isinstance(given, str) else list(given)
-    wrong = [mode for mode in modes if mode not in ("keep", "recompute", "swap")]
-    if wrong:
-        raise ValueError(f"activations: expected keep, recompute or swap, got {wrong[0]!r}")
-    if len(modes) != blocks:
-        raise ValueError(f"activations: expected one for each of {blocks} blocks, got {len(modes)}")
-    return list(modes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
@@ -48,6 +49,7 @@ class BlockStream:
     Attributes:
         layouts: of the blocks.
         loads: how many blocks were read so far.
+        waited: seconds that `tensors` has waited so far.
         wait_for: called with a block before it is read: waits until all of it is in its file.
         waits: whether `wait_for` would wait; such a block is not prefetched.
         on_read: is called with each block that was read and used, and when its read began and ended, in
@@ -63,6 +65,7 @@ class BlockStream:
         if slots < 2 or not layouts:
             raise ValueError(f"slots: expected at least 2 slots and 1 block, got {slots} and {len(layouts)}")
         self.loads = 0
+        self.waited = 0.0
         self.wait_for: Callable[[int], None] = lambda block: None
         self.waits: Callable[[int], bool] = lambda block: False
         self.on_read: Callable[[int, int, int], None] | None = None
@@ -85,6 +88,7 @@ class BlockStream:
         Raises OSError if they cannot be read; the next call tries again.
         """
         if block != self._now:
+            begin = time.perf_counter()
             self.wait_for(block)
             with self._lock:
                 self._turn(block)
@@ -93,6 +97,7 @@ class BlockStream:
                 except OSError:
                     self._now = -1
                     raise
+                self.waited += time.perf_counter() - begin
                 for following, _ in zip(self._next(), range(len(self._slots) - 1), strict=False):
                     self.prefetch(following)
         return self._held[block].views

@@ -20,11 +20,13 @@ class Placement:
         base: of each stage.
         options: what was asked for.
         plan: says what the tasks that train at once need; None = it is not known.
+        forecast: lines on the time of a micro-batch, and on what bounds it.
     """
 
     base: Sequence[BaseBytes]
     options: OffloadOptions
     plan: MemoryPlan | None = None
+    forecast: Sequence[str] = ()
 
     def table(self) -> list[list[str]]:
         """Returns rows of text, titles first."""
@@ -46,10 +48,7 @@ class Placement:
         return rows
 
     def lines(self) -> list[str]:
-        """Returns what the table cannot say, one fact a line.
-
-        Here is the place for a forecast of an iteration's time and of what bounds it.
-        """
+        """Returns what the table cannot say, one fact a line."""
         streamed, converted = sum(self._of_base("streamed")), sum(self._of_base("converted"))
         found = []
         if streamed > converted:
@@ -60,7 +59,7 @@ class Placement:
                 f"{in_units(converted)} of weights have another dtype or layout in the model's files; the "
                 f"run converts them into scratch files in {folders}"
             )
-        return found
+        return [*found, *self.forecast]
 
     def _of_base(self, part: str) -> list[int]:
         return [int(getattr(base, part)) for base in self.base]

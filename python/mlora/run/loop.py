@@ -24,6 +24,7 @@ from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
+from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, fingerprints
 from mlora.run.stages import less_memory
 from mlora.run.task_states import compare, read_best, write_best
@@ -72,6 +73,7 @@ class TrainingLoop:
         self._engine, self._folder, self._reporter = prepared.engine, self._table.folder, self._table.reporter
         self._began = time.monotonic() - prepared.seconds
         self._last_step: dict[str, float] = {}
+        self._planned = prepared.config.offload.activations != "auto"
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
         self._states = StateFiles(self._folder.states, self._folder.checkpoints)
@@ -82,6 +84,7 @@ class TrainingLoop:
         self._folder.tidy_adapters([task.name for task in self._table.tasks])
         try:
             self._begin(self._table.admitted())
+            self._plan_activations()
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
         except (MemoryError, RuntimeError, OSError, FloatingPointError) as error:
@@ -102,6 +105,16 @@ class TrainingLoop:
         self._checkpoint()
         self._writer.wait()
         self._states.prune()
+
+    def _plan_activations(self) -> None:
+        """Lets each stage plan what becomes of its activations, if the config leaves that to it."""
+        if self._planned or not self._rounds.groups:
+            return
+        # the gradients that a task has accumulated would be lost
+        tasks = [task for task in self._rounds.groups[0].running() if not task.progress.open_units]
+        for line in forecast_lines(self._engine, tasks):
+            self._reporter.note(line)
+        self._planned = bool(tasks)
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         """Evaluates new tasks if they never were, and starts the clock of their next step."""
@@ -161,6 +174,8 @@ class TrainingLoop:
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._table.members()) and not stopping
+        if going_on:
+            self._plan_activations()
         if save and going_on:  # `train` writes one at the end
             self._checkpoint()
         self._rounds.settled(iteration)

@@ -18,8 +18,13 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import free_memory, used_at_first, used_memory
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.planning.placement import Placement
+from mlora.planning.task_memory import memory_need
+from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, prepare, sweep_of
 from mlora.run.reporter import Reporter
+from mlora.scheduler import token_balanced
+from mlora.tasks.groups import slot_count
+from mlora.tasks.task import Task
 
 
 class Validated(NamedTuple):
@@ -55,6 +60,9 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     before = used_memory(cpu)
     unlimited = config.scheduler.model_copy(update={"memory_limit": None})
     prepared = prepare(config.model_copy(update={"scheduler": unlimited}), reporter, measure=True)
+    forecast: list[str] = []
+    if config.offload != OffloadConfig() or config.method == "full":
+        forecast = forecast_lines(prepared.engine, _first_group(config, prepared))
     prepared.engine.close()
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     plan = replace(plan, places=places) if plan else None
@@ -68,8 +76,16 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
             )
     placement = None
     if config.offload != OffloadConfig():
-        placement = Placement(prepared.placed, config.offload.options, plan)
+        placement = Placement(prepared.placed, config.offload.options, plan, forecast)
     return Validated(prepared, plan, placement)
+
+
+def _first_group(config: RunConfig, prepared: Prepared) -> list[Task]:
+    """Returns the tasks that share the first group's micro-batches."""
+    tasks = [task for task in prepared.table.tasks if task.data.samples]
+    needs = [memory_need(task, 0) for task in tasks] if slot_count(config) > 1 else []
+    slots = token_balanced(needs, slot_count(config), {})
+    return [task for task in tasks if slots.get(task.name, 0) == 0]
 
 
 def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> MemoryPlan | None:

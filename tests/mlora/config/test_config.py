@@ -230,12 +230,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
             "disk",
             "offload.optimizer: disk serves method: full; adapters'",
         ),
-        (
-            "offload.activations",
-            "auto",
-            "offload.activations: auto is not served yet; use keep, recompute",
-        ),
-        ("offload.host_memory", "4GiB", "offload.host_memory: is not served yet; remove this key"),
+        ("offload.host_memory", "4GiB", "offload.host_memory: bounds what activations: auto may use"),
         ("method", "both", "method: must be one of 'lora' or 'full', got 'both'"),
         ("base_model", "./nowhere", "base_model: no such folder:"),
         ("base_model", "model/nowhere", "base_model: no such folder:"),

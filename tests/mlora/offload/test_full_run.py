@@ -18,7 +18,7 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.run.run import resume, train
 from safetensors.torch import load_file
 from tiny_models import samples
-from tiny_run import lines, run_data, save_base
+from tiny_run import lines, run_data, save_base, weights
 from transformers import AutoModelForCausalLM
 
 from tests.mlora.offload.families import FAMILIES
@@ -211,4 +211,40 @@ def test_what_it_does_not_do_is_refused(
     else:
         data |= changes
     with pytest.raises(RunError, match=message):
+        resolve_config(data, folder=tmp_path)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_plan_for_activations_changes_no_result(base: Path, tmp_path: Path, method: str) -> None:
+    """Also where the run stops in the middle of an accumulation, and plans again."""
+    found = []
+    for name, activations in (("kept", "keep"), ("planned", "auto")):
+        folder = tmp_path / name
+        folder.mkdir()
+        offload: dict[str, Any] = {"base": "disk", "activations": activations}
+        if method == "full":
+            data = full_data(base, folder, offload=offload | {"optimizer": "disk"})
+        else:
+            data = run_data(base, folder, offload=offload)
+        reporter = Watching({3: interrupt})
+        train(resolve_config(data, folder=folder), reporter=reporter)
+        assert resume(folder / "run", reporter=reporter).exit_code == 0
+        found.append([folder / "run", reporter.lines])
+    told = [line for line in found[1][1] if "tokens" in line or "activations" in line]
+    assert [line.partition(":")[0] for line in told if line.startswith("activations")] != []
+    assert any("s predicted, bound by" in line for line in told)
+    assert not any("predicted" in line for line in found[0][1])
+    assert lines(found[0][0]) == lines(found[1][0])
+    if method == "full":
+        assert_same(found[1][0], found[0][0])
+    else:
+        assert weights(found[0][0]) == weights(found[1][0])
+
+
+def test_swapping_and_a_memory_limit_exclude_each_other(base: Path, tmp_path: Path) -> None:
+    data = run_data(base, tmp_path, offload={"activations": "swap"}, scheduler={"memory_limit": "4GiB"})
+    with pytest.raises(RunError, match=r"offload\.activations: swap cannot be used with scheduler\.memory_"):
+        resolve_config(data, folder=tmp_path)
+    data = run_data(base, tmp_path, offload={"activations": "auto"}, gradient_checkpointing=True)
+    with pytest.raises(RunError, match="auto says what is recomputed; remove gradient_checkpointing"):
         resolve_config(data, folder=tmp_path)

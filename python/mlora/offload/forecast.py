@@ -1,0 +1,126 @@
+"""Predicts a step's time from one watched micro-batch, and plans what becomes of the activations.
+
+LoHan (arXiv 2403.06504), section IV-B: the first iteration recomputes all blocks, and measures what the plan
+needs. Here one block of each kind keeps its activations meanwhile, so that their bytes can be counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from mlora.offload.activations import Activations, Mode
+from mlora.offload.disk import Disk
+from mlora.offload.forecast_lines import Forecast
+from mlora.offload.options import OffloadOptions
+from mlora.offload.planner.activation_plan import ActivationPlan, Choice
+from mlora.offload.planner.iteration_time import iteration_time
+from mlora.offload.planner.machine import Budget, Machine
+from mlora.offload.planner.search import plan_activations
+from mlora.offload.planner.tokens_to_hide import tokens_of_passes
+from mlora.offload.planner.workload import Block, Placement, Workload
+from mlora.offload.rates import measure_rates
+from mlora.offload.stream import BlockStream
+
+
+def begin_profile(activations: Activations) -> None:
+    """Watches the next micro-batch: its first block keeps its activations, the others recompute them."""
+    modes: list[Mode] = ["recompute"] * len(activations.modes)
+    modes[0] = "keep"
+    activations.choose(modes)
+    activations.watch()
+
+
+def forecast(
+    activations: Activations,
+    stream: BlockStream | None,
+    options: OffloadOptions,
+    tokens: int,
+    *,
+    trained: Sequence[int],
+    used: int,
+    free: int,
+) -> Forecast:
+    """Predicts the time of a micro-batch after the watched one, and sets the blocks' modes.
+
+    Args:
+        activations: that were watched.
+        stream: of the blocks' weights, if they are on disk.
+        options: of the run.
+        tokens: of the watched micro-batch.
+        trained: weights of each block that are updated with states out of memory; empty: none.
+        used: bytes of memory that the process uses now.
+        free: bytes that others do not use.
+
+    Raises:
+        ValueError: the memory is too small for any plan.
+        OSError: a folder for scratch files lacks room.
+    """
+    times = activations.times()
+    kept = activations.saved.counted
+    rates = measure_rates(Disk(options.folders, rate=options.rate))
+    threads = torch.get_num_threads()
+    machine = Machine(
+        flops=1.0,
+        read=rates.read,
+        write=rates.write,
+        one_memory=True,
+        cores=max(threads, os.cpu_count() or 1),
+        compute_cores=threads,
+        read_seconds=rates.read_seconds,
+        write_seconds=rates.write_seconds,
+        copy_seconds=rates.copy_seconds,
+        update_seconds=rates.update_seconds,
+    )
+    inner = max(0, kept.get(0, 0) - activations.hidden_bytes)
+    blocks = []
+    for number, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True)):
+        recomputed = forward if activations.modes[number] == "recompute" else 0.0
+        weights = trained[number] if trained else 0
+        blocks.append(
+            Block(
+                weight_bytes=0 if stream is None else stream.layouts[number].nbytes,
+                inner_bytes=inner,
+                hidden_bytes=activations.hidden_bytes,
+                trainable=weights,
+                state_bytes=12 * weights,
+                gradient_bytes=2 * weights,
+                forward_seconds=max(forward, 1e-9),
+                backward_seconds=max(backward - recomputed, 1e-9),
+            )
+        )
+    blocks.append(Block(forward_seconds=times.before + times.between + 1e-9, backward_seconds=1e-9))
+    workload = Workload(
+        blocks,
+        tokens,
+        method="full" if trained else "lora",
+        resident_bytes=used - (0 if stream is None else stream.nbytes),
+    )
+    placement = Placement(
+        base="device" if stream is None else "disk",
+        optimizer="disk" if options.optimizer == "disk" else "device",
+        slots=options.slots,
+    )
+    if options.activations == "auto":
+        budget = Budget(options.device_memory or used + free)
+        planned = plan_activations(machine, workload, placement, budget)
+        plan, case = planned.plan, str(planned.case)
+    else:
+        choice = {"swap": Choice.DISK}.get(options.activations) or Choice(options.activations)
+        plan, case = ActivationPlan((*[choice] * (len(blocks) - 1), Choice.KEEP)), ""
+    names: dict[Choice, Mode] = {Choice.KEEP: "keep", Choice.RECOMPUTE: "recompute", Choice.DISK: "swap"}
+    modes = [names[choice] for choice in plan.inner[:-1]]
+    activations.choose(modes)
+    time = iteration_time(machine, workload, placement, plan)
+    return Forecast(
+        tokens,
+        time.seconds,
+        str(time.bound),
+        math.ceil(tokens_of_passes(machine, workload, placement).tokens),
+        dict(Counter(modes)),
+        case,
+    )
