@@ -6,7 +6,8 @@
 
 Parts: `io` (our reads and writes against fio), `adamw` (one pass against PyTorch's fused AdamW and a copy),
 `stream` (a training step over a base on disk: one after the other, overlapped, mapped), `adapters` (tokens/s
-against the number of adapters packed into a batch).
+against the number of adapters packed into a batch), `accelerate` (accelerate's disk offload with PEFT, and
+DeepSpeed, under the same limit on memory), `capacity` (a base of three times the memory limit).
 
 Contenders take turns; ratios are of one turn, and their median counts. Models and files are written to a new
 folder in --folder, which must be on a disk that serves O_DIRECT, and removed. Each part writes PART.json and
@@ -27,16 +28,24 @@ from shared.command_line import documented_parser, start_quietly
 from shared.results import RESULTS, write_json
 from transformers.utils import logging as transformers_logging
 
-from offload import adamw, disk_speed, packed, streaming
+from offload import adamw, capacity, disk_speed, others, packed, streaming
 from offload.base import check_disk, disk_scheduler, file_system
 from offload.options import QUICK_TURNS, TURNS, Options
+from offload.remote import RemoteError
 from offload.report import heading, missed, verdicts
 from offload.turns import cores
 
-PARTS: dict[str, ModuleType] = {"io": disk_speed, "adamw": adamw, "stream": streaming, "adapters": packed}
+PARTS: dict[str, ModuleType] = {
+    "io": disk_speed,
+    "adamw": adamw,
+    "stream": streaming,
+    "adapters": packed,
+    "accelerate": others,
+    "capacity": capacity,
+}
 
 
-def run(name: str, folder: Path, *, quick: bool, turns: int) -> dict[str, Any]:
+def run(name: str, folder: Path, *, quick: bool, turns: int, deepspeed: str | None = None) -> dict[str, Any]:
     """Runs one part.
 
     Args:
@@ -44,6 +53,7 @@ def run(name: str, folder: Path, *, quick: bool, turns: int) -> dict[str, Any]:
         folder: where a folder for models and files is made, and removed.
         quick: tiny sizes.
         turns: of each contender.
+        deepspeed: an interpreter that has DeepSpeed.
 
     Returns:
         What `PART.json` holds.
@@ -53,7 +63,9 @@ def run(name: str, folder: Path, *, quick: bool, turns: int) -> dict[str, Any]:
     """
     check_disk(folder)
     start_quietly(cores())
-    command = f"python bench/bench_offload.py {name} --turns {turns}" + (" --quick" if quick else "")
+    command = f"python bench/bench_offload.py {name} --turns {turns}" + " --quick" * quick
+    if deepspeed and PARTS[name] is others:
+        command += " --deepspeed PYTHON"
     data: dict[str, Any] = {
         "machine": machine.describe(command),
         "file_system": file_system(folder),
@@ -62,10 +74,10 @@ def run(name: str, folder: Path, *, quick: bool, turns: int) -> dict[str, Any]:
     }
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix="offload-") as own,
-        machine.OtherProcesses() as others,
+        machine.OtherProcesses() as rest,
     ):
-        data |= PARTS[name].run(Options(Path(own), quick=quick, turns=turns))
-    return data | {"other_processes_share": others.share}
+        data |= PARTS[name].run(Options(Path(own), quick, turns, deepspeed))
+    return data | {"other_processes_share": rest.share}
 
 
 def main() -> int:
@@ -77,6 +89,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is measured"
     )
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed")
     parser.add_argument("--out", type=Path, default=RESULTS / "offload-cpu", help="folder of the results")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts if name not in PARTS]
@@ -88,8 +101,9 @@ def main() -> int:
     for name in arguments.parts or list(PARTS):
         print(f"{name} ...", flush=True)
         try:
-            data = run(name, arguments.folder, quick=arguments.quick, turns=turns)
-        except OSError as error:
+            more = {"quick": arguments.quick, "turns": turns, "deepspeed": arguments.deepspeed}
+            data = run(name, arguments.folder, **more)
+        except (OSError, RemoteError) as error:
             print(f"error: {error}", file=sys.stderr)
             failed.append(name)
             continue

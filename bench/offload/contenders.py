@@ -49,7 +49,7 @@ def mapped(base: Path, *, ahead: bool) -> Engine:
         ahead: ask the system for the next block's pages when a block is first used.
     """
     engine = overlapped(base, 2)
-    blocks = MappedBlocks(stream_of(engine)._layouts, ahead=ahead)
+    blocks = MappedBlocks(stream_of(engine).layouts, ahead=ahead)
     for layer in engine.model.modules():
         if isinstance(layer, MultiLoRALinear) and isinstance(layer.frozen, StreamedWeight):
             layer.frozen._stream = blocks  # type: ignore[assignment]
@@ -150,7 +150,7 @@ def train(engine: Engine, batch: Mapping[str, Sequence[Sample]]) -> dict[str, fl
 
 def read_a_step(stream: BlockStream) -> None:
     """Reads the blocks that a forward and a backward pass read, and computes nothing."""
-    last = len(stream._layouts)
+    last = len(stream.layouts)
     for block in [*range(last), *reversed(range(last))]:
         stream.tensors(block)
 
@@ -160,13 +160,13 @@ def bytes_of_a_step(stream: BlockStream) -> int:
     read_a_step(stream)
     before = stream.loads
     read_a_step(stream)
-    sizes = {sum(one.size for one in layout.ranges) for layout in stream._layouts}
+    sizes = {sum(one.size for one in layout.ranges) for layout in stream.layouts}
     return (stream.loads - before) * max(sizes)
 
 
 def check_direct(stream: BlockStream) -> None:
     """Raises OSError if the files are read through the page cache, which is not the disk's speed."""
-    for layout in stream._layouts:
+    for layout in stream.layouts:
         for one in layout.ranges:
             if not one.file.direct:
                 raise OSError(f"{one.file.path}: its file system refuses O_DIRECT; give --folder on another")

@@ -16,8 +16,10 @@ class Options:
         folder: an empty folder on a disk, for models and files.
         quick: tiny sizes, to see that it runs.
         turns: of each contender.
+        deepspeed: an interpreter that has DeepSpeed; None = there is none.
     """
 
     folder: Path
     quick: bool = False
     turns: int = TURNS
+    deepspeed: str | None = None

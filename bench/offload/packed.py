@@ -75,12 +75,12 @@ class Contenders:
         """
         most = max(COUNTS)
         token = turn[f"{RESIDENT} {most}"]["seconds"] / (most * TOKENS)
-        passes = 2 * len(self.stream._layouts) / self._loads()
+        passes = 2 * len(self.stream.layouts) / self._loads()
         return max(1, round(BEYOND * passes * turn[READING]["seconds"] / token))
 
     def _loads(self) -> int:
         """Returns how many blocks a step reads: fewer than two passes have, because some stay."""
-        sizes = max(sum(one.size for one in layout.ranges) for layout in self.stream._layouts)
+        sizes = max(sum(one.size for one in layout.ranges) for layout in self.stream.layouts)
         return self.step_bytes // sizes
 
     def _batch(self, lengths: list[int]) -> dict[str, list[Sample]]:

@@ -107,13 +107,13 @@ class OtherProcesses:
     share: float | None = None
 
     def __enter__(self) -> OtherProcesses:
-        self._busy, self._own, self._wall = busy_seconds(), time.process_time(), time.monotonic()
+        self._busy, self._own, self._wall = busy_seconds(), _own_seconds(), time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
         busy, wall = busy_seconds(), time.monotonic() - self._wall
         if busy is not None and self._busy is not None:
-            others = busy - self._busy - (time.process_time() - self._own)
+            others = busy - self._busy - (_own_seconds() - self._own)
             self.share = round(max(0.0, others) / (wall * (os.cpu_count() or 1)), 3)
 
 
@@ -129,6 +129,11 @@ def busy_seconds() -> float | None:
         return None
     user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """Returns the processor seconds of this process and of its children that have ended."""
+    return time.process_time() + sum(os.times()[2:4])
 
 
 def _processor() -> str:
