@@ -9,6 +9,10 @@ Parts: `io` (our reads and writes against fio), `adamw` (one pass against PyTorc
 against the number of adapters packed into a batch), `accelerate` (accelerate's disk offload with PEFT, and
 DeepSpeed, under the same limit on memory), `capacity` (a base of three times the memory limit).
 
+Parts of full tuning: `optimizer` (states on disk, updated after or under the backward pass), `swap`
+(activations swapped against the planner's prediction), `activations` (keep, recompute or swap), `largest`
+(the largest model under a memory limit), `full` (states of three times the memory limit).
+
 Contenders take turns; ratios are of one turn, and their median counts. Models and files are written to a new
 folder in --folder, which must be on a disk that serves O_DIRECT, and removed. Each part writes PART.json and
 PART.txt. Quiet is the machine where other processes took little of it, which the text says. Exits with 1,
@@ -30,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from offload import adamw, capacity, disk_speed, others, packed, streaming
 from offload.base import check_disk, disk_scheduler, file_system
+from offload.full_parts import FULL
 from offload.options import QUICK_TURNS, TURNS, Options
 from offload.remote import RemoteError
 from offload.report import heading, missed, verdicts
@@ -42,6 +47,7 @@ PARTS: dict[str, ModuleType] = {
     "adapters": packed,
     "accelerate": others,
     "capacity": capacity,
+    **FULL,
 }
 
 
