@@ -20,6 +20,7 @@ from mlora.offload.options import OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, Shapes, elements
 from mlora.optim.step_rule import Update
+from mlora.pipeline.trace import Trace
 
 
 class FullAdamW(Optimizer):
@@ -122,10 +123,17 @@ class FullWorker(StageWorker):
 
     def __init__(self, base: BaseModel, device: torch.device, offload: OffloadOptions) -> None:
         super().__init__(base, device, offload)
+        self._trace: Trace | None = None
+
+    def traced(self, trace: Trace) -> None:
+        super().traced(trace)
+        self._trace = trace
 
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of the model's weights for a task."""
-        self._optimizers[name] = FullAdamW(self.base, optim, self.offload)
+        optimizer = self._optimizers[name] = FullAdamW(self.base, optim, self.offload)
+        if self._trace is not None:
+            optimizer.adamw.on_span(self._trace.add_beside)
 
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""

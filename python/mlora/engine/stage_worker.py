@@ -99,10 +99,12 @@ class StageWorker(Hooks, nn.Module):
         return note
 
     def traced(self, trace: Trace) -> None:
-        """Lets the reads of blocks into the stage's trace; see `Hooks.traced`."""
+        """Lets what disk and optimizer do into the stage's trace; see `Hooks.traced`."""
         first = 0 if self.base.span is None else self.base.span.first
         if self.base.stream is not None:
-            self.base.stream.on_read = lambda block, *times: trace.add_read(f"block {first + block}", *times)
+            self.base.stream.on_read = lambda block, *times: trace.add_beside(
+                "read", f"block {first + block}", *times
+            )
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """Runs one of the verbs below; see `Hooks.control`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mlora_ext._C import Ticket
@@ -70,6 +70,10 @@ class OutOfCoreAdamW:
     def finish(self) -> float:
         """Waits for all updates; returns the sum of the squares of their gradients. Raises as `submit`."""
         return self._updates.finish()
+
+    def on_span(self, hear: Callable[[str, str, int, int], None]) -> None:
+        """Lets `hear` know of each read, update and write: see `Updates.on_span`."""
+        self._updates.on_span = hear
 
     def close(self) -> None:
         """Ends its thread."""

@@ -8,6 +8,7 @@ is read and the last one is written meanwhile: its optimized form (Fig. 3b). Not
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -88,6 +89,11 @@ class Updates:
         buffers: units under way at once.
         waiting: bytes of gradients that may wait; one that is larger may wait alone.
 
+    Attributes:
+        nbytes: of the buffers.
+        on_span: is called with `read`, `update` or `write`, a Parameter's name, and when it began and ended,
+            in nanoseconds of the machine's monotonic clock.
+
     After a failed read or write, or a gradient that is not finite, all calls raise its error.
     """
 
@@ -108,6 +114,7 @@ class Updates:
         self._bytes, self._squares, self._hurries = 0, 0.0, False
         self._changed = Condition()
         self._ends = False
+        self.on_span: Callable[[str, str, int, int], None] | None = None
         self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name="optimizer updates", daemon=True)
         self._thread.start()
@@ -212,8 +219,8 @@ class Updates:
     def _update(self, found: _Buffer) -> None:
         assert found.task is not None
         task, unit = found.task, found.task.unit
-        for ticket in found.tickets:
-            ticket.wait()
+        self._settle(found, "read")
+        begin = time.monotonic_ns()
         kept = self._states.in_memory(unit)
         weights, first, second = unit.views(found.states if kept is None else kept)
         goal, step = self._weights[unit.name], task.step
@@ -241,6 +248,8 @@ class Updates:
                 f"{unit.name}: the gradient is not finite, and weights are updated already; go on from the "
                 "last checkpoint"
             )
+        if self.on_span is not None:
+            self.on_span("update", unit.name, begin, time.monotonic_ns())
         tickets = [] if kept is not None else [self._states.write(unit, found.states)]
         if goal.write is not None:
             tickets.append(goal.write(unit.first, new))
@@ -251,9 +260,16 @@ class Updates:
             task.gradient = task.gradient.new_empty(0)
             self._changed.notify_all()
 
-    def _finish(self, found: _Buffer) -> None:
+    def _settle(self, found: _Buffer, what: str) -> None:
+        """Waits for a buffer's transfers."""
         for ticket in found.tickets:
             ticket.wait()
+            if self.on_span is not None and found.task is not None:
+                begin, end = (round(1e9 * at) for at in ticket.span)
+                self.on_span(what, found.task.unit.name, begin, end)
+
+    def _finish(self, found: _Buffer) -> None:
+        self._settle(found, "write")
         assert found.task is not None
         block = self._weights[found.task.unit.name].block
         found.task, found.tickets = None, ()

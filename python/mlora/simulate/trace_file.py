@@ -13,7 +13,7 @@ import numpy as np
 
 from mlora.files.disk import write_file
 from mlora.pipeline.actions import ActionType
-from mlora.pipeline.trace import READ, ROLES, Entry, Span
+from mlora.pipeline.trace import BESIDE, ROLES, Entry, Span
 from mlora.simulate.measures import Window, measure
 from mlora.simulate.plot_timeline import plot_timeline
 from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
@@ -139,11 +139,12 @@ class TraceFiles:
         plot_timeline(path, replace(timeline, events=shown), title, names=self.streams)
 
     def _perfetto(self) -> list[Mapping[str, Any]]:
-        """Returns events in Chrome's trace format: a process per stage, a thread per role or for reads."""
+        """Returns events in Chrome's trace format: a process per stage, a thread for each track."""
         events: list[Mapping[str, Any]] = []
         for stage, spans in enumerate(self._stages):
             events.append(_name("process_name", stage, 0, f"stage {stage}"))
-            tracks = [*ROLES, *([READ] if any(span.role == READ for span in spans) else [])]
+            roles = {span.role for span in spans}
+            tracks = [*ROLES, *(role for role in BESIDE if role in roles)]
             events += [_name("thread_name", stage, place, track) for place, track in enumerate(tracks)]
             for span in spans:
                 entry = self._entries.get(span.number)

@@ -1,5 +1,6 @@
 """Runs with `method: full`: all weights of a model, in memory and out of core, bit for bit the same."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,18 @@ def test_out_of_core_it_is_the_same(base: Path, whole: Path, tmp_path: Path, act
     offload = ON_DISK | {"activations": activations, "folders": ["scratch"]}
     assert_same(run_of(full_data(base, tmp_path, offload=offload), tmp_path), whole)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_trace_shows_reads_updates_and_writes(base: Path, tmp_path: Path) -> None:
+    train(resolve_config(full_data(base, tmp_path, offload=ON_DISK), folder=tmp_path), trace=True)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    for track in ("read", "update", "write"):
+        names = {event["name"] for event in spans if tracks[event["tid"]] == track}
+        assert any("mlp.up_proj" in name for name in names), track
+        assert track != "read" or any("block" in name for name in names)
+    assert all(event["dur"] >= 0 for event in spans)
 
 
 @pytest.mark.parametrize("end", [die, interrupt])
