@@ -126,7 +126,10 @@ def offload(
         ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="of a batch, all adapters together [what hides the streaming]")
+        int | None,
+        typer.Option(
+            min=1, help="of a batch, all adapters together [the largest power of two up to T* that fits]"
+        ),
     ] = None,
     adapter_tokens: Annotated[int, typer.Option(min=1, help="that one adapter has in a batch")] = 1024,
     bytes_per_parameter: Annotated[

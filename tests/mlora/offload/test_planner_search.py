@@ -21,7 +21,7 @@ LITTLE = Budget(device=90.0, host=1000.0)
 PLACE = Placement(base="host", slots=2)
 RANDOM = ("one memory, lora", "one memory, full", "two memories, lora", "two memories, full")
 DIFFERENT = 0.03
-"""How much longer a plan may take than the best one, where all blocks differ; 0.017 was met."""
+"""How much longer a plan may take than the best one where blocks differ; in 2,400 cases 0.026 was met."""
 
 
 def machine(disk: float, link: float) -> Machine:
@@ -105,6 +105,13 @@ def test_too_little_memory_says_how_much_would_do() -> None:
         plan_activations(machine(1, 1), Workload([large] * 6, 1), PLACE, Budget(device=2e7))
     with pytest.raises(ValueError, match="host: needs at least"):
         plan_activations(machine(1, 1), WORK, PLACE, Budget(device=1e3, host=20.0))
+
+
+def test_of_equal_blocks_the_first_ones_are_swapped_and_the_last_ones_kept() -> None:
+    found = plan_activations(machine(1e-3, 1.1), WORK, PLACE, Budget(device=120.0, host=1000.0))
+    assert set(found.plan.inner) == {Choice.HOST, Choice.RECOMPUTE, Choice.KEEP}
+    order = [(Choice.HOST, Choice.RECOMPUTE, Choice.KEEP).index(choice) for choice in found.plan.inner]
+    assert order == sorted(order)
 
 
 def test_equal_inputs_give_equal_plans() -> None:

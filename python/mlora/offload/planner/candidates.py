@@ -88,7 +88,9 @@ class Problem:
         size = self.workload.blocks[index].inner_bytes
         return self._seconds[index] / size if size else math.inf
 
-    def walk(self, hidden: Choice, tiers: Sequence[Choice]) -> Iterator[Candidate]:
+    def walk(
+        self, hidden: Choice, tiers: Sequence[Choice], *, largest_stay: bool = False
+    ) -> Iterator[Candidate]:
         """Yields plans in the order of Algorithm 1: each swaps one block more.
 
         Blocks with the highest benefit stay on the device as long as there is room. The next ones are
@@ -98,13 +100,16 @@ class Problem:
         Args:
             hidden: what becomes of the states between blocks, which are first in the list.
             tiers: that blocks are swapped to; memory for their buffers is set aside.
+            largest_stay: keep the largest blocks first, which may fill the room better.
         """
         aside = Amounts(host=NEXT_TO_NOTHING if tiers else 0.0)
         if Choice.DISK in tiers:
             aside = Amounts(disk=NEXT_TO_NOTHING)
         amounts = aside.plus(hidden, sum(block.hidden_bytes for block in self.workload.blocks))
         inner = [Choice.RECOMPUTE] * len(self.workload.blocks)
-        for index in sorted(range(len(inner)), key=lambda each: (-self.benefit(each), -each)):
+        sizes = [block.inner_bytes for block in self.workload.blocks]
+        value = sizes.__getitem__ if largest_stay else self.benefit
+        for index in sorted(range(len(inner)), key=lambda each: (-value(each), -each)):
             amounts = self._taken(inner, index, [Choice.KEEP], amounts)
         yield self.candidate(inner, hidden)
         rest = [index for index, choice in enumerate(inner) if choice is Choice.RECOMPUTE]

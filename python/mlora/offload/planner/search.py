@@ -18,6 +18,9 @@ from mlora.offload.planner.workload import Placement, Workload
 PAIRS = 32
 """Up to so many kinds of blocks, two are changed at once."""
 
+ORDER = (Choice.DISK, Choice.HOST, Choice.RECOMPUTE, Choice.KEEP)
+"""Of equal blocks, the first ones have the longest time between forward and backward."""
+
 STARTS = 6
 """The local search goes on from so many plans."""
 
@@ -25,7 +28,7 @@ STARTS = 6
 class Case(StrEnum):
     """Why a plan swaps as much as it does: the three cases of the paper, and two of a memory's size."""
 
-    TRANSFER = "transfer-bound: swap only what lies between blocks"
+    TRANSFER = "transfer-bound: swap at most what lies between blocks"
     COMPUTE = "compute-bound: swap all"
     INFLECTION = "swap up to the inflection"
     MEMORY = "swap as much as there is room for"
@@ -63,14 +66,16 @@ def plan_activations(
     """
     problem = Problem(machine, workload, placement, budget or Budget())
     tiers = [chosen for count in range(3) for chosen in combinations(problem.tiers, count)]
-    walks = [list(problem.walk(*way)) for way in product((Choice.KEEP, *problem.tiers), tiers)]
+    ways = product((Choice.KEEP, *problem.tiers), tiers, (False, True))
+    walks = [list(problem.walk(hidden, used, largest_stay=stay)) for hidden, used, stay in ways]
     starts = {start.plan: start for walk in walks if math.isfinite((start := _best(walk)).seconds)}
     if not starts:
         raise ValueError(_too_small(problem))
     promising = sorted(starts.values(), key=lambda each: each.seconds)[:STARTS]
     best = _best([_improved(problem, start) for start in promising])
     time = time_of_amounts(problem.costs, best.amounts)
-    return PlannedActivations(best.plan, time, problem.need(best.amounts), _case(problem, best))
+    case = _case(problem, best)
+    return PlannedActivations(_arranged(problem, best.plan), time, problem.need(best.amounts), case)
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
@@ -109,6 +114,18 @@ def _neighbours(problem: Problem, plan: Candidate) -> Iterator[Candidate]:
         for choices in product(problem.choices, repeat=2):
             if choices[0] is not plan.plan.inner[first] and choices[1] is not plan.plan.inner[second]:
                 yield problem.changed(plan, {first: choices[0], second: choices[1]})
+
+
+def _arranged(problem: Problem, plan: ActivationPlan) -> ActivationPlan:
+    """Returns the plan with the choices of equal blocks in order: first those that need the longest time."""
+    inner = list(plan.inner)
+    for kind in set(problem.kinds):
+        equal = [index for index, each in enumerate(problem.kinds) if each == kind]
+        for index, choice in zip(
+            equal, sorted((inner[each] for each in equal), key=ORDER.index), strict=True
+        ):
+            inner[index] = choice
+    return ActivationPlan(tuple(inner), plan.hidden)
 
 
 def _case(problem: Problem, best: Candidate) -> Case:
