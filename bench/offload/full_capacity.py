@@ -71,9 +71,8 @@ def text(data: Data) -> list[str]:
     return [
         f"full tuning, Llama {shape['hidden_size']}/{shape['intermediate_size']}, "
         f"{shape['num_hidden_layers']} blocks of {data['parameters'] / 1e6:.0f} million parameters with "
-        f"{STATE_BYTES} bytes each (fp32 weight and moments, bf16 weight) on disk = "
-        f"{data['times']:.2f} times the limit; {data['tokens']} tokens, blocks recomputed, "
-        f"{data['threads']} threads",
+        f"{STATE_BYTES} bytes each (fp32 states, bf16 weight) on disk = {data['times']:.2f} times "
+        f"the limit; {data['tokens']} tokens, blocks recomputed, {data['threads']} threads",
         f"limit of the memory cgroup {_mib(usage['limit'])}; peak {_mib(usage['peak'])}, page cache included "
         f"(resident: {_mib(limited['loaded'])} when it had loaded, {_mib(limited['peak'])} at most, of which "
         "pages of the libraries may be charged to others)",

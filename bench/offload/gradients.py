@@ -1,4 +1,4 @@
-"""Part `optimizer`: states on disk, updated after the backward pass or under it (LoHan, Fig. 7)."""
+"""Part `optimizer`: states on disk, updated after or under the backward pass (LoHan, IV-C, Fig. 7)."""
 
 from __future__ import annotations
 

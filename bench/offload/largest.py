@@ -116,7 +116,8 @@ def run(options: Options) -> dict[str, Any]:
         OSError: no memory cgroup can be made.
         RemoteError: a process failed for another reason than its limit.
     """
-    shape = replace(QUICK_SHAPE, layers=QUICK_MOST) if options.quick else replace(SHAPE, layers=MOST)
+    small, large = replace(QUICK_SHAPE, layers=QUICK_MOST), replace(SHAPE, layers=MOST)
+    shape = small if options.quick else large
     write_base(options.folder, shape)
     rows: dict[str, dict[str, Any]] = {}
     known = 0
@@ -160,6 +161,6 @@ def text(data: Data) -> list[str]:
         f"process in a memory cgroup of {data['limit'] / 2**20:.0f} MiB trained a step; {data['tokens']} "
         f"tokens, {data['threads']} threads",
         *table(shown, columns),
-        f"`at least`: {shape['layers']} blocks are the most that were tried; `times`: of the parameters of "
-        "the first row; `peak` has the page cache in it, which the kernel may take back",
+        f"`at least`: {shape['layers']} blocks are the most that were tried; `times`: of the "
+        "parameters of the first row; `peak` has the page cache in it, which the kernel may take back",
     ]

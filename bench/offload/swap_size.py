@@ -1,0 +1,223 @@
+"""Part `swap`: a step's seconds by the number of swapped blocks, and the planner's prediction (Fig. 9b)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from shared.figures import about, figure
+from shared.shapes import ModelShape
+from torch import Tensor
+
+from offload.full_model import QUICK_SHAPE, random_llama, random_tokens
+from offload.options import Options
+from offload.report import Data, at_most, table
+from offload.swapping import Passes, Swapping, case_of, chosen, modes_of, plan_of, predicted, workload_of
+from offload.turns import cores, in_order
+
+SHAPE = ModelShape(2048, 5632, heads=16, kv_heads=16, layers=12, vocabulary=4096)
+TOKENS, QUICK_TOKENS = 768, 64
+SWAPPED, QUICK_SWAPPED = (0, 2, 3, 5, 7, 8, 10, 12), (0, 1, 2, 4)
+MUST_BUSY, MUST_FREE, MUST_BEST = 0.10, 0.05, 1.05
+SAMPLE = 512 << 20
+"""Bytes that are moved to measure the disk; with a bound on its rate, those of one block."""
+PLANNED = "planned"
+NO_BOUND = "this disk"
+SLOWER = "throttled: swapping all takes 1.5 forward passes"
+SLOWEST = "throttled: a block takes longer than it saves"
+FEW = 3
+"""Values that are measured on the slowest disk, where each takes long."""
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measures all numbers of swapped blocks in turns, and each turn's prediction.
+
+    Raises:
+        OSError: the file system lacks room.
+        RuntimeError: losses or gradients of two plans differ.
+    """
+    shape = QUICK_SHAPE if options.quick else SHAPE
+    tokens = QUICK_TOKENS if options.quick else TOKENS
+    counts = QUICK_SWAPPED if options.quick else SWAPPED
+    model, ids = random_llama(shape), random_tokens(tokens, shape.vocabulary)
+    swapping = Swapping(model, options.folder)
+    sizes = swapping.bytes_of_blocks(ids)
+    sample = min(SAMPLE, sum(sizes))
+    for warm in ("swap", "recompute"):
+        swapping.step([warm] * len(sizes), ids)
+    threads = sorted({cores(), max(1, cores() - 1)}, reverse=True)
+    turns: dict[str, list[dict[str, Any]]] = {str(number): [] for number in threads}
+    for turn in range(options.turns):
+        for number in threads:
+            torch.set_num_threads(number)
+            turns[str(number)].append(_turn(swapping, counts, sizes, ids, sample, turn))
+    torch.set_num_threads(cores())
+    profile = swapping.step(["recompute"] * len(sizes), ids)
+    swapping.close()
+    rates = {
+        SLOWER: (sum(sizes) / (1.5 * profile.forward), counts),
+        SLOWEST: (0.8 * sizes[0] / (profile.forward * (1 + 1 / len(sizes))), counts[:FEW]),
+    }
+    throttled = {
+        name: {"rate": rate} | _throttled(model, options.folder, rate, few, sizes, ids)
+        for name, (rate, few) in rates.items()
+    }
+    data = {
+        "shape": shape.options,
+        "tokens": tokens,
+        "cores": cores(),
+        "bytes": sizes,
+        "counts": counts,
+        "threads": turns,
+        "throttled": throttled,
+    }
+    return data | {"must": _must(data)}
+
+
+def _throttled(
+    model: Any, folder: Path, rate: float, counts: Sequence[int], sizes: Sequence[int], ids: Tensor
+) -> dict[str, Any]:
+    swapping = Swapping(model, folder, rate)
+    try:
+        return _turn(swapping, counts, sizes, ids, max(sizes), 0)
+    finally:
+        swapping.close()
+
+
+def _turn(
+    swapping: Swapping, counts: Sequence[int], sizes: Sequence[int], ids: Tensor, sample: int, turn: int
+) -> dict[str, Any]:
+    """Measures the machine, then all numbers of swapped blocks, then the planner's choice."""
+    blocks = len(sizes)
+    profile = swapping.step(["recompute"] * blocks, ids)
+    machine = swapping.machine(sample)
+    work = workload_of(profile, sizes, ids.numel())
+    plans = {str(count): plan_of(count, blocks) for count in counts}
+    planned = chosen(machine, work)
+    plans[PLANNED] = planned.plan
+    taken = {name: swapping.step(modes_of(plans[name]), ids) for name in in_order(plans, turn)}
+    _check_equal(profile, taken)
+    return {
+        "measured": {name: taken[name].seconds for name in plans},
+        "predicted": {name: predicted(machine, work, plan) for name, plan in plans.items()},
+        "plan": modes_of(planned.plan),
+        "case": case_of(machine, work).value,
+        "machine": {name: getattr(machine, name) for name in _SHOWN},
+        "profile": {"forward": profile.forward, "backward": profile.backward - profile.forward},
+    }
+
+
+_SHOWN = ("read", "write", "read_seconds", "write_seconds", "copy_seconds", "compute_cores")
+
+
+def _check_equal(profile: Passes, taken: Mapping[str, Passes]) -> None:
+    for name, one in taken.items():
+        if (one.loss, one.gradient) != (profile.loss, profile.gradient):
+            raise RuntimeError(f"{name}: loss or gradient differ from those with all blocks recomputed")
+
+
+def errors(turns: Sequence[Data], name: str) -> list[float]:
+    """Returns prediction over measurement, less 1, in each turn."""
+    return [turn["predicted"][name] / turn["measured"][name] - 1 for turn in turns]
+
+
+def worst_error(turns: Sequence[Data], counts: Sequence[int]) -> float:
+    """Returns the largest of the median errors of all numbers of swapped blocks."""
+    return max(abs(median(errors(turns, str(count)))) for count in counts)
+
+
+def over_best(turns: Sequence[Data]) -> float:
+    """Returns the median of the planned step's seconds over those of the fastest one measured."""
+    return median(turn["measured"][PLANNED] / min(turn["measured"].values()) for turn in turns)
+
+
+def _must(data: Data) -> list[dict[str, Any]]:
+    found = []
+    for number, turns in data["threads"].items():
+        free = int(number) < data["cores"]
+        bound, how = (MUST_FREE, "a core free") if free else (MUST_BUSY, "all cores computing")
+        worst = worst_error(turns, data["counts"])
+        found += [
+            at_most(f"worst median error of the prediction, {how}", worst, bound),
+            at_most(f"planned / fastest, {how}", over_best(turns), MUST_BEST),
+        ]
+    return found
+
+
+def text(data: Data) -> list[str]:
+    """Returns tables of measured and predicted seconds by the number of swapped blocks."""
+    shape = data["shape"]
+    lines = [
+        f"forward and backward pass of full tuning, without an optimizer: Llama {shape['hidden_size']}/"
+        f"{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks, {data['tokens']} tokens; "
+        f"{data['bytes'][0] / 1e6:.0f} MB of activations in a block, {sum(data['bytes']) / 1e9:.2f} GB; "
+        "blocks that are not swapped are recomputed",
+        "predicted: the planner's, from a step with all blocks recomputed and the disk's rates and processor "
+        "seconds, both measured in the same turn",
+    ]
+    for number, turns in data["threads"].items():
+        lines += ["", f"{NO_BOUND}, {number} of {data['cores']} cores compute", *_section(turns)]
+        lines.append(
+            f"worst error of a swap size {worst_error(turns, data['counts']):.1%}; planned / fastest "
+            f"{over_best(turns):.2f}"
+        )
+    for name, turn in data["throttled"].items():
+        lines += ["", f"{name}, a stand-in of {turn['rate'] / 1e6:.0f} MB/s, one turn", *_section([turn])]
+    return lines
+
+
+def _section(turns: Sequence[Data]) -> list[str]:
+    rows = {}
+    for name in turns[0]["measured"]:
+        values = {key: median(turn[key][name] for turn in turns) for key in ("measured", "predicted")}
+        label = name if name == PLANNED else f"{name} swapped"
+        rows[label] = values | {"error": median(errors(turns, name))}
+    columns = (
+        ("measured s", "measured", "8.3f", 1.0),
+        ("predicted s", "predicted", "8.3f", 1.0),
+        ("error %", "error", "7.1f", 100.0),
+    )
+    rates = " and ".join(
+        f"{way} {median(turn['machine'][way] for turn in turns) / 1e9:.2f} GB/s" for way in ("read", "write")
+    )
+    return [
+        *table(rows, columns),
+        f"disk: {rates}; planned: {_most_often([_counted(turn['plan']) for turn in turns])}",
+        f"case: {_most_often([turn['case'] for turn in turns])}",
+    ]
+
+
+def _counted(plan: Sequence[str]) -> str:
+    return ", ".join(f"{mode} {plan.count(mode)}" for mode in sorted(set(plan)))
+
+
+def _most_often(found: Sequence[str]) -> str:
+    """Returns what was found, with the number of turns where they differ."""
+    counts = Counter(found).most_common()
+    return found[0] if len(counts) == 1 else "; ".join(f"{what} ({count} turns)" for what, count in counts)
+
+
+def plot(data: Data, path: Path) -> None:
+    """Draws measured and predicted seconds against the number of swapped blocks."""
+    sections = {f"{number} threads": turns for number, turns in data["threads"].items()}
+    sections |= {name: [turn] for name, turn in data["throttled"].items()}
+    with figure(path, 1, len(sections), dpi=120, figsize=(4 * len(sections), 4), layout="constrained") as (
+        whole,
+        panels,
+    ):
+        for axes, (name, turns) in zip(panels, sections.items(), strict=True):
+            counts = [int(each) for each in turns[0]["measured"] if each != PLANNED]
+            for key, style in (("measured", "o-"), ("predicted", "x--")):
+                values = [median(turn[key][str(count)] for turn in turns) for count in counts]
+                axes.plot(counts, values, style, label=key)
+            axes.set_ylim(bottom=0)
+            axes.set_title(name, fontsize=8)
+            axes.set_xlabel("swapped blocks")
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("seconds of a step")
+        panels[0].legend()
+        whole.suptitle(about(data["machine"], quick=data["quick"]), fontsize=9)
