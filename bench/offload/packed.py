@@ -213,9 +213,9 @@ def plot(data: Data, path: Path) -> None:
             source = {count: STREAMED if name == APART and count == 1 else name for count in counts}
             values = [tokens_per_second(turns, source[count], count) for count in counts]
             axes.plot([count * data["tokens"] for count in counts], values, "o-", label=_LABELS[name])
-        for factor, style in ((1.0, "--"), (BEYOND, ":")):
+        for name, factor, style in (("T*", 1.0, "--"), (f"{BEYOND} T*", BEYOND, ":")):
             rows = factor * hiding_rows(turns)
-            axes.axvline(rows, color="grey", linestyle=style, label=f"{factor:g} T* = {rows:.0f} tokens")
+            axes.axvline(rows, color="grey", linestyle=style, label=f"{name} = {rows:.0f} tokens")
         ticks = [count * data["tokens"] for count in data["counts"]]
         axes.set_xscale("log", base=2)
         axes.set_xticks(
