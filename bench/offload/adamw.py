@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.options import Options
 from offload.report import SECONDS, Data, at_most, table
-from offload.turns import cores, medians, ratios, take_turns
+from offload.turns import medians, ratios, take_turns
 
 PARAMETERS, QUICK_PARAMETERS = 100_000_000, 100_000
 LEARNING_RATE, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
@@ -42,8 +42,9 @@ class Peer:
     def __init__(self, start: Tensor) -> None:
         self.parameter, self.copy = torch.nn.Parameter(start.clone()), start.bfloat16()
         self.parameter.grad = torch.zeros_like(start)
-        options = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
-        self._optimizer = torch.optim.AdamW([self.parameter], fused=True, **options)
+        self._optimizer = torch.optim.AdamW(
+            [self.parameter], LEARNING_RATE, BETAS, EPS, weight_decay=DECAY, fused=True
+        )
 
     @torch.no_grad()
     def update(self) -> None:
@@ -73,7 +74,7 @@ def run(options: Options) -> dict[str, Any]:
         OURS[torch.bfloat16]: lambda: ours.update(gradients[torch.bfloat16]),
     }
     sections = {}
-    for threads in sorted({1, cores()}):
+    for threads in sorted({1, options.threads}):
         torch.set_num_threads(threads)
         turns = take_turns(cases, options.turns, warm_up=2)
         found = {name: statistics.median(ratios(turns, name, PEER)) for name in cases}

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPE = ModelShape(2048, 5632, heads=16, kv_heads=16, layers=16, vocabulary=4096)
 """1.64 GB of bf16 in its blocks; a small vocabulary, because embedding and head stay in memory."""
-QUICK_SHAPE = ModelShape(256, 704, heads=4, kv_heads=4, layers=6, vocabulary=512)
+QUICK_SHAPE = ModelShape(64, 96, heads=4, kv_heads=4, layers=6, vocabulary=512)
 DTYPE = torch.bfloat16
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SCALE = 0.02  # standard deviation of weights
@@ -64,7 +64,8 @@ def write_base(folder: Path, shape: ModelShape, seed: int = 0) -> int:
     with torch.device("meta"):
         shapes = {name: one.shape for name, one in LlamaForCausalLM(config).state_dict().items()}
     generator = torch.Generator().manual_seed(seed)
-    weight_map, streamed, total = {}, 0, 0
+    weight_map: dict[str, str] = {}
+    streamed = total = 0
     for file, names in _files(shapes):
         tensors = {name: _random(shapes[name], generator) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})

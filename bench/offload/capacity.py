@@ -12,7 +12,6 @@ from offload.memory_group import Usage
 from offload.options import Options
 from offload.remote import OURS, Remote
 from offload.report import Data, at_least, at_most
-from offload.turns import cores
 
 LIMIT = 1 << 30
 BLOCKS = 32
@@ -43,7 +42,7 @@ def run(options: Options) -> dict[str, Any]:
         "rank": RANK,
         "targets": TARGETS,
         "tokens": TOKENS,
-        "threads": cores(),
+        "threads": options.threads,
     }
     free = job | {"placement": "device", "base_gemm": None, "limit": None}
     with Remote(OURS, free, options.folder / "unlimited.log") as unlimited:

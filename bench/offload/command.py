@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,15 +52,12 @@ PARTS: dict[str, ModuleType] = {
 }
 
 
-def run(name: str, folder: Path, *, quick: bool, turns: int, deepspeed: str | None = None) -> dict[str, Any]:
+def run(name: str, options: Options) -> dict[str, Any]:
     """Runs one part.
 
     Args:
         name: in `PARTS`.
-        folder: where a folder for models and files is made, and removed.
-        quick: tiny sizes.
-        turns: of each contender.
-        deepspeed: an interpreter that has DeepSpeed.
+        options: with the folder in which one for models and files is made, and removed.
 
     Returns:
         What `PART.json` holds.
@@ -67,22 +65,23 @@ def run(name: str, folder: Path, *, quick: bool, turns: int, deepspeed: str | No
     Raises:
         OSError: the folder is in memory, or something that the part needs is missing.
     """
-    check_disk(folder)
-    start_quietly(cores())
-    command = f"python bench/bench_offload.py {name} --turns {turns}" + " --quick" * quick
-    if deepspeed and PARTS[name] is others:
+    check_disk(options.folder)
+    start_quietly(options.threads)
+    command = f"python bench/bench_offload.py {name} --turns {options.turns} --threads {options.threads}"
+    command += " --quick" * options.quick
+    if options.deepspeed and PARTS[name] is others:
         command += " --deepspeed PYTHON"
     data: dict[str, Any] = {
         "machine": machine.describe(command),
-        "file_system": file_system(folder),
-        "disk_scheduler": disk_scheduler(folder),
-        "quick": quick,
+        "file_system": file_system(options.folder),
+        "disk_scheduler": disk_scheduler(options.folder),
+        "quick": options.quick,
     }
     with (
-        tempfile.TemporaryDirectory(dir=folder, prefix="offload-") as own,
+        tempfile.TemporaryDirectory(dir=options.folder, prefix="offload-") as own,
         machine.OtherProcesses() as rest,
     ):
-        data |= PARTS[name].run(Options(Path(own), quick, turns, deepspeed))
+        data |= PARTS[name].run(replace(options, folder=Path(own)))
     return data | {"other_processes_share": rest.share}
 
 
@@ -92,6 +91,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--turns", type=int, help=f"of each contender; default: {TURNS}, quick {QUICK_TURNS}")
+    parser.add_argument("--threads", type=int, help="that compute; default: all cores, quick 1")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is measured"
     )
@@ -102,13 +102,18 @@ def main() -> int:
     if unknown:
         parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
     transformers_logging.disable_progress_bar()
-    turns = arguments.turns or (QUICK_TURNS if arguments.quick else TURNS)
+    options = Options(
+        arguments.folder,
+        arguments.quick,
+        arguments.turns or (QUICK_TURNS if arguments.quick else TURNS),
+        arguments.threads or (1 if arguments.quick else cores()),
+        arguments.deepspeed,
+    )
     failed = []
     for name in arguments.parts or list(PARTS):
         print(f"{name} ...", flush=True)
         try:
-            more = {"quick": arguments.quick, "turns": turns, "deepspeed": arguments.deepspeed}
-            data = run(name, arguments.folder, **more)
+            data = run(name, options)
         except (OSError, RemoteError) as error:
             print(f"error: {error}", file=sys.stderr)
             failed.append(name)

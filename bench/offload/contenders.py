@@ -155,13 +155,13 @@ def read_a_step(stream: BlockStream) -> None:
         stream.tensors(block)
 
 
-def bytes_of_a_step(stream: BlockStream) -> int:
-    """Returns how many bytes `read_a_step` reads once blocks have stayed from a step before."""
+def reads_of_a_step(stream: BlockStream) -> tuple[int, int]:
+    """Returns how many blocks, and bytes, `read_a_step` reads once blocks have stayed from a step before."""
     read_a_step(stream)
     before = stream.loads
     read_a_step(stream)
-    sizes = {sum(one.size for one in layout.ranges) for layout in stream.layouts}
-    return (stream.loads - before) * max(sizes)
+    size = max(sum(one.size for one in layout.ranges) for layout in stream.layouts)
+    return stream.loads - before, (stream.loads - before) * size
 
 
 def check_direct(stream: BlockStream) -> None:

@@ -141,7 +141,7 @@ class MemoryGroup:
 
 def _parent(root: Path, groups: Sequence[str]) -> tuple[Path, int]:
     """Returns the folder in which a group for memory can be made, and the version of cgroups."""
-    paths = {}
+    paths: dict[str, str] = {}
     for line in groups:
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path.lstrip("/"))

@@ -16,10 +16,12 @@ class Options:
         folder: an empty folder on a disk, for models and files.
         quick: tiny sizes, to see that it runs.
         turns: of each contender.
+        threads: that compute, at most.
         deepspeed: an interpreter that has DeepSpeed; None = there is none.
     """
 
     folder: Path
     quick: bool = False
     turns: int = TURNS
+    threads: int = 1
     deepspeed: str | None = None

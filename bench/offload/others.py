@@ -16,7 +16,7 @@ from offload.contenders import random_batch
 from offload.options import Options
 from offload.remote import OURS, PEER, Remote, RemoteError
 from offload.report import Data, table
-from offload.turns import Turn, cores, in_order, medians, ratios
+from offload.turns import Turn, in_order, medians, ratios
 
 LIMIT = 1 << 30
 BLOCKS = 24
@@ -48,7 +48,7 @@ def run(options: Options) -> dict[str, Any]:
         "adapters": ADAPTERS,
         "rank": RANK,
         "targets": TARGETS,
-        "threads": cores(),
+        "threads": options.threads,
     }
     batch = random_batch({f"a{number}": TOKENS for number in range(ADAPTERS)}, shape.vocabulary)
     rows = {"rows": [list(samples[0].input_ids) for samples in batch.values()]}

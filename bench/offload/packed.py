@@ -15,11 +15,11 @@ from shared.figures import about, figure
 from offload.base import QUICK_SHAPE, SHAPE, write_base
 from offload.contenders import (
     add_adapters,
-    bytes_of_a_step,
     check_direct,
     overlapped,
     random_batch,
     read_a_step,
+    reads_of_a_step,
     resident,
     stream_of,
     train,
@@ -32,6 +32,8 @@ from offload.turns import Turn, in_order, timed
 COUNTS, TOKENS, RANK, SLOTS = (1, 2, 4, 8, 16), 64, 16, 3
 ALONE = (2, 4)
 """Adapters that are also trained one after the other; it takes as long for each of more of them."""
+LEAST = 16
+"""Tokens of the comparison at 1.5 T*: with tiny models T* is less than a sequence that has a loss."""
 BEYOND = 1.5
 """So many times T* are compared with a base in memory."""
 MUST_BEYOND = 0.9
@@ -50,7 +52,7 @@ class Contenders:
             add_adapters(engine, max(COUNTS), RANK)
         add_adapters(self.apart, max(ALONE), RANK)
         self.stream = stream_of(self.engines[STREAMED])
-        self.step_bytes = bytes_of_a_step(self.stream)
+        self.loads, self.step_bytes = reads_of_a_step(self.stream)
         check_direct(self.stream)
         self.losses: dict[str, dict[str, float]] = {}
 
@@ -62,26 +64,10 @@ class Contenders:
         for count in ALONE:
             cases[f"{APART} {count}"] = partial(self._one_by_one, self._batch([TOKENS] * count))
         turn = self._timed(cases, number)
-        rows = self.rows_of(turn)
+        hiding = hiding_tokens(turn, self.loads / len(self.stream.layouts))
+        rows = max(LEAST, round(BEYOND * hiding))
         turn |= self._timed(self._pair(self._batch(split(rows)), f"{BEYOND} T*"), number)
-        turn["T*"] = {"rows": rows / BEYOND}
-        return turn
-
-    def rows_of(self, turn: Turn) -> int:
-        """Returns 1.5 times the tokens that hide the streaming, by the compute and bandwidth of a turn.
-
-        T* is how many tokens take as long to compute, in memory, as two reads of the whole base (`bytes per
-        parameter * FLOPS / (2 * bandwidth)` with what this turn measured).
-        """
-        most = max(COUNTS)
-        token = turn[f"{RESIDENT} {most}"]["seconds"] / (most * TOKENS)
-        passes = 2 * len(self.stream.layouts) / self._loads()
-        return max(1, round(BEYOND * passes * turn[READING]["seconds"] / token))
-
-    def _loads(self) -> int:
-        """Returns how many blocks a step reads: fewer than two passes have, because some stay."""
-        sizes = max(sum(one.size for one in layout.ranges) for layout in self.stream.layouts)
-        return self.step_bytes // sizes
+        return turn | {"T*": {"rows": hiding}}
 
     def _batch(self, lengths: list[int]) -> dict[str, list[Sample]]:
         return random_batch({f"a{n}": length for n, length in enumerate(lengths)}, self.vocabulary)
@@ -104,6 +90,20 @@ class Contenders:
         taken = {name: timed(cases[name]) for name in in_order(cases, number)}
         check_equal(self.losses)
         return {name: taken[name] for name in cases}
+
+
+def hiding_tokens(turn: Turn, passes: float) -> float:
+    """Returns T*, the tokens that hide the streaming, by the compute and the bandwidth of a turn.
+
+    A step of T* tokens takes as long, with the base in memory, as two reads of the whole base. That is
+    `bytes per parameter * FLOPS / (2 * bandwidth)` with the FLOPS and the bandwidth that the turn measured.
+
+    Args:
+        passes: how many times `I/O alone` has read the base: fewer than two, because some blocks stay.
+    """
+    most = max(COUNTS)
+    token = turn[f"{RESIDENT} {most}"]["seconds"] / (most * TOKENS)
+    return 2 / passes * turn[READING]["seconds"] / token
 
 
 def split(rows: int) -> list[int]:
@@ -132,6 +132,7 @@ def run(options: Options) -> dict[str, Any]:
         "tokens": TOKENS,
         "rank": RANK,
         "slots": SLOTS,
+        "threads": options.threads,
         "turns": turns,
     }
     return data | {"must": _must(turns)}
@@ -194,7 +195,7 @@ def text(data: Data) -> list[str]:
     return [
         f"Llama {shape['hidden_size']}/{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks of "
         f"{data['base_bytes'] / 1e9:.2f} GB bf16, {data['slots']} slots; adapters of rank {data['rank']} on "
-        f"all linear layers, {data['tokens']} tokens each; tokens/s:",
+        f"all linear layers, {data['tokens']} tokens each, {data['threads']} threads; tokens/s:",
         *table(rows, columns),
         f"T*: median {hiding_rows(turns):.0f} tokens, by turn {each}",
         f"streamed / resident tokens/s at {BEYOND} T* of the same turn: "
@@ -212,9 +213,9 @@ def plot(data: Data, path: Path) -> None:
             source = {count: STREAMED if name == APART and count == 1 else name for count in counts}
             values = [tokens_per_second(turns, source[count], count) for count in counts]
             axes.plot([count * data["tokens"] for count in counts], values, "o-", label=_LABELS[name])
-        for factor, style in ((1.0, "--"), (BEYOND, ":")):
+        for name, factor, style in (("T*", 1.0, "--"), (f"{BEYOND} T*", BEYOND, ":")):
             rows = factor * hiding_rows(turns)
-            axes.axvline(rows, color="grey", linestyle=style, label=f"{factor:g} T* = {rows:.0f} tokens")
+            axes.axvline(rows, color="grey", linestyle=style, label=f"{name} = {rows:.0f} tokens")
         ticks = [count * data["tokens"] for count in data["counts"]]
         axes.set_xscale("log", base=2)
         axes.set_xticks(

@@ -14,12 +14,12 @@ from mlora.engine.engine import Engine
 from offload.base import QUICK_SHAPE, SHAPE, write_base
 from offload.contenders import (
     add_adapters,
-    bytes_of_a_step,
     check_direct,
     mapped,
     overlapped,
     random_batch,
     read_a_step,
+    reads_of_a_step,
     resident,
     serial,
     stream_of,
@@ -68,10 +68,10 @@ def run(options: Options) -> dict[str, Any]:
     streams = {slots: stream_of(trained[_overlapped(slots)].engine) for slots in SLOTS}
     cases: dict[str, Callable[[], object]] = {name: one.step for name, one in trained.items()}
     cases |= {_reading(slots): partial(read_a_step, stream) for slots, stream in streams.items()}
-    read = {str(slots): bytes_of_a_step(stream) for slots, stream in streams.items()}
+    read = {str(slots): reads_of_a_step(stream)[1] for slots, stream in streams.items()}
     check_direct(streams[SLOTS[0]])
     sections = {}
-    for threads in sorted({cores(), max(1, cores() - 1)}, reverse=True):
+    for threads in sorted({options.threads, max(1, options.threads - 1)}, reverse=True):
         torch.set_num_threads(threads)
         sections[str(threads)] = _section(cases, trained, options.turns)
     about = {"base_bytes": size, "adapters": ADAPTERS, "rank": RANK, "tokens": TOKENS, "read_bytes": read}
