@@ -23,6 +23,7 @@ from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 from mlora_ext.nn.bank import AdapterBank, AdapterSlot
 
 if TYPE_CHECKING:
+    from mlora.offload.disk import Disk
     from mlora.offload.options import OffloadOptions
     from mlora.offload.saved_tensors import SavedTensors
     from mlora.offload.stream import BlockStream
@@ -42,6 +43,7 @@ class BaseModel:
     cut: Cut | None = None  # runs this stage's part of the model; None if the whole model is here
     stream: BlockStream | None = None  # reads the blocks' weights from disk; None if they are in memory
     saved: SavedTensors | None = None  # takes what autograd saves; None = autograd keeps it
+    _disk: Disk | None = None
 
     @property
     def span(self) -> Span | None:
@@ -172,12 +174,10 @@ class BaseModel:
             OSError: a folder for scratch files is missing.
         """
         from mlora.offload.blocks import BlockForward  # needs the compiled library
-        from mlora.offload.disk import Disk
         from mlora.offload.saved_tensors import SavedTensors
         from mlora.offload.swap_space import SwapSpace
 
-        space = SwapSpace(Disk(options.folders, rate=options.rate))
-        self.saved = SavedTensors(self.model, self.stream, space)
+        self.saved = SavedTensors(self.model, self.stream, SwapSpace(self.disk(options)))
         name = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
         first = 0 if self.span is None else self.span.first
         last = None if self.span is None else self.span.last
@@ -189,6 +189,15 @@ class BaseModel:
             wrapped = BlockForward(block, number, self.saved, self.stream, weights)
             wrapped.recomputes = activations == "recompute"
             self.saved.swaps[number] = activations == "swap"
+
+    def disk(self, options: OffloadOptions) -> Disk:
+        """Returns what reads and writes all of this stage's files: one warning, and one bound on bytes."""
+        from mlora.offload.disk import Disk  # needs the compiled library
+
+        if self._disk is None:
+            own = None if self.stream is None else self.stream.disk
+            self._disk = own or Disk(options.folders, rate=options.rate)
+        return self._disk
 
     def checkpoint_activations(self) -> None:
         """Recomputes each block in backward instead of keeping its activations; ValueError if unsupported."""
