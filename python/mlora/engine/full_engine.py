@@ -67,9 +67,10 @@ class FullEngine(Engine):
         adapter = self._states.at_rest(name)
         self._flush(name)
         file = full_file(name, adapter.steps)
-        (counts,) = self._control("save_state", name, {"file": str(self.folder / file)})
+        path = self.folder / file
+        (counts,) = self._control("save_state", name, {"file": str(path)})
         (state,) = self._control("state", name)
-        return {**state, **adapter.state_dict(), "file": file, "counts": counts}
+        return {**state, **adapter.state_dict(), "file": file, "bytes": path.stat().st_size, "counts": counts}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
         """Continues the task from `state_dict`.

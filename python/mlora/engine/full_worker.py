@@ -39,8 +39,7 @@ class FullAdamW(Optimizer):
     """
 
     def __init__(self, base: BaseModel, config: OptimConfig, offload: OffloadOptions) -> None:
-        from mlora.offload.disk import Disk  # needs the compiled library
-        from mlora.offload.out_of_core import OutOfCoreAdamW
+        from mlora.offload.out_of_core import OutOfCoreAdamW  # needs the compiled library
 
         named = dict(base.model.named_parameters())
         super().__init__(named, config)
@@ -49,7 +48,7 @@ class FullAdamW(Optimizer):
         self._squares: float | None = None  # of an update that is made already
         self.adamw = OutOfCoreAdamW(
             named,
-            Disk(offload.folders, rate=offload.rate),
+            base.disk(offload),
             on_disk=offload.optimizer == "disk",
             stream=base.stream,
         )
@@ -81,6 +80,9 @@ class FullAdamW(Optimizer):
         """Returns the sum of the squares of the gradients, also of those that are used up: `[]` fp64."""
         if self.planned is None:
             return super().squares()
+        for name in reversed(self._named):  # what accumulated and had no part in the last micro-batch
+            if self._named[name].grad is not None:
+                self._submit(name, self.planned)
         self._squares, self.planned = self.adamw.finish(), None
         return torch.tensor(self._squares, dtype=torch.float64)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +60,24 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if PATTERN.fullmatch(path.name))
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def load_checkpoint(
+    folder: Path,
+    warn: Callable[[str], None],
+    lacks: Callable[[Mapping[str, Any]], str | None] = lambda checkpoint: None,
+) -> dict[str, Any] | None:
     """Loads the newest checkpoint that can be read, on the CPU; None if there are no checkpoints.
 
-    `warn` is told of each one that cannot be read. RunError if none can, or if the newest readable file is
-    not a checkpoint of this version.
+    `warn` is told of each one that cannot be read, or that `lacks` something: it says what is wrong with
+    another file of the checkpoint. RunError if none is whole, or if the newest readable file is not a
+    checkpoint of this version.
     """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
+        before = "" if path == paths[0] else "; trying the one before"
         try:
             payload: dict[str, Any] = read_tensors(path)
         except RunError as error:
-            warn(f"{error}{'' if path == paths[0] else '; trying the one before'}")
+            warn(f"{error}{before}")
             continue
         if not isinstance(payload, dict) or payload.get("format") != FORMAT:
             raise RunError(f"{path}: was written by another version of mlora")
@@ -79,6 +85,9 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]
             _Payload.model_validate(payload)
         except ValidationError as error:
             raise RunError(f"{path}: is not a checkpoint of a run: {first_fault(error)}") from error
+        if (lacking := lacks(payload)) is not None:
+            warn(f"{path}: {lacking}{before}")
+            continue
         return payload
     if paths:
         raise RunError(f"{folder}: no checkpoint can be read; train anew with --overwrite")

@@ -33,6 +33,21 @@ def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(checkpoint["decisions"]["kept"].values()) | best | full
 
 
+def lost_file(folder: Path, checkpoint: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a file of a model's weights and moments; None if they are whole."""
+    for state in checkpoint["adapters"].values():
+        if "file" not in state:
+            continue
+        path = folder / state["file"]
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        if size != state.get("bytes", size):
+            return f"{path}: is damaged: expected {state['bytes']} bytes, got {size}"
+    return None
+
+
 def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Reads the entry `key` of a state file.
 

@@ -24,6 +24,7 @@ from mlora_ext.nn.bank import AdapterBank, AdapterSlot
 
 if TYPE_CHECKING:
     from mlora.offload.activations import Activations
+    from mlora.offload.disk import Disk
     from mlora.offload.options import OffloadOptions
     from mlora.offload.stream import BlockStream
 
@@ -42,6 +43,7 @@ class BaseModel:
     cut: Cut | None = None  # runs this stage's part of the model; None if the whole model is here
     stream: BlockStream | None = None  # reads the blocks' weights from disk; None if they are in memory
     activations: Activations | None = None  # says what becomes of them; None = autograd keeps them
+    _disk: Disk | None = None
 
     @property
     def span(self) -> Span | None:
@@ -172,7 +174,6 @@ class BaseModel:
             OSError: a folder for scratch files is missing.
         """
         from mlora.offload.activations import Activations  # needs the compiled library
-        from mlora.offload.disk import Disk
         from mlora.offload.swap_space import SwapSpace
 
         name = find_blocks(self.model)[0] if self.cut is None else self.cut.blocks
@@ -187,13 +188,22 @@ class BaseModel:
         self.activations = Activations(
             self.model,
             blocks,
-            SwapSpace(Disk(options.folders, rate=options.rate)),
+            SwapSpace(self.disk(options)),
             self.stream,
             weights,
             checkpoint_contexts(self.model) if converted else None,
         )
         # until a plan is made, `auto` takes the least memory
         self.activations.choose(["recompute" if mode == "auto" else mode] * len(blocks))  # type: ignore[list-item]
+
+    def disk(self, options: OffloadOptions) -> Disk:
+        """Returns what reads and writes all of this stage's files: one warning, and one bound on bytes."""
+        from mlora.offload.disk import Disk  # needs the compiled library
+
+        if self._disk is None:
+            own = None if self.stream is None else self.stream.disk
+            self._disk = own or Disk(options.folders, rate=options.rate)
+        return self._disk
 
     def checkpoint_activations(self) -> None:
         """Recomputes each block in backward instead of keeping its activations; ValueError if unsupported."""

@@ -74,7 +74,7 @@ class BlockLayout:
 
     def _place(self, tensor: StoredTensor) -> int:
         for one in self.ranges:
-            if one.file is tensor.file and one.offset <= tensor.offset < one.offset + max(1, one.size):
+            if one.file is tensor.file and one.offset <= tensor.offset <= one.offset + one.size:
                 return one.place + tensor.offset - one.offset
         raise AssertionError(f"no range holds offset {tensor.offset}")
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mlora.offload.block_layout import BlockLayout, StoredTensor
 from mlora.offload.disk import Disk, aligned, buffer
-from mlora.offload.saved_tensors import SavedTensors
+from mlora.offload.saved_tensors import SavedTensors, is_in_backward
 from mlora.offload.stream import BlockStream
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.nn import MultiLoRALinear
@@ -58,6 +58,25 @@ def converted_layers(block: nn.Module) -> dict[str, MultiLoRALinear]:
     }
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Puts a function in the place of a module's `forward`; returns what takes it away again."""
+    before = vars(module).get("forward")
+    forward.offloads = True  # type: ignore[attr-defined]
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    return undo
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether `replace_forward` was called for a module of a model, and not undone."""
+    return any(hasattr(vars(module).get("forward"), "offloads") for module in model.modules())
+
+
 @torch.no_grad()
 def write_block(disk: Disk, tensors: Mapping[str, Tensor]) -> BlockLayout:
     """Writes a block's tensors to a scratch file, each at a multiple of `ALIGN`.
@@ -97,6 +116,7 @@ class BlockForward:
 
     Attributes:
         recomputes: whether the block keeps its input only and runs again in the backward pass.
+        remove: gives the module its own forward pass back.
         mark: hears when the block's passes begin, and its forward pass ends.
         hidden_bytes: of its latest input.
     """
@@ -112,7 +132,7 @@ class BlockForward:
     ) -> None:
         self.recomputes, self.hidden_bytes = False, 0
         self.mark: Callable[[str, int], None] | None = None
-        self._module, self._number, self._saved, self._stream = module, number, saved, stream
+        self._number, self._saved, self._stream = number, saved, stream
         self._weights = dict(weights or {})
         self._forward = module.forward
 
@@ -136,24 +156,27 @@ class BlockForward:
                         tensor.register_hook(self._backward_begins)
             return output
 
-        module.forward = forward
+        self.remove = replace_forward(module, forward)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._saved.enter(self._number, args[1:], kwargs)
+        with self._saved.of_block(self._number, args[1:], kwargs):
+            return self._with_weights(*args, **kwargs)
+
+    def _with_weights(self, *args: Any, **kwargs: Any) -> Any:
         if self._stream is None or not self._weights:
             return self._forward(*args, **kwargs)
+        if is_in_backward():
+            self._saved.recompute(self._number)
         self._stream.bind(self._weights, self._stream.tensors(self._number))
         try:
             return self._forward(*args, **kwargs)
         finally:
-            self._stream.bind({}, {})
+            if not is_in_backward():  # where a part of the block may be recomputed once more
+                self._stream.bind({}, {})
 
     def _backward_begins(self, _: Tensor) -> None:
+        self._saved.recomputed = None
         if self._stream is not None and self._weights:
             self._stream.bind(self._weights, self._stream.tensors(self._number))
         if self.mark is not None:
             self.mark("backward", self._number)
-
-    def remove(self) -> None:
-        """Gives the module its own forward pass back."""
-        del self._module.forward

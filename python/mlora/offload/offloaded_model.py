@@ -16,7 +16,9 @@ from mlora.offload.activations import Activations, Mode, check_modes
 from mlora.offload.block_layout import BlockLayout
 from mlora.offload.blocks import (
     converted_layers,
+    is_offloaded,
     largest_list,
+    replace_forward,
     weights_to_stream,
     write_block,
 )
@@ -42,12 +44,13 @@ class offloaded:
     gradient comes, so a learning-rate schedule steps after the optimizer, as usual.
 
     Matrices in blocks are streamed if they are frozen or the optimizer's. All others stay in memory: norms
-    and biases, what is outside of the blocks, and weights that something else trains.
+    and biases, what is outside of the blocks, weights that another block or module shares, and weights that
+    something else trains.
 
     Args:
         model: in memory, on a CPU. Inside `with` the weights of its blocks are there only during their
             passes; `state_dict()` is refused, use `weights` or `save_weights`. Afterwards they are back in
-            memory.
+            memory. It cannot be copied or pickled inside.
         optimizer: a new `torch.optim.AdamW`; None = the model's weights are frozen, or an optimizer of yours
             steps those that stay in memory.
         base: where the blocks' matrices are: `disk`, in scratch files; `device` or `host`, in memory.
@@ -69,8 +72,8 @@ class offloaded:
         optimizer: what updates the weights; None without an optimizer.
 
     Raises:
-        ValueError: the model is not on a CPU, its blocks are not found, or the optimizer is no plain AdamW of
-            its Parameters.
+        ValueError: the model is not on a CPU, is offloaded already, its blocks are not found, or the
+            optimizer is no new, plain AdamW of its Parameters, which are fp32, bf16 or fp16.
         OSError: a folder for scratch files is missing, or its disk lacks room.
 
     Example:
@@ -122,12 +125,15 @@ class offloaded:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             given = self._given
+            if is_offloaded(self._model):
+                raise ValueError("model: it is in a `with mlora.offload.offloaded(...)` already")
             trained = {} if given is None else parameters_of(self._model, given)
             layouts: list[BlockLayout] = []
             undo.callback(self._move_in, layouts)
             if self._base == "disk":
                 self._move_out(layouts, list(trained.values()))
                 self.stream = BlockStream(layouts, self._disk, self._slots, poison=self._poison)
+                undo.callback(self.stream.close)
             self._wrap(undo)
             if given is not None:
                 adamw = OutOfCoreAdamW(
@@ -140,6 +146,8 @@ class offloaded:
                 self.optimizer = TorchOptimizer(given, trained, adamw, active=self._active)
                 undo.callback(self.optimizer.close)
             undo.callback(self._model.register_state_dict_pre_hook(_refuse_state_dict).remove)
+            vars(self._model)["__reduce_ex__"] = _refuse_copy
+            undo.callback(vars(self._model).pop, "__reduce_ex__")
             self._undo = undo.pop_all()
         return self
 
@@ -163,6 +171,9 @@ class offloaded:
         """Writes the blocks' matrices to scratch files, and leaves stand-ins in memory."""
         blocks = [weights_to_stream(block, trained) for block in self._blocks]
         uses = Counter(id(p) for weights in blocks for p in weights.values())
+        inside = {id(module) for block in self._blocks for module in block.modules()}
+        others = [module for module in self._model.modules() if id(module) not in inside]
+        uses.update(id(p) for module in others for p in module._parameters.values())
         for number, (block, weights) in enumerate(zip(self._blocks, blocks, strict=True)):
             prefix = f"{self._name}.{number}."
             own = {prefix + name: p for name, p in weights.items() if uses[id(p)] == 1}
@@ -211,8 +222,7 @@ class offloaded:
             with activations.of_pass():
                 return forward_of_model(*args, **kwargs)
 
-        self._model.forward = forward
-        undo.callback(delattr, self._model, "forward")
+        undo.callback(replace_forward(self._model, forward))
 
 
 def _refuse_state_dict(model: nn.Module, *_: object) -> None:
@@ -220,6 +230,10 @@ def _refuse_state_dict(model: nn.Module, *_: object) -> None:
         f"state_dict: weights of this {type(model).__name__} are on disk; use weights() of the object that "
         "`with mlora.offload.offloaded(...) as ...` gives, or ask after the `with`"
     )
+
+
+def _refuse_copy(*_: object) -> None:
+    raise RuntimeError("copy: weights of this model are on disk; copy or pickle it after the `with`")
 
 
 def _block_list(model: nn.Module, given: nn.ModuleList | str | None) -> tuple[str, list[nn.Module]]:

@@ -55,9 +55,10 @@ def units_of(numbers: Mapping[str, int]) -> dict[str, list[Unit]]:
     found: dict[str, list[Unit]] = {}
     offset = 0
     for name, total in numbers.items():
+        found[name] = []
         for first in range(0, total, UNIT):
             unit = Unit(name, first, min(UNIT, total - first), offset)
-            found.setdefault(name, []).append(unit)
+            found[name].append(unit)
             offset += unit.nbytes
     return found
 

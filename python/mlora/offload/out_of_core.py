@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import torch
 from mlora_ext._C import Ticket
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from mlora.offload.optimizer_states import OptimizerStates, Unit
 from mlora.offload.states_on_disk import load_version, read_states, save_version, write_states
 from mlora.offload.stream import BlockStream
 from mlora.offload.updates import BUFFERS, AdamWStep, Updates, Weights
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OutOfCoreAdamW:
@@ -30,7 +33,7 @@ class OutOfCoreAdamW:
         counts: updates made of each Parameter.
 
     Raises:
-        ValueError: a Parameter in memory is not contiguous.
+        ValueError: a Parameter in memory is not contiguous, or one is not fp32, bf16 or fp16.
         OSError: a folder for scratch files is missing, or its disk lacks room.
     """
 
@@ -120,9 +123,13 @@ class OutOfCoreAdamW:
     def _place(self, name: str, block: int | None) -> Weights:
         """Returns where a Parameter's new weights go: to its file, and into its slot if it is in one."""
         parameter, disk, stream = self._parameters[name], self._disk, self._stream
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(f"optimizer: {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
         if block is None or stream is None:
             if not parameter.is_contiguous():
-                raise ValueError(f"optimizer: the memory of {name} is not contiguous")
+                raise ValueError(
+                    f"optimizer: the memory of {name} is not contiguous; set its data to data.contiguous()"
+                )
             return Weights(parameter.detach().view(-1), parameter.dtype)
         stored = stream.layouts[block].tensors[name]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,11 @@ from mlora.offload.swap_space import Swapped, SwapSpace
 
 SMALLEST = 64 << 10
 """Bytes below which a tensor stays in memory."""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class SavedTensors:
         swaps: whether a block's activations are swapped, by block.
         counted: bytes of activations that autograd saved in the latest forward pass, by block; filled if
             `counts` is set.
+        recomputed: the streamed block that runs again for the backward pass that is under way; None if none
+            has since the latest gradient of a block's output came.
     """
 
     def __init__(self, model: nn.Module, stream: BlockStream | None, space: SwapSpace | None) -> None:
@@ -105,7 +112,8 @@ class SavedTensors:
         self.counts = False
         self.counted: dict[int, int] = {}
         self._model, self._stream, self._space = model, stream, space
-        self._block = -1
+        self.recomputed: int | None = None
+        self._block, self._is_in_pass = -1, False
         self._pass = _Pass()
         self._lasting: set[int] = set()
         self._seen: dict[tuple[int, int], tuple[Tensor, Swapped | None]] = {}
@@ -117,7 +125,8 @@ class SavedTensors:
         if not torch.is_grad_enabled() or (self._stream is None and not counts_or_swaps):
             yield
             return
-        self._pass, self.counted = _Pass(), {}
+        self._pass, self.counted, self.recomputed = _Pass(), {}, None
+        self._is_in_pass = True
         if counts_or_swaps:
             tensors = (*self._model.parameters(), *self._model.buffers())
             self._lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -126,12 +135,32 @@ class SavedTensors:
                 yield
             finally:
                 self._block, self._lasting, self._seen = -1, set(), {}
+                self._is_in_pass = False
 
-    def enter(self, block: int, *shared: object) -> None:
-        """Notes that a block's forward pass begins.
+    @contextmanager
+    def of_block(self, block: int, *shared: object) -> Iterator[None]:
+        """Takes what is saved inside `with`, which is one block's forward pass, also outside of `of_pass`.
 
         Tensors among `shared`, such as positions, serve all blocks; they are not swapped.
         """
+        with nullcontext() if self._is_in_pass or is_in_backward() else self.of_pass():
+            self._enter(block, *shared)
+            yield
+
+    def recompute(self, block: int) -> None:
+        """Notes that a streamed block runs again in a backward pass.
+
+        Raises RuntimeError if another one did just before: autograd now has that block's weights themselves,
+        whose memory is used again before it needs them.
+        """
+        if self.recomputed not in (None, block):
+            raise RuntimeError(
+                f"torch.utils.checkpoint: blocks {self.recomputed} and {block} are recomputed together, "
+                "which streamed weights do not allow; checkpoint each block by itself"
+            )
+        self.recomputed = block
+
+    def _enter(self, block: int, *shared: object) -> None:
         self._block, self._seen = block, {}
         for tensor in tree_iter(shared):
             if isinstance(tensor, Tensor):

@@ -23,15 +23,16 @@ _FORMAT = 1
 
 
 def write_states(path: Path, states: OptimizerStates) -> None:
-    """Writes all states to a file, and waits until it is durable.
+    """Writes all states to a file, under a temporary name until it is durable.
 
-    Raises OSError if the folder cannot be written or its disk lacks room; nothing is left then.
+    Raises OSError if the folder cannot be written or its disk lacks room; nothing is changed then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a process that was killed
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)  # of a process that was killed
     with ExitStack() as unless_written:
-        unless_written.callback(path.unlink, missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        unless_written.callback(temporary.unlink, missing_ok=True)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             os.posix_fallocate(descriptor, 0, max(1, states.nbytes))
         except OSError as error:
@@ -39,7 +40,8 @@ def write_states(path: Path, states: OptimizerStates) -> None:
             raise OSError(error.errno, what, str(path)) from error
         finally:
             os.close(descriptor)
-        states.save(File.create(str(path)))
+        states.save(File.create(str(temporary)))
+        os.replace(temporary, path)
         _sync_folder(path.parent)
         unless_written.pop_all()
 

@@ -48,6 +48,7 @@ class BlockStream:
 
     Attributes:
         layouts: of the blocks.
+        disk: reads them.
         loads: how many blocks were read so far.
         waited: seconds that `tensors` has waited so far.
         wait_for: called with a block before it is read: waits until all of it is in its file.
@@ -69,7 +70,8 @@ class BlockStream:
         self.wait_for: Callable[[int], None] = lambda block: None
         self.waits: Callable[[int], bool] = lambda block: False
         self.on_read: Callable[[int, int, int], None] | None = None
-        self.layouts, self._disk, self._poison = list(layouts), disk, poison
+        self.layouts, self.disk, self._poison = list(layouts), disk, poison
+        self._is_closed = False
         size = max(layout.nbytes for layout in layouts)
         self._slots = [_Slot(buffer(size)) for _ in range(min(slots, len(layouts)))]
         self._held: dict[int, _Slot] = {}
@@ -85,8 +87,13 @@ class BlockStream:
     def tensors(self, block: int) -> Mapping[str, Tensor]:
         """Returns a block's tensors by name. They are valid until the next call for another block.
 
-        Raises OSError if they cannot be read; the next call tries again.
+        Raises OSError if they cannot be read; the next call tries again. RuntimeError after `close`.
         """
+        if self._is_closed:
+            raise RuntimeError(
+                "offload: the weights of this pass went with `mlora.offload.offloaded`; run backward passes "
+                "inside its `with`"
+            )
         if block != self._now:
             begin = time.perf_counter()
             self.wait_for(block)
@@ -117,6 +124,11 @@ class BlockStream:
         self._bound = list(parameters.values())
         for name, parameter in parameters.items():
             parameter.data = views[name]
+
+    def close(self) -> None:
+        """Gives out no more tensors: a pass that is still open would find other weights."""
+        self.bind({}, {})
+        self._is_closed = True
 
     def memory(self, block: int) -> Tensor:
         """Returns the bytes of a block's slot, valid as `tensors`; reads the block if it is not there."""
@@ -168,7 +180,7 @@ class BlockStream:
         self._held[block] = slot
         for one in layout.ranges:
             into = slot.memory[one.place :]
-            slot.tickets.append(self._disk.read(one.file, one.offset, into, one.size))
+            slot.tickets.append(self.disk.read(one.file, one.offset, into, one.size))
         self.loads += 1
         return slot
 

@@ -122,9 +122,9 @@ class SwapSpace:
         if chunk is None:
             chunk = _Chunk(self.disk.scratch(max(size, CHUNK)))
             self._chunks.append(chunk)
+        chunk.areas += 1  # first: from here on nothing that is dropped meanwhile empties the chunk
         offset = chunk.used
         chunk.used += size
-        chunk.areas += 1
         return chunk, offset
 
     @staticmethod

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,15 +49,22 @@ class TorchOptimizer:
         self._undo.callback(adamw.close)
         if active:
             for name, parameter in parameters.items():
+                if not parameter.requires_grad:
+                    continue
                 hook = functools.partial(self._gradient_came, name)
                 self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         taken: Any = given
 
         @functools.wraps(taken.step)  # with the marks of learning-rate schedules
-        def step(closure: None = None) -> None:
+        def step(_: object, closure: None = None) -> None:
             self.step(closure)
 
-        taken.step = step
+        taken.step = MethodType(step, given)
+        for register, what in (
+            (given.register_state_dict_pre_hook, "state_dict: use save"),
+            (given.register_load_state_dict_pre_hook, "load_state_dict: use load"),
+        ):
+            self._undo.callback(register(functools.partial(_refuse, what)).remove)
         self._undo.callback(setattr, taken, "step", _gone)
 
     def close(self) -> None:
@@ -79,12 +87,13 @@ class TorchOptimizer:
         Raises:
             OSError: states or weights could not be read or written.
             FloatingPointError: a gradient is not finite. Without active updates, nothing has changed then.
-            ValueError: there is a closure.
+            ValueError: there is a closure, or Parameters came to the optimizer after `with` began.
         """
         if closure is not None:
             raise ValueError("step: a closure is not supported")
-        if not self._active:
-            self._submit_all()
+        if sum(len(group["params"]) for group in self._given.param_groups) != len(self._parameters):
+            raise ValueError("step: the optimizer has other Parameters than when `with` began")
+        self._submit_all()  # if updates are active: what accumulated and had no part in the last pass
         self.grad_norm = math.sqrt(self._adamw.finish())
         self._came.clear()
         self._given._opt_called = True  # type: ignore[attr-defined]
@@ -100,7 +109,7 @@ class TorchOptimizer:
     def _submit_all(self) -> None:
         """Submits the gradients that are there, in the order of a backward pass."""
         waiting = [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
-        for name, gradient in waiting:
+        for name, gradient in [] if self._active else waiting:
             if not torch.isfinite(torch.linalg.vector_norm(gradient)):
                 raise FloatingPointError(f"{name}: the gradient is not finite; nothing was updated")
         for name, _ in reversed(waiting):
@@ -133,6 +142,13 @@ def _gone(*_: object) -> None:
     raise RuntimeError("optimizer.step: its states went with `mlora.offload.offloaded`; make a new optimizer")
 
 
+def _refuse(what: str, *_: object) -> None:
+    raise RuntimeError(
+        f"{what}() of the `optimizer` of the object that `with mlora.offload.offloaded(...) as ...` gives: "
+        "this optimizer's states are there"
+    )
+
+
 def parameters_of(model: nn.Module, given: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Returns an optimizer's Parameters by name, in the model's order.
 
@@ -141,7 +157,7 @@ def parameters_of(model: nn.Module, given: torch.optim.Optimizer) -> dict[str, n
     """
     if type(given) is not torch.optim.AdamW:
         raise ValueError(f"optimizer: expected a torch.optim.AdamW, got {type(given).__name__}")
-    if given.state:
+    if given.state or vars(given).get("step") is _gone:
         raise ValueError("optimizer: expected a new one, but it has made steps")
     for group in given.param_groups:
         asked = [key for key in _REFUSED if group.get(key)]

@@ -132,6 +132,8 @@ class Updates:
                 lambda: not self._bytes or self._bytes + flat.nbytes <= self._waiting or self._error
             )
             self._raise()
+            if self._ends:
+                raise RuntimeError(f"{name}: the optimizer's thread has ended")
             units = self._states.units[name]
             self._bytes += flat.nbytes
             block = self._weights[name].block
@@ -162,7 +164,7 @@ class Updates:
             return squares
 
     def close(self) -> None:
-        """Ends the thread, after the updates that were submitted."""
+        """Ends the thread, after the updates that were submitted; `submit` raises RuntimeError then."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()

@@ -87,6 +87,7 @@ class TrainingLoop:
             self._plan_activations()
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
+            self._checkpoint()
         except (MemoryError, RuntimeError, OSError, FloatingPointError) as error:
             # a stage that is a thread of this process; other processes report their own faults
             cause = error.__cause__ if isinstance(error, PipelineError) else error
@@ -102,7 +103,6 @@ class TrainingLoop:
             raise RunError(
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
-        self._checkpoint()
         self._writer.wait()
         self._states.prune()
 

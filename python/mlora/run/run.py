@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlora.files.checkpoint import load_checkpoint
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
+from mlora.files.state_files import lost_file
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.decisions import journaled
 from mlora.run.loop import TrainingLoop, catch_signals
@@ -159,7 +161,7 @@ def resume(
 
 def _go_on(folder: RunFolder, metrics: Metrics, reporter: Reporter, member: Member | None) -> RunResult:
     """Continues a run that has something left to do."""
-    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn)
+    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(lost_file, folder.states))
     config = folder.read_config()
     check_replicas(config, member)
     with TaskQueue(folder.queue) as queue:
