@@ -27,6 +27,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _are_taken() -> bool:
+    """Whether something else takes what autograd saves, such as `torch.utils.checkpoint`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 @dataclass(frozen=True)
 class _View:
     """A tensor as a view of bytes: its type and place in them."""
@@ -143,7 +148,8 @@ class SavedTensors:
 
         Tensors among `shared`, such as positions, serve all blocks; they are not swapped.
         """
-        with nullcontext() if self._is_in_pass or is_in_backward() else self.of_pass():
+        taken = self._is_in_pass or is_in_backward() or _are_taken()
+        with nullcontext() if taken else self.of_pass():
             self._enter(block, *shared)
             yield
 

@@ -17,15 +17,12 @@ from mlora.offload import optimizer_states, saved_tensors, updates
 from mlora.offload.options import OffloadOptions
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.run import resume, train
-from safetensors.torch import load_file
 from tiny_models import samples
 from tiny_run import lines, run_data, save_base, weights
 from transformers import AutoModelForCausalLM
 
 from tests.mlora.offload.families import FAMILIES
-
-BLOCKS = 4
-ON_DISK: dict[str, Any] = {"base": "disk", "optimizer": "disk", "slots": 2}
+from tests.mlora.offload.full_runs import BLOCKS, ON_DISK, assert_same, full_data, model_of, run_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,39 +38,6 @@ def _small_things_leave_memory() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("base"), layers=BLOCKS)
-
-
-def full_data(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A run of one task with accumulation and evaluation."""
-    folder.mkdir(exist_ok=True)
-    data = run_data(base, folder, method="full", bf16=True)
-    own = data["adapters"][0]
-    del own["lora"]
-    own |= {"name": "all", "max_grad_norm": 0.0}
-    data["adapters"] = [own]
-    return data | changes
-
-
-def run_of(data: dict[str, Any], folder: Path, reporter: Any = None) -> Path:
-    assert train(resolve_config(data, folder=folder), reporter=reporter).exit_code == 0
-    return folder / "run"
-
-
-def model_of(run: Path) -> dict[str, torch.Tensor]:
-    """The trained weights."""
-    folder = run / "adapters" / "all"
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
-
-
-def assert_same(one: Path, other: Path) -> None:
-    assert lines(one) == lines(other)
-    found, expected = model_of(one), model_of(other)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
 
 
 @pytest.fixture(scope="module")

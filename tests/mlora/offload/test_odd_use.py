@@ -1,0 +1,156 @@
+"""`mlora.offload.offloaded` used in ways that it was not made for."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mlora.offload import offloaded, optimizer_states, saved_tensors, swap_space
+from mlora.offload.disk import Disk
+from mlora.offload.optimizer_states import OptimizerStates
+from mlora.offload.swap_space import SwapSpace
+from mlora.offload.updates import AdamWStep, Updates, Weights
+
+from tests.mlora.offload.nets import OUT_OF_CORE, Net, adamw, assert_equal, inputs
+
+
+@pytest.fixture(autouse=True)
+def _small_things_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 256)
+    monkeypatch.setattr(optimizer_states, "SMALL", 64)
+    monkeypatch.setattr(optimizer_states, "UNIT", 2048)
+
+
+def test_an_error_inside_gives_all_back() -> None:
+    net = Net()
+    before = [p.detach().clone() for p in net.parameters()]
+    threads = set(threading.enumerate())
+    with pytest.raises(ZeroDivisionError), offloaded(net, adamw(net), **OUT_OF_CORE):
+        1 / net(inputs(0)).long().item()  # the loss is below 1
+    assert_equal(list(net.parameters()), before)
+    assert set(threading.enumerate()) == threads
+    assert not [module for module in net.modules() if "forward" in vars(module)]
+    net(inputs(0)).backward()
+    assert all(p.grad is not None for p in net.parameters())
+    assert copy.deepcopy(net).state_dict().keys() == net.state_dict().keys()
+
+
+def test_a_forward_pass_of_ones_own_comes_back() -> None:
+    net = Net()
+    own = net.blocks[1].forward = lambda x: x + 1
+    with offloaded(net, adamw(net)):
+        assert net.blocks[1].forward is not own
+    assert vars(net.blocks[1])["forward"] is own
+
+
+def test_twice_inside_is_refused_and_twice_in_turn_is_not() -> None:
+    net, losses = Net(), []
+    for _ in range(2):
+        optimizer = adamw(net)
+        with offloaded(net, optimizer, **OUT_OF_CORE):
+            with pytest.raises(ValueError, match=r"model: it is in a `with .* already"), offloaded(net):
+                pass
+            losses.append(net(inputs(0)).item())
+            net(inputs(0)).backward()
+            optimizer.step()
+    assert losses[1] < losses[0]
+    with pytest.raises(ValueError, match="optimizer: expected a new one"), offloaded(net, optimizer):
+        pass
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "swap"])
+def test_a_backward_pass_that_comes_too_late_changes_no_weight(activations: str) -> None:
+    net = Net()
+    before = [p.detach().clone() for p in net.parameters()]
+    with offloaded(net, adamw(net), **OUT_OF_CORE, activations=activations):
+        loss = net(inputs(0))
+    with pytest.raises(RuntimeError, match="run backward passes inside its `with`"):
+        loss.backward()
+    assert_equal(list(net.parameters()), before)
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_are_refused_inside(take: Callable[[Any], Any]) -> None:
+    net = Net()
+    with (
+        offloaded(net, adamw(net)),
+        pytest.raises(RuntimeError, match="copy or pickle it after the `with`"),
+    ):
+        take(net)
+    take(net)
+
+
+def test_the_optimizer_itself_has_no_states() -> None:
+    net = Net()
+    optimizer = adamw(net)
+    with offloaded(net, optimizer):
+        with pytest.raises(RuntimeError, match=r"state_dict: use save\(\) of the `optimizer` of the object"):
+            optimizer.state_dict()
+        with pytest.raises(RuntimeError, match=r"load_state_dict: use load\(\) of the `optimizer`"):
+            optimizer.load_state_dict({"state": {}, "param_groups": []})
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        with pytest.raises(ValueError, match="other Parameters than when `with` began"):
+            optimizer.step()
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_a_schedule_that_begins_inside_works() -> None:
+    net = Net()
+    optimizer = adamw(net)
+    with offloaded(net, optimizer):
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 0.1, total_iters=4)
+        net(inputs(0)).backward()
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (0.5 - 0.1))
+
+
+def test_passes_without_a_backward_pass_leave_no_room_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are swapped out and never read: their memory and their room on disk come back."""
+    monkeypatch.setattr(swap_space, "CHUNK", 1 << 20)
+    spaces = []
+
+    class Watched(SwapSpace):
+        def __init__(self, disk: Disk) -> None:
+            super().__init__(disk)
+            spaces.append(self)
+
+    monkeypatch.setattr("mlora.offload.offloaded_model.SwapSpace", Watched)
+    net = Net()
+    optimizer = adamw(net)
+    with offloaded(net, optimizer, **OUT_OF_CORE, activations="swap"):
+        chunks = []
+        for step in range(20):
+            net(inputs(step))
+            chunks.append([(chunk.used, chunk.areas) for chunk in spaces[0]._chunks])
+        assert chunks == [[(0, 0)]] * 20
+        assert spaces[0].written > 20 * 5 * inputs(0).nbytes
+        net(inputs(0)).backward()
+        optimizer.step()
+        assert [chunk.areas for chunk in spaces[0]._chunks] == [0]
+
+
+def test_gradients_wait_for_room() -> None:
+    """At most `waiting` bytes of gradients are there at once, except for one that is larger."""
+    names = [f"w{number}" for number in range(12)]
+    disk = Disk(rate=20e6)
+    states = OptimizerStates(dict.fromkeys(names, 3000), disk, on_disk=True)
+    for name in names:
+        states.put(name, torch.zeros(3000))
+    weights = {name: Weights(torch.zeros(3000), torch.float32) for name in names}
+    one = 4 * 3000
+    seen: list[int] = []
+    for waiting, most in ((3 * one, 3 * one), (one // 2, one)):
+        own = Updates(states, weights, waiting=waiting)
+        for name in names:
+            own.submit(name, torch.ones(3000), AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.0, 1))
+            seen.append(own._bytes)
+        assert 0 < max(seen) <= most
+        seen.clear()
+        assert own.finish() == pytest.approx(12 * 3000)
+        own.close()
+        with pytest.raises(RuntimeError, match="the optimizer's thread has ended"):
+            own.submit("w0", torch.ones(3000), AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.0, 1))
