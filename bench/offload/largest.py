@@ -120,7 +120,7 @@ def run(options: Options) -> dict[str, Any]:
     shape = small if options.quick else large
     write_base(options.folder, shape)
     rows: dict[str, dict[str, Any]] = {}
-    known = 0
+    known = shape.layers if options.quick else 0
     for name, how in CONTENDERS.items():
         tried = Tried(options.folder, shape, how)
         known = tried.largest(known)

@@ -204,7 +204,7 @@ def modes_of(plan: ActivationPlan) -> list[str]:
 
 
 def case_of(machine: Machine, workload: Workload) -> Case:
-    """Returns which of the paper's cases it is: how many blocks to swap if the others are recomputed."""
+    """Returns the paper's case: how many blocks to swap, if all others are recomputed."""
     blocks = len(workload.blocks) - 1
     seconds = [predicted(machine, workload, plan_of(count, blocks)) for count in range(blocks + 1)]
     best = seconds.index(min(seconds))

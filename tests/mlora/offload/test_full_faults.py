@@ -1,4 +1,4 @@
-"""Full disks, failed reads and lost files in runs with `method: full`: one clear line, and nothing is lost."""
+"""Full tuning out of core where disks fail: the fault is named, and the run goes on from its last checkpoint."""
 
 import errno
 import os
