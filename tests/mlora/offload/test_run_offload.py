@@ -213,7 +213,7 @@ def test_validate_says_what_lives_where(
     assert "base model" not in [row[0] for row in shown("offload={}")]
 
 
-def test_folders_that_are_missing_or_closed(run: Run, base: Path, tmp_path: Path) -> None:
+def test_folders_that_are_missing(run: Run, base: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, run_data(base, tmp_path, offload=DISK))
     (tmp_path / "there").mkdir()
     folders = ["--set", "offload.folders=[there, gone]"]
@@ -222,6 +222,16 @@ def test_folders_that_are_missing_or_closed(run: Run, base: Path, tmp_path: Path
         assert line == f"error: offload.folders[1]: no such folder: {tmp_path}/gone"
     assert only_line(run("validate", path, *folders)) == line
     assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_is_found_serves_no_base_on_disk(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlora.run.prepare.choose_device", lambda *_: "cuda")
+    data = run_data(base, tmp_path, offload=DISK)
+    del data["device"]
+    with pytest.raises(RunError, match=r"^offload\.base: disk serves the CPU so far, got device cuda$"):
+        train(resolve_config(data, folder=tmp_path))
 
 
 def test_a_disk_without_room_for_the_converted_weights(
