@@ -1,4 +1,4 @@
-"""Full tuning out of core where disks fail: the fault is named, and the run goes on from its last checkpoint."""
+"""Full tuning out of core where disks fail: one clear line, and the run goes on from its last checkpoint."""
 
 import errno
 import os
