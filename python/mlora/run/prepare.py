@@ -99,7 +99,7 @@ def prepare(
         raise RunError("every adapter was refused; nothing to train")
     sweep = sweep_of(config)
     with ExitStack() as unless_prepared:
-        with warnings_to(reporter):
+        with warnings_to(reporter), _disk_faults():
             engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
@@ -216,6 +216,17 @@ def warnings_to(reporter: Reporter) -> Iterator[None]:
     lines = [first_line(w.message) for w in caught if isinstance(w.message, UserWarning)]
     for line in dict.fromkeys(lines):
         reporter.warn(line)
+
+
+@contextmanager
+def _disk_faults() -> Iterator[None]:
+    """Raises what the system says of a file or a folder as a RunError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise RunError(loading_fault(error)) from error
 
 
 def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None, trace: int) -> Engine:
