@@ -20,7 +20,7 @@ from offload.swapping import Passes, Swapping
 from offload.turns import Turn, medians, ratios, take_turns
 
 BLOCKS = 12
-TOKENS, QUICK_TOKENS = (1024, 2048, 4096), (64, 128)
+TOKENS, QUICK_TOKENS = (1024, 2048), (64, 128)
 KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"
 
 

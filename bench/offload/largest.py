@@ -21,7 +21,7 @@ LIMIT = 1 << 30
 TOKENS = 512
 MOST, QUICK_MOST = 48, 4
 """Blocks of the largest model that is tried: 617 million parameters, 9.9 GB with everything in memory."""
-PATIENCE = 90.0
+PATIENCE = 120.0
 """Seconds for a model to load and train a step; beyond them it only moves pages to and fro."""
 CONTENDERS: Mapping[str, Mapping[str, str]] = {
     "all in memory": {"placement": "device", "states": "device", "activations": "keep"},

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from shared.figures import about, figure
-from shared.shapes import ModelShape
 from torch import Tensor
 
-from offload.full_model import QUICK_SHAPE, random_llama, random_tokens
+from offload.full_model import QUICK_SHAPE, SHAPE, random_llama, random_tokens
 from offload.options import Options
 from offload.report import Data, at_most, table
 from offload.swapping import Passes, Swapping, case_of, chosen, modes_of, plan_of, predicted, workload_of
 from offload.turns import cores, in_order
 
-SHAPE = ModelShape(2048, 5632, heads=16, kv_heads=16, layers=12, vocabulary=4096)
-TOKENS, QUICK_TOKENS = 768, 64
+BLOCKS = 12
+TOKENS, QUICK_TOKENS = 512, 64
 SWAPPED, QUICK_SWAPPED = (0, 2, 3, 5, 7, 8, 10, 12), (0, 1, 2, 4)
 MUST_BUSY, MUST_FREE, MUST_BEST = 0.10, 0.05, 1.05
 SAMPLE = 512 << 20
@@ -40,7 +40,7 @@ def run(options: Options) -> dict[str, Any]:
         OSError: the file system lacks room.
         RuntimeError: losses or gradients of two plans differ.
     """
-    shape = QUICK_SHAPE if options.quick else SHAPE
+    shape = QUICK_SHAPE if options.quick else replace(SHAPE, layers=BLOCKS)
     tokens = QUICK_TOKENS if options.quick else TOKENS
     counts = QUICK_SWAPPED if options.quick else SWAPPED
     model, ids = random_llama(shape), random_tokens(tokens, shape.vocabulary)
