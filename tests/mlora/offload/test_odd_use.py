@@ -3,7 +3,9 @@
 import copy
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from mlora.offload import offloaded, optimizer_states, saved_tensors, swap_space
 from mlora.offload.disk import Disk
 from mlora.offload.optimizer_states import OptimizerStates
+from mlora.offload.saved_tensors import SavedTensors
 from mlora.offload.swap_space import SwapSpace
 from mlora.offload.updates import AdamWStep, Updates, Weights
 
@@ -131,6 +134,39 @@ def test_passes_without_a_backward_pass_leave_no_room_taken(monkeypatch: pytest.
         net(inputs(0)).backward()
         optimizer.step()
         assert [chunk.areas for chunk in spaces[0]._chunks] == [0]
+
+
+def test_a_backward_pass_reads_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all blocks, which would undo the swap."""
+    monkeypatch.setattr(swap_space, "WRITING", 0)
+    out, found = [], []
+    swap_out = SavedTensors._swap_out
+
+    def watched(self: SavedTensors, whole: torch.Tensor) -> Any:
+        swapped = swap_out(self, whole)
+        out.append((self._block, weakref.ref(swapped)))
+        return swapped
+
+    monkeypatch.setattr(SavedTensors, "_swap_out", watched)
+
+    def look(block: int) -> None:
+        """As the gradient of a block's output comes."""
+        there = {number for number, ref in out if (swapped := ref()) and swapped._memory is not None}
+        found.append((block, sorted(number for number in there if number <= block)))
+
+    def watch(number: int, _: Any, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: look(number))
+
+    net = Net()
+    for number, block in enumerate(net.blocks):
+        block.register_forward_hook(partial(watch, number))
+    optimizer = adamw(net)
+    with offloaded(net, optimizer, **OUT_OF_CORE, activations="swap"):
+        net(inputs(0)).backward()
+        optimizer.step()
+    assert [block for block, _ in found] == [4, 3, 2, 1, 0]
+    assert all(set(there) <= {block - 1, block} for block, there in found)
+    assert all(block in there for block, there in found[1:])
 
 
 def test_gradients_wait_for_room() -> None:
