@@ -1,6 +1,7 @@
 """The parts of the offloading benchmark that train all weights: their arithmetic, and tiny steps."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,19 @@ import pytest
 import torch
 from mlora.offload.planner.machine import Machine
 from mlora.offload.planner.search import Case
-from offload import gradients, largest
-from offload.base import write_base
-from offload.full_model import Tuned, random_llama, random_tokens
-from offload.full_process import FullError
-from offload.swapping import Passes, Swapping, case_of, plan_of, predicted, workload_of
-from shared.shapes import ModelShape
 
-TINY = ModelShape(64, 128, heads=2, kv_heads=2, layers=3, vocabulary=64)
+
+def part(name: str) -> Any:
+    """A module of the benchmark; its folder is on the path inside a test only."""
+    return import_module(f"offload.{name}")
+
+
+def tiny() -> Any:
+    return import_module("shared.shapes").ModelShape(64, 128, heads=2, kv_heads=2, layers=3, vocabulary=64)
 
 
 def test_efficiency_and_the_bound_on_the_ratio_to_naive() -> None:
+    gradients = part("gradients")
     seconds = {"serial": 8.0, "naive": 7.0, "optimised": 6.0, "no optimizer": 5.0, "optimizer alone": 2.5}
     turn = {name: {"seconds": value} for name, value in seconds.items()}
     turn["no optimizer"] |= {"forward": 1.0, "backward": 4.0}
@@ -27,10 +30,11 @@ def test_efficiency_and_the_bound_on_the_ratio_to_naive() -> None:
 
 
 def test_losses_are_equal_whenever_weights_are_updated(tmp_path: Path) -> None:
-    ids = random_tokens(16, TINY.vocabulary)
+    gradients, models = part("gradients"), part("full_model")
+    ids = models.random_tokens(16, tiny().vocabulary)
     losses = {}
     for name, how in gradients.CONTENDERS.items():
-        tuned = Tuned(TINY, folders=[tmp_path], **how)
+        tuned = models.Tuned(tiny(), folders=[tmp_path], **how)
         for _ in range(2):
             tuned.update() if name == gradients.ALONE else tuned.step(ids)
         tuned.close()
@@ -43,8 +47,9 @@ def test_losses_are_equal_whenever_weights_are_updated(tmp_path: Path) -> None:
 
 
 def test_swapped_and_recomputed_blocks_give_the_same_bits(tmp_path: Path) -> None:
-    swapping = Swapping(random_llama(TINY), tmp_path)
-    ids = random_tokens(512, TINY.vocabulary)
+    models = part("full_model")
+    swapping = part("swapping").Swapping(models.random_llama(tiny()), tmp_path)
+    ids = models.random_tokens(512, tiny().vocabulary)
     sizes = swapping.bytes_of_blocks(ids)
     plans = (["keep"] * 3, ["recompute"] * 3, ["recompute", "swap", "swap"])
     found = [swapping.step(plan, ids) for plan in plans]
@@ -56,43 +61,52 @@ def test_swapped_and_recomputed_blocks_give_the_same_bits(tmp_path: Path) -> Non
 
 
 def test_the_prediction_of_a_step_with_all_blocks_recomputed_is_its_profile() -> None:
-    profile = Passes(3.0, 0.5, 9.0, 1.5, loss=0.0, gradient=0.0)
-    work = workload_of(profile, [100, 100, 100], tokens=16)
+    swapping = part("swapping")
+    profile = swapping.Passes(3.0, 0.5, 9.0, 1.5, loss=0.0, gradient=0.0)
+    work = swapping.workload_of(profile, [100, 100, 100], tokens=16)
     machine = Machine(1.0, read=1e6, write=1e6, one_memory=True, cores=2, compute_cores=1)
-    assert predicted(machine, work, plan_of(0, 3)) == pytest.approx(profile.seconds)
-    assert predicted(machine, work, plan_of(3, 3)) == pytest.approx(profile.seconds - profile.forward)
+    assert swapping.predicted(machine, work, swapping.plan_of(0, 3)) == pytest.approx(profile.seconds)
+    assert swapping.predicted(machine, work, swapping.plan_of(3, 3)) == pytest.approx(
+        profile.seconds - profile.forward
+    )
 
 
 @pytest.mark.parametrize(("rate", "case"), [(1e6, Case.COMPUTE), (60, Case.INFLECTION), (1, Case.TRANSFER)])
 def test_the_case_depends_on_the_disk(rate: float, case: Case) -> None:
-    work = workload_of(Passes(3.0, 0.0, 9.0, 0.0, loss=0.0, gradient=0.0), [100, 100, 100], tokens=16)
-    assert case_of(Machine(1.0, read=rate, write=rate, one_memory=True), work) is case
+    swapping = part("swapping")
+    profile = swapping.Passes(3.0, 0.0, 9.0, 0.0, loss=0.0, gradient=0.0)
+    work = swapping.workload_of(profile, [100, 100, 100], tokens=16)
+    assert swapping.case_of(Machine(1.0, read=rate, write=rate, one_memory=True), work) is case
 
 
 @pytest.mark.parametrize(("fits", "known"), [(5, 0), (5, 3), (0, 0), (9, 2)])
 def test_the_largest_model_is_found(
     fits: int, known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    largest, base = part("largest"), part("base")
+    killed = part("full_process").FullError("was killed", killed=True)
+
     def train(job: dict[str, Any], *_: object) -> dict[str, Any]:
         if json.loads((Path(job["base"]) / "config.json").read_text())["num_hidden_layers"] > fits:
-            raise FullError("was killed", killed=True)
+            raise killed
         return {"seconds": [1.0], "usage": {"peak": 1}}
 
     monkeypatch.setattr(largest, "train_full", train)
-    shape = ModelShape(8, 8, heads=1, kv_heads=1, layers=9, vocabulary=8)
-    write_base(tmp_path, shape)
+    shape = import_module("shared.shapes").ModelShape(8, 8, heads=1, kv_heads=1, layers=9, vocabulary=8)
+    base.write_base(tmp_path, shape)
     tried = largest.Tried(tmp_path, shape, largest.CONTENDERS["recomputed"])
     assert tried.largest(known) == fits
     assert len(tried.found) <= 7
 
 
 def test_a_model_of_the_first_blocks_loads(tmp_path: Path) -> None:
+    largest, base = part("largest"), part("base")
     from transformers import LlamaForCausalLM
 
-    write_base(tmp_path, TINY)
+    base.write_base(tmp_path, tiny())
     whole = LlamaForCausalLM.from_pretrained(tmp_path)
-    part = LlamaForCausalLM.from_pretrained(largest.first_blocks(tmp_path, TINY, 2))
-    assert len(part.model.layers) == 2
-    for block, other in zip(part.model.layers, whole.model.layers, strict=False):
+    few = LlamaForCausalLM.from_pretrained(largest.first_blocks(tmp_path, tiny(), 2))
+    assert len(few.model.layers) == 2
+    for block, other in zip(few.model.layers, whole.model.layers, strict=False):
         assert torch.equal(block.mlp.up_proj.weight, other.mlp.up_proj.weight)
-    assert torch.equal(part.lm_head.weight, whole.lm_head.weight)
+    assert torch.equal(few.lm_head.weight, whole.lm_head.weight)
