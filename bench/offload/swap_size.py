@@ -20,7 +20,7 @@ from offload.swapping import Passes, Swapping, case_of, chosen, modes_of, plan_o
 from offload.turns import cores, in_order
 
 BLOCKS = 12
-TOKENS, QUICK_TOKENS = 512, 64
+TOKENS, QUICK_TOKENS = 768, 64
 SWAPPED, QUICK_SWAPPED = (0, 2, 3, 5, 7, 8, 10, 12), (0, 1, 2, 4)
 MUST_BUSY, MUST_FREE, MUST_BEST = 0.10, 0.05, 1.05
 SAMPLE = 512 << 20
