@@ -20,7 +20,7 @@ from offload.swapping import Passes, Swapping, case_of, chosen, modes_of, plan_o
 from offload.turns import cores, in_order
 
 BLOCKS = 12
-TOKENS, QUICK_TOKENS = 512, 64
+TOKENS, QUICK_TOKENS = 768, 64
 SWAPPED, QUICK_SWAPPED = (0, 2, 3, 5, 7, 8, 10, 12), (0, 1, 2, 4)
 MUST_BUSY, MUST_FREE, MUST_BEST = 0.10, 0.05, 1.05
 SAMPLE = 512 << 20
@@ -44,8 +44,10 @@ def run(options: Options) -> dict[str, Any]:
     tokens = QUICK_TOKENS if options.quick else TOKENS
     counts = QUICK_SWAPPED if options.quick else SWAPPED
     model, ids = random_llama(shape), random_tokens(tokens, shape.vocabulary)
-    swapping = Swapping(model, options.folder)
-    sizes = swapping.bytes_of_blocks(ids)
+    counting = Swapping(model, options.folder)
+    sizes = counting.bytes_of_blocks(ids)
+    counting.close()
+    swapping = Swapping(model, options.folder, writing=max(sizes))
     sample = min(SAMPLE, sum(sizes))
     for warm in ("swap", "recompute"):
         swapping.step([warm] * len(sizes), ids)
@@ -81,7 +83,7 @@ def run(options: Options) -> dict[str, Any]:
 def _throttled(
     model: Any, folder: Path, rate: float, counts: Sequence[int], sizes: Sequence[int], ids: Tensor
 ) -> dict[str, Any]:
-    swapping = Swapping(model, folder, rate)
+    swapping = Swapping(model, folder, rate, max(sizes))
     try:
         return _turn(swapping, counts, sizes, ids, max(sizes), 0)
     finally:

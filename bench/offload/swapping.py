@@ -17,7 +17,7 @@ from mlora.offload.planner.memory_need import memory_need
 from mlora.offload.planner.search import Case, PlannedActivations, plan_activations
 from mlora.offload.planner.workload import Block, Placement, Workload
 from mlora.offload.saved_tensors import SavedTensors
-from mlora.offload.swap_space import SwapSpace
+from mlora.offload.swap_space import WRITING, SwapSpace
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -57,14 +57,18 @@ class Swapping:
         model: in memory.
         folder: for scratch files.
         rate: bytes per second of all transfers together, a stand-in for a slower disk; 0 = no bound.
+        writing: bytes that wait to be written at once. What has not been written when the backward pass wants
+            it is not read, so that a small model hardly sees a slow disk. The planner expects one block.
 
     Attributes:
         blocks: how many there are.
     """
 
-    def __init__(self, model: LlamaForCausalLM, folder: Path, rate: float = 0.0) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, folder: Path, rate: float = 0.0, writing: int = WRITING
+    ) -> None:
         self.disk = Disk([folder], rate=rate)
-        self._model, self._space = model, SwapSpace(self.disk)
+        self._model, self._space = model, SwapSpace(self.disk, writing=writing)
         self._saved = SavedTensors(model, None, self._space)
         layers = list(model.model.layers)
         self.blocks = len(layers)

@@ -83,13 +83,15 @@ class SwapSpace:
 
     Args:
         disk: reads and writes them.
+        writing: bytes that wait to be written at once.
 
     Attributes:
         written: bytes swapped out so far.
     """
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, *, writing: int = WRITING) -> None:
         self.disk = disk
+        self._writing = writing
         self.written = 0
         self._chunks: list[_Chunk] = []
         self._leaving: deque[weakref.ref[Swapped]] = deque()
@@ -99,7 +101,7 @@ class SwapSpace:
 
         Raises OSError if the disk lacks room, or an earlier write failed.
         """
-        self._settle(max(0, WRITING - content.nbytes))
+        self._settle(max(0, self._writing - content.nbytes))
         swapped = Swapped(self, content)
         self._leaving.append(weakref.ref(swapped))
         self.written += swapped.nbytes
