@@ -59,10 +59,10 @@ def run(options: Options) -> dict[str, Any]:
         remotes = {"ours": start(OURS, "ours", job | more)}
         peers: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
             ACCELERATE: ({"library": "accelerate"}, {}, (LIMIT,)),
-            DEEPSPEED: (
-                {"library": "deepspeed", "port": _free_port()},
+            DEEPSPEED: (  # its prefetching fails where blocks are recomputed
+                {"library": "deepspeed", "port": _free_port(), "checkpointing": False},
                 {"python": options.deepspeed},
-                (LIMIT, 2 * LIMIT),
+                (LIMIT, 3 * LIMIT),
             ),
         }
         for name, (own, how, limits) in peers.items():
@@ -163,7 +163,7 @@ def text(data: Data) -> list[str]:
         f"Llama {shape['hidden_size']}/{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks of "
         f"{data['base_bytes'] / 1e9:.2f} GB bf16 under a limit of {data['limit'] / 2**20:.0f} MiB; rank "
         f"{data['rank']} on {', '.join(data['targets'])}, {data['adapters']} sequences of {data['tokens']} "
-        f"tokens, blocks recomputed, {data['threads']} threads",
+        f"tokens, blocks recomputed (not by DeepSpeed), {data['threads']} threads",
         f"`ours is` so many times as fast: {BEST} where one adapter has all sequences, else {PACKED}",
         *table(rows, columns),
     ]
