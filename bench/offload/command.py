@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -85,6 +86,16 @@ def run(name: str, options: Options) -> dict[str, Any]:
     return data | {"other_processes_share": rest.share}
 
 
+def write(name: str, data: Mapping[str, Any], out: Path) -> None:
+    """Writes a part's numbers, text and, where it has one, figure to a folder, and prints the text."""
+    lines = "\n".join([*heading(data), *PARTS[name].text(data), *verdicts(data)])
+    write_json(out / f"{name}.json", data)
+    (out / f"{name}.txt").write_text(lines + "\n")
+    if hasattr(PARTS[name], "plot"):
+        PARTS[name].plot(data, out / f"{name}.png")
+    print(lines, flush=True)
+
+
 def main() -> int:
     """Runs the parts, prints, and writes their results."""
     parser = documented_parser(__doc__)
@@ -118,12 +129,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             failed.append(name)
             continue
-        lines = [*heading(data), *PARTS[name].text(data), *verdicts(data)]
-        write_json(arguments.out / f"{name}.json", data)
-        (arguments.out / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        if hasattr(PARTS[name], "plot"):
-            PARTS[name].plot(data, arguments.out / f"{name}.png")
-        print("\n".join(lines), flush=True)
+        write(name, data, arguments.out)
         failed += missed(data)
     if failed:
         print(f"failed or missed: {', '.join(failed)}", file=sys.stderr)

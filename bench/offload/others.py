@@ -57,26 +57,9 @@ def run(options: Options) -> dict[str, Any]:
     with ExitStack() as stack:
         start = partial(_started, stack, options.folder)
         remotes = {"ours": start(OURS, "ours", job | more)}
-        peers: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
-            ACCELERATE: ({"library": "accelerate"}, {}, (LIMIT,)),
-            DEEPSPEED: (
-                {"library": "deepspeed", "port": _free_port()},
-                {"python": options.deepspeed},
-                (LIMIT, 2 * LIMIT),
-            ),
-        }
-        for name, (own, how, limits) in peers.items():
-            if name == DEEPSPEED and options.deepspeed is None:
-                not_run[name] = "give --deepspeed PYTHON, an interpreter that has it"
-                continue
-            for limit in limits:
-                try:
-                    remotes[name] = start(PEER, own["library"], job | rows | own, limit=limit, **how)
-                    break
-                except RemoteError as error:
-                    not_run[f"{name}, {limit >> 20} MiB"] = str(error)
+        remotes |= _peers(start, job | rows, options.deepspeed, not_run)
         turns = _turns(remotes, options, not_run)
-        about = {
+        libraries = {
             name: {"usage": asdict(one.usage()), "versions": one.ready.get("versions")}
             for name, one in remotes.items()
         }
@@ -86,16 +69,42 @@ def run(options: Options) -> dict[str, Any]:
         "limit": LIMIT,
         **{name: job[name] for name in ("adapters", "rank", "targets", "threads")},
         "tokens": TOKENS,
-        "libraries": about,
+        "libraries": libraries,
         "not_run": not_run,
         "turns": turns,
         "must": [],
     }
 
 
+def _peers(
+    start: Callable[..., Remote], job: dict[str, Any], deepspeed: str | None, not_run: dict[str, str]
+) -> dict[str, Remote]:
+    """Starts the other libraries; `not_run` says why one is missing.
+
+    DeepSpeed's prefetching fails where blocks are recomputed. Where it is killed at the limit, it gets more.
+    """
+    found = {}
+    try:
+        found[ACCELERATE] = start(PEER, "accelerate", job | {"library": "accelerate"})
+    except RemoteError as error:
+        not_run[ACCELERATE] = str(error)
+    if deepspeed is None:
+        not_run[DEEPSPEED] = "give --deepspeed PYTHON, an interpreter that has it"
+        return found
+    own = {"library": "deepspeed", "port": _free_port(), "checkpointing": False}
+    for limit in (LIMIT, 3 * LIMIT):
+        try:
+            found[DEEPSPEED] = start(PEER, "deepspeed", job | own, limit=limit, python=deepspeed)
+            return found
+        except RemoteError as error:
+            not_run[f"{DEEPSPEED}, {limit >> 20} MiB"] = str(error)
+    return found
+
+
 def _started(
     stack: ExitStack, folder: Path, script: Path, name: str, job: dict[str, Any], **how: Any
 ) -> Remote:
+    """Starts a process that lives as long as the stack, with a folder of its own."""
     scratch = folder / name
     scratch.mkdir(exist_ok=True)
     how.setdefault("limit", LIMIT)
@@ -163,7 +172,7 @@ def text(data: Data) -> list[str]:
         f"Llama {shape['hidden_size']}/{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks of "
         f"{data['base_bytes'] / 1e9:.2f} GB bf16 under a limit of {data['limit'] / 2**20:.0f} MiB; rank "
         f"{data['rank']} on {', '.join(data['targets'])}, {data['adapters']} sequences of {data['tokens']} "
-        f"tokens, blocks recomputed, {data['threads']} threads",
+        f"tokens, blocks recomputed (not by DeepSpeed), {data['threads']} threads",
         f"`ours is` so many times as fast: {BEST} where one adapter has all sequences, else {PACKED}",
         *table(rows, columns),
     ]

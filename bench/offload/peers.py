@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+_BUFFERS = 16
 Step = Callable[[str, Tensor], float]
 """Trains one adapter on sequences `[S, L]`; returns the sum of its tokens' losses."""
 
@@ -99,7 +100,11 @@ def deepspeed(job: dict[str, Any]) -> Step:
 
 
 def _deepspeed_config(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns DeepSpeed's config; its buffers hold the largest matrix and its live tensors a block."""
+    """Returns DeepSpeed's config: a block is live, one more matrix is read ahead, adapters stay in memory.
+
+    A buffer has the size of the largest matrix. As many live numbers as a block has are up to twelve of
+    Llama's smallest matrices.
+    """
     config = json.loads((Path(job["base"]) / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     largest = max(hidden * inner, config["vocab_size"] * hidden)
@@ -111,10 +116,11 @@ def _deepspeed_config(job: dict[str, Any]) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "zero_optimization": {
             "stage": 3,
-            "offload_param": on_disk | {"buffer_count": 8, "buffer_size": largest},
+            "offload_param": on_disk | {"buffer_count": _BUFFERS, "buffer_size": largest},
             "stage3_max_live_parameters": block,
-            "stage3_prefetch_bucket_size": block // 2,
-            "stage3_param_persistence_threshold": 2 * hidden,
+            "stage3_max_reuse_distance": block,
+            "stage3_prefetch_bucket_size": largest,
+            "stage3_param_persistence_threshold": 100_000,
         },
         "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0, "torch_adam": True}},

@@ -15,7 +15,7 @@ from offload.memory_group import MemoryGroup, Usage
 
 _BENCH = Path(__file__).parents[1]
 OURS, PEER = _BENCH / "offload_worker.py", _BENCH / "offload_peer.py"
-_SHOWN = 400  # characters of what a process that failed had said
+_SHOWN = 200  # characters of the last line of a process that failed
 
 
 class RemoteError(RuntimeError):
@@ -100,5 +100,6 @@ class Remote:
                 return dict(json.loads(line))
         code = self._process.wait()
         killed = self._group is not None and self._group.usage().killed
-        said = " ".join(self._log.read_text(errors="replace").split())[-_SHOWN:]
-        raise RemoteError("it was killed at its memory limit" if killed else f"exit code {code}: {said}")
+        said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        why = f"exit code {code}: {said[-1].strip()[:_SHOWN] if said else 'it said nothing'}"
+        raise RemoteError("it was killed at its memory limit" if killed else why)
