@@ -56,12 +56,16 @@ class Swapped:
         return self._written is None or self._written.done
 
     def prefetch(self) -> None:
-        """Begins to read it, if it is not in memory; from now on it stays there."""
+        """Begins to read it, if it is not in memory; from now on it stays there.
+
+        Raises OSError if it could not be written.
+        """
         if self._memory is None:
             self._memory = _aligned_memory(self.nbytes)
             self._read = self._space.disk.read(self._chunk.file, self._offset, self._memory)
-        elif self.is_written:
-            self._written = None
+        elif self._written is not None and self._written.done:
+            written, self._written = self._written, None
+            written.wait()
 
     def content(self) -> Tensor:
         """Returns the bytes; waits for them. Raises OSError if they cannot be read."""

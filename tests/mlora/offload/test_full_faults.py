@@ -121,12 +121,15 @@ class Failing:
         return SimpleNamespace(wait=wait, done=True, span=ticket.span)
 
 
-@pytest.mark.parametrize(("what", "number"), [("read", 250), ("write", 400)])
+@pytest.mark.parametrize(("what", "number"), [("read", 250), ("write", 300)])
 def test_a_transfer_that_fails(
     base: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
-    """Of weights, of states, of activations or of a checkpoint, as it comes."""
-    data = data_of(base, tmp_path, activations="swap")
+    """Of weights, of states, of activations or of a checkpoint, as it comes.
+
+    A failed write of activations that are still in memory may go unnoticed, as nothing is lost.
+    """
+    data = data_of(base, tmp_path, activations="swap" if what == "read" else "keep")
     with monkeypatch.context() as patch:
         word = {"read": "reading", "write": "writing"}[what]
         failing = Failing(number, word, getattr(Disk, what))
