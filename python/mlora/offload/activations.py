@@ -49,6 +49,7 @@ class Activations:
     Attributes:
         saved: takes what autograd saves.
         modes: of each block; set them with `choose`.
+        before: the modes before `watch`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Activations:
         own = weights or [{}] * len(blocks)
         self.saved = SavedTensors(model, stream if any(own) else None, space)
         self.modes: list[Mode] = ["keep"] * len(blocks)
+        self.before: list[Mode] = list(self.modes)
         self._stream = stream
         self._blocks = [
             BlockForward(block, number, self.saved, stream, own[number], contexts)
@@ -89,8 +91,12 @@ class Activations:
         with self.saved.of_pass():
             yield
 
-    def watch(self) -> None:
-        """Begins to take times, and to count the bytes that are saved in each block."""
+    def watch(self, before: Sequence[Mode]) -> None:
+        """Begins to take times, and to count the bytes that are saved in each block.
+
+        `before` are the modes that were asked for, if others are set meanwhile.
+        """
+        self.before = list(before)
         self._marks.clear()
         self.saved.counts = True
         for block in self._blocks:

@@ -23,16 +23,15 @@ from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.search import plan_activations
 from mlora.offload.planner.tokens_to_hide import tokens_of_passes
 from mlora.offload.planner.workload import Block, Placement, Workload
-from mlora.offload.rates import measure_rates
+from mlora.offload.rates import Rates, measure_rates
 from mlora.offload.stream import BlockStream
 
 
 def begin_profile(activations: Activations) -> None:
     """Watches the next micro-batch: its first block keeps its activations, the others recompute them."""
-    modes: list[Mode] = ["recompute"] * len(activations.modes)
-    modes[0] = "keep"
-    activations.choose(modes)
-    activations.watch()
+    before = list(activations.modes)
+    activations.choose(["keep", *["recompute"] * (len(before) - 1)])  # type: ignore[list-item]
+    activations.watch(before)
 
 
 def forecast(
@@ -60,46 +59,8 @@ def forecast(
         ValueError: the memory is too small for any plan.
         OSError: a folder for scratch files lacks room.
     """
-    times = activations.times()
-    kept = activations.saved.counted
-    rates = measure_rates(Disk(options.folders, rate=options.rate))
-    threads = torch.get_num_threads()
-    machine = Machine(
-        flops=1.0,
-        read=rates.read,
-        write=rates.write,
-        one_memory=True,
-        cores=max(threads, os.cpu_count() or 1),
-        compute_cores=threads,
-        read_seconds=rates.read_seconds,
-        write_seconds=rates.write_seconds,
-        copy_seconds=rates.copy_seconds,
-        update_seconds=rates.update_seconds,
-    )
-    inner = max(0, kept.get(0, 0) - activations.hidden_bytes)
-    blocks = []
-    for number, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True)):
-        recomputed = forward if activations.modes[number] == "recompute" else 0.0
-        weights = trained[number] if trained else 0
-        blocks.append(
-            Block(
-                weight_bytes=0 if stream is None else stream.layouts[number].nbytes,
-                inner_bytes=inner,
-                hidden_bytes=activations.hidden_bytes,
-                trainable=weights,
-                state_bytes=12 * weights,
-                gradient_bytes=2 * weights,
-                forward_seconds=max(forward, 1e-9),
-                backward_seconds=max(backward - recomputed, 1e-9),
-            )
-        )
-    blocks.append(Block(forward_seconds=times.before + times.between + 1e-9, backward_seconds=1e-9))
-    workload = Workload(
-        blocks,
-        tokens,
-        method="full" if trained else "lora",
-        resident_bytes=used - (0 if stream is None else stream.nbytes),
-    )
+    workload = _workload(activations, stream, tokens, trained, used)  # ends the watch
+    machine = _machine(measure_rates(Disk(options.folders, rate=options.rate)))
     placement = Placement(
         base="device" if stream is None else "disk",
         optimizer="disk" if options.optimizer == "disk" else "device",
@@ -110,10 +71,9 @@ def forecast(
         planned = plan_activations(machine, workload, placement, budget)
         plan, case = planned.plan, str(planned.case)
     else:
-        choice = {"swap": Choice.DISK}.get(options.activations) or Choice(options.activations)
-        plan, case = ActivationPlan((*[choice] * (len(blocks) - 1), Choice.KEEP)), ""
-    names: dict[Choice, Mode] = {Choice.KEEP: "keep", Choice.RECOMPUTE: "recompute", Choice.DISK: "swap"}
-    modes = [names[choice] for choice in plan.inner[:-1]]
+        inner = [_CHOICES[mode] for mode in activations.before]
+        plan, case = ActivationPlan((*inner, Choice.KEEP)), ""
+    modes = [_MODES[choice] for choice in plan.inner[:-1]]
     activations.choose(modes)
     time = iteration_time(machine, workload, placement, plan)
     return Forecast(
@@ -124,3 +84,60 @@ def forecast(
         dict(Counter(modes)),
         case,
     )
+
+
+_CHOICES: dict[Mode, Choice] = {
+    "keep": Choice.KEEP,
+    "recompute": Choice.RECOMPUTE,
+    "swap": Choice.DISK,
+}
+_MODES = {choice: mode for mode, choice in _CHOICES.items()}
+
+
+def _machine(rates: Rates) -> Machine:
+    """Returns this machine, whose device and host are one memory."""
+    threads = torch.get_num_threads()
+    return Machine(
+        flops=1.0,  # all blocks have measured seconds
+        read=rates.read,
+        write=rates.write,
+        one_memory=True,
+        cores=max(threads, os.cpu_count() or 1),
+        compute_cores=threads,
+        read_seconds=rates.read_seconds,
+        write_seconds=rates.write_seconds,
+        copy_seconds=rates.copy_seconds,
+        update_seconds=rates.update_seconds,
+    )
+
+
+def _workload(
+    activations: Activations, stream: BlockStream | None, tokens: int, trained: Sequence[int], used: int
+) -> Workload:
+    """Returns the watched micro-batch: its blocks, and what is computed around them."""
+    times, hidden = activations.times(), activations.hidden_bytes
+    inner = max(0, activations.saved.counted.get(0, 0) - hidden)
+    blocks = []
+    for number, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True)):
+        recomputed = forward if activations.modes[number] == "recompute" else 0.0
+        weights = trained[number] if trained else 0
+        blocks.append(
+            Block(
+                weight_bytes=0 if stream is None else stream.layouts[number].nbytes,
+                inner_bytes=inner,
+                hidden_bytes=hidden,
+                trainable=weights,
+                state_bytes=12 * weights,
+                gradient_bytes=2 * weights,
+                forward_seconds=max(forward, _SHORTEST),
+                backward_seconds=max(backward - recomputed, _SHORTEST),
+            )
+        )
+    around = times.before + times.between
+    blocks.append(Block(forward_seconds=max(around, _SHORTEST), backward_seconds=_SHORTEST))
+    resident = used - (0 if stream is None else stream.nbytes)
+    return Workload(blocks, tokens, method="full" if trained else "lora", resident_bytes=resident)
+
+
+_SHORTEST = 1e-9
+"""Seconds; 0 would mean that a pass was not measured."""

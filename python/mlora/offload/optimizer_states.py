@@ -7,7 +7,6 @@ then its first and its second moments (LoHan, arXiv 2403.06504, Table II).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +65,7 @@ def units_of(numbers: Mapping[str, int]) -> dict[str, list[Unit]]:
 class OptimizerStates:
     """Reads and writes units.
 
-    All files have the same layout. A checkpoint is a file that one step writes in place of the scratch file,
-    so it costs no transfers of its own.
+    All files have the same layout.
 
     Args:
         numbers: how many each parameter has, by name.
@@ -124,15 +122,6 @@ class OptimizerStates:
             second.zero_()
             if kept is None:
                 self.write(unit, memory).wait()
-
-    @contextmanager
-    def redirected(self, file: File) -> Iterator[None]:
-        """Writes to another file inside `with`; units that are not written stay where they are."""
-        before, self._target = self._target, file
-        try:
-            yield
-        finally:
-            self._target = before
 
     def save(self, file: File) -> None:
         """Writes the units that are not in a file yet, and waits until all of it is on the disk."""
