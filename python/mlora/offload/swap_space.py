@@ -6,11 +6,10 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 
-import torch
 from mlora_ext._C import File, Ticket
 from torch import Tensor
 
-from mlora.offload.disk import ALIGN, Disk, aligned
+from mlora.offload.disk import Disk, aligned, memory
 
 CHUNK = 256 << 20
 """Bytes of a scratch file, unless one swapped tensor needs more."""
@@ -38,7 +37,7 @@ class Swapped:
         self.nbytes = content.nbytes
         self._space = space
         self._chunk, self._offset = space._room(self.nbytes)
-        self._memory: Tensor | None = _aligned_memory(self.nbytes)
+        self._memory: Tensor | None = memory(self.nbytes)
         self._memory[: self.nbytes].copy_(content)
         self._written: Ticket | None = space.disk.write(self._chunk.file, self._offset, self._memory)
         self._read: Ticket | None = None
@@ -61,7 +60,7 @@ class Swapped:
         Raises OSError if it could not be written.
         """
         if self._memory is None:
-            self._memory = _aligned_memory(self.nbytes)
+            self._memory = memory(self.nbytes)
             self._read = self._space.disk.read(self._chunk.file, self._offset, self._memory)
         elif self._written is not None and self._written.done:
             written, self._written = self._written, None
@@ -138,10 +137,3 @@ class SwapSpace:
         chunk.areas -= 1
         if chunk.areas == 0:
             chunk.used = 0
-
-
-def _aligned_memory(size: int) -> Tensor:
-    """Returns memory that direct reads and writes can use: `size` bytes, rounded up to `ALIGN`."""
-    memory = torch.empty(aligned(size) + ALIGN, dtype=torch.uint8)
-    first = -memory.data_ptr() % ALIGN
-    return memory[first : first + aligned(size)]
