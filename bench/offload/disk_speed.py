@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlora.offload.disk import THREADS, Disk, buffer
+from mlora.offload.buffers import buffer
+from mlora.offload.disk import THREADS, Disk
 from mlora_ext._C import PIECE, File, Ticket
 
 from offload.base import drop_cached

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from mlora.offload.rates import measure_machine
 from shared.figures import about, figure
 from torch import Tensor
 
@@ -23,8 +24,6 @@ BLOCKS = 12
 TOKENS, QUICK_TOKENS = 768, 64
 SWAPPED, QUICK_SWAPPED = (0, 2, 3, 5, 7, 8, 10, 12), (0, 1, 2, 4)
 MUST_BUSY, MUST_FREE, MUST_BEST = 0.10, 0.05, 1.05
-SAMPLE = 512 << 20
-"""Bytes that are moved to measure the disk; with a bound on its rate, those of one block."""
 PLANNED = "planned"
 NO_BOUND = "this disk"
 SLOWER = "throttled: swapping all takes 1.5 forward passes"
@@ -48,7 +47,6 @@ def run(options: Options) -> dict[str, Any]:
     sizes = counting.bytes_of_blocks(ids)
     counting.close()
     swapping = Swapping(model, options.folder, writing=max(sizes))
-    sample = min(SAMPLE, sum(sizes))
     for warm in ("swap", "recompute"):
         swapping.step([warm] * len(sizes), ids)
     threads = sorted({cores(), max(1, cores() - 1)}, reverse=True)
@@ -56,7 +54,7 @@ def run(options: Options) -> dict[str, Any]:
     for turn in range(options.turns):
         for number in threads:
             torch.set_num_threads(number)
-            turns[str(number)].append(_turn(swapping, counts, sizes, ids, sample, turn))
+            turns[str(number)].append(_turn(swapping, counts, sizes, ids, turn))
     torch.set_num_threads(cores())
     profile = swapping.step(["recompute"] * len(sizes), ids)
     swapping.close()
@@ -85,18 +83,18 @@ def _throttled(
 ) -> dict[str, Any]:
     swapping = Swapping(model, folder, rate, max(sizes))
     try:
-        return _turn(swapping, counts, sizes, ids, max(sizes), 0)
+        return _turn(swapping, counts, sizes, ids, 0)
     finally:
         swapping.close()
 
 
 def _turn(
-    swapping: Swapping, counts: Sequence[int], sizes: Sequence[int], ids: Tensor, sample: int, turn: int
+    swapping: Swapping, counts: Sequence[int], sizes: Sequence[int], ids: Tensor, turn: int
 ) -> dict[str, Any]:
     """Measures the machine, then all numbers of swapped blocks, then the planner's choice."""
     blocks = len(sizes)
     profile = swapping.step(["recompute"] * blocks, ids)
-    machine = swapping.machine(sample)
+    machine = measure_machine(swapping.disk)
     work = workload_of(profile, sizes, ids.numel())
     plans = {str(count): plan_of(count, blocks) for count in counts}
     planned = chosen(machine, work)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from mlora.offload.blocks import BlockForward
 from mlora.offload.disk import Disk
 from mlora.offload.planner.activation_plan import ActivationPlan, Choice
@@ -21,10 +20,6 @@ from mlora.offload.swap_space import WRITING, SwapSpace
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from offload.turns import cores
-
-PIECE = 4 << 20
-"""Bytes of a tensor that is swapped to measure the disk."""
 PLACE = Placement(base="device", optimizer="device")
 CHOICES = {Choice.KEEP: "keep", Choice.RECOMPUTE: "recompute", Choice.DISK: "swap"}
 
@@ -117,34 +112,6 @@ class Swapping:
         self._saved.counts = False
         return [self._saved.counted[number] for number in range(self.blocks)]
 
-    def machine(self, size: int) -> Machine:
-        """Measures the disk with `size` bytes that go out and come back as swapped tensors do."""
-        content = torch.ones(PIECE, dtype=torch.uint8)
-        out, swapped = _Meter(self.disk), []
-        for _ in range(max(1, size // PIECE)):
-            swapped.append(self._space.swap_out(content))
-        for one in swapped:
-            one.leave()
-        moved = len(swapped) * PIECE
-        seconds_out, pool_out, other_out = out.read()
-        back = _Meter(self.disk)
-        for one in swapped:
-            one.prefetch()
-        for one in swapped:
-            one.content()
-        seconds_back, pool_back, other_back = back.read()
-        return Machine(
-            flops=1.0,  # the blocks' seconds are measured
-            read=moved / seconds_back,
-            write=moved / seconds_out,
-            one_memory=True,
-            cores=cores(),
-            compute_cores=torch.get_num_threads(),
-            read_seconds=pool_back / moved,
-            write_seconds=pool_out / moved,
-            copy_seconds=max(0.0, other_out + other_back) / (2 * moved),
-        )
-
     def _note(self, name: str) -> Callable[..., None]:
         def note(*_: object) -> None:
             self._times[name] = time.perf_counter()
@@ -155,25 +122,6 @@ class Swapping:
         self._note("ends")()
         hidden = output if isinstance(output, Tensor) else output[0]
         hidden.register_hook(self._note("returns"))
-
-
-class _Meter:
-    """Wall seconds, and processor seconds of a disk's threads and of all others."""
-
-    def __init__(self, disk: Disk) -> None:
-        self._disk, self._before = disk, self._now(disk)
-
-    def read(self) -> tuple[float, float, float]:
-        """Returns what was taken since the beginning."""
-        wall, pool, other = (
-            after - before for after, before in zip(self._now(self._disk), self._before, strict=True)
-        )
-        return wall, pool, other
-
-    @staticmethod
-    def _now(disk: Disk) -> tuple[float, float, float]:
-        pool = disk._pool.cpu_seconds
-        return time.perf_counter(), pool, time.process_time() - pool
 
 
 def workload_of(profile: Passes, sizes: Sequence[int], tokens: int) -> Workload:

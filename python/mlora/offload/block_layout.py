@@ -10,7 +10,8 @@ import torch
 from mlora_ext._C import File
 from torch import Tensor
 
-from mlora.offload.disk import ALIGN, Disk, aligned, buffer
+from mlora.offload.buffers import ALIGN, aligned, buffer
+from mlora.offload.disk import Disk
 
 
 @dataclass(frozen=True)

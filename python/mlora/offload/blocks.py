@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from mlora.offload.block_layout import BlockLayout, StoredTensor
-from mlora.offload.disk import Disk, aligned, buffer
+from mlora.offload.buffers import aligned, buffer
+from mlora.offload.disk import Disk
 from mlora.offload.saved_tensors import SavedTensors, is_in_backward
 from mlora.offload.stream import BlockStream
 from mlora_ext.frozen.plain import PlainWeight

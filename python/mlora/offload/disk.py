@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir
 
-import torch
-from mlora_ext._C import ALIGN, File, Ticket
+from mlora_ext._C import File, Ticket
 from torch import Tensor
 
 from mlora_ext import _C
 
 THREADS = 4
 """Enough for a queue that keeps one NVMe busy with pieces of 4 MiB."""
-
-
-def memory(size: int) -> Tensor:
-    """Returns `size` bytes, rounded up to `ALIGN`, for direct reads and writes.
-
-    They lie in huge pages where the kernel has some: it cuts a transfer into a segment per page, and a virtual
-    disk was read 1.7 times as fast into pages of 2 MiB as into pages of 4 KiB.
-    """
-    taken = mmap.mmap(-1, max(1, aligned(size)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        taken.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(taken, dtype=torch.uint8)
-
-
-def buffer(size: int) -> Tensor:
-    """Returns memory for transfers that is used again and again: touched, so that memory meters count it."""
-    return memory(size).zero_()
-
-
-def aligned(size: int) -> int:
-    """Returns a size rounded up to a multiple of `ALIGN`."""
-    return -(-size // ALIGN) * ALIGN
 
 
 class Disk:

@@ -7,11 +7,8 @@ needs. Here one block of each kind keeps its activations meanwhile, so that thei
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
-
-import torch
 
 from mlora.offload.activations import Activations, Mode
 from mlora.offload.disk import Disk
@@ -19,11 +16,11 @@ from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import OffloadOptions
 from mlora.offload.planner.activation_plan import ActivationPlan, Choice
 from mlora.offload.planner.iteration_time import iteration_time
-from mlora.offload.planner.machine import Budget, Machine
+from mlora.offload.planner.machine import Budget
 from mlora.offload.planner.search import plan_activations
 from mlora.offload.planner.tokens_to_hide import tokens_of_passes
 from mlora.offload.planner.workload import Block, Placement, Workload
-from mlora.offload.rates import Rates, measure_rates
+from mlora.offload.rates import measure_machine
 from mlora.offload.stream import BlockStream
 
 
@@ -60,7 +57,7 @@ def forecast(
         OSError: a folder for scratch files lacks room.
     """
     workload = _workload(activations, stream, tokens, trained, used)  # ends the watch
-    machine = _machine(measure_rates(Disk(options.folders, rate=options.rate)))
+    machine = measure_machine(Disk(options.folders, rate=options.rate))
     placement = Placement(
         base="device" if stream is None else "disk",
         optimizer="disk" if options.optimizer == "disk" else "device",
@@ -92,23 +89,6 @@ _CHOICES: dict[Mode, Choice] = {
     "swap": Choice.DISK,
 }
 _MODES = {choice: mode for mode, choice in _CHOICES.items()}
-
-
-def _machine(rates: Rates) -> Machine:
-    """Returns this machine, whose device and host are one memory."""
-    threads = torch.get_num_threads()
-    return Machine(
-        flops=1.0,  # all blocks have measured seconds
-        read=rates.read,
-        write=rates.write,
-        one_memory=True,
-        cores=max(threads, os.cpu_count() or 1),
-        compute_cores=threads,
-        read_seconds=rates.read_seconds,
-        write_seconds=rates.write_seconds,
-        copy_seconds=rates.copy_seconds,
-        update_seconds=rates.update_seconds,
-    )
 
 
 def _workload(

@@ -13,7 +13,8 @@ import torch
 from mlora_ext._C import File, Ticket
 from torch import Tensor
 
-from mlora.offload.disk import Disk, aligned, buffer
+from mlora.offload.buffers import aligned, buffer
+from mlora.offload.disk import Disk
 
 UNIT = 1 << 21
 """Numbers of a unit: 24 MiB of fp32 weights and moments."""

@@ -9,7 +9,8 @@ import torch
 from mlora_ext._C import Ticket
 from torch import Tensor, nn
 
-from mlora.offload.disk import Disk, buffer
+from mlora.offload.buffers import buffer
+from mlora.offload.disk import Disk
 from mlora.offload.optimizer_states import OptimizerStates, Unit
 from mlora.offload.states_on_disk import load_version, read_states, save_version, write_states
 from mlora.offload.stream import BlockStream

@@ -1,13 +1,15 @@
-"""How fast a disk, and the processor beside it, are."""
+"""Measures what the planner wants to know of a machine without a GPU (LoHan, section IV-B)."""
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
 
 import torch
 
-from mlora.offload.disk import Disk, buffer
+from mlora.offload.buffers import buffer
+from mlora.offload.disk import Disk
+from mlora.offload.planner.machine import Machine
 
 SIZE = 64 << 20
 """Bytes of one transfer."""
@@ -15,27 +17,11 @@ TURNS = 3
 """Of which the median counts."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Measured rates.
+def measure_machine(disk: Disk) -> Machine:
+    """Returns this machine's rates; writes and reads a scratch file a few times.
 
-    Attributes:
-        read, write: bytes per second.
-        read_seconds, write_seconds: processor seconds for each byte read or written.
-        copy_seconds: processor seconds for each byte copied in memory.
-        update_seconds: processor seconds for each weight that AdamW updates.
+    Its FLOP/s are not measured: the seconds of the blocks are. Raises OSError if a folder lacks room.
     """
-
-    read: float
-    write: float
-    read_seconds: float
-    write_seconds: float
-    copy_seconds: float
-    update_seconds: float
-
-
-def measure_rates(disk: Disk) -> Rates:
-    """Writes and reads a scratch file a few times. Raises OSError if a folder lacks room."""
     file, content = disk.scratch(2 * SIZE), buffer(SIZE)
     other = buffer(SIZE)
     reads, writes, copies, updates = [], [], [], []
@@ -55,13 +41,18 @@ def measure_rates(disk: Disk) -> Rates:
         copies.append(time.perf_counter() - begin)
         updates.append(_update_seconds())
     moved = 2 * TURNS * SIZE
-    return Rates(
-        SIZE / _median(reads),
-        SIZE / _median(writes),
-        read_seconds / moved,
-        write_seconds / moved,
-        _median(copies) / SIZE,
-        _median(updates),
+    threads = torch.get_num_threads()
+    return Machine(
+        flops=1.0,
+        read=SIZE / _median(reads),
+        write=SIZE / _median(writes),
+        one_memory=True,
+        cores=max(threads, os.cpu_count() or 1),
+        compute_cores=threads,
+        read_seconds=read_seconds / moved,
+        write_seconds=write_seconds / moved,
+        copy_seconds=_median(copies) / SIZE,
+        update_seconds=_median(updates),
     )
 
 

@@ -12,7 +12,8 @@ from mlora_ext._C import Ticket
 from torch import Tensor, nn
 
 from mlora.offload.block_layout import BlockLayout
-from mlora.offload.disk import Disk, buffer
+from mlora.offload.buffers import buffer
+from mlora.offload.disk import Disk
 
 _POISON = 0xFF  # as bytes of fp32, bf16 and fp16: NaN
 

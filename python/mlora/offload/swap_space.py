@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from mlora_ext._C import File, Ticket
 from torch import Tensor
 
-from mlora.offload.disk import Disk, aligned, memory
+from mlora.offload.buffers import Slabs, aligned
+from mlora.offload.disk import Disk
 
 CHUNK = 256 << 20
 """Bytes of a scratch file, unless one swapped tensor needs more."""
@@ -37,7 +38,7 @@ class Swapped:
         self.nbytes = content.nbytes
         self._space = space
         self._chunk, self._offset = space._room(self.nbytes)
-        self._memory: Tensor | None = memory(self.nbytes)
+        self._memory: Tensor | None = space.memory.take(self.nbytes)
         self._memory[: self.nbytes].copy_(content)
         self._written: Ticket | None = space.disk.write(self._chunk.file, self._offset, self._memory)
         self._read: Ticket | None = None
@@ -60,7 +61,7 @@ class Swapped:
         Raises OSError if it could not be written.
         """
         if self._memory is None:
-            self._memory = memory(self.nbytes)
+            self._memory = self._space.memory.take(self.nbytes)
             self._read = self._space.disk.read(self._chunk.file, self._offset, self._memory)
         elif self._written is not None and self._written.done:
             written, self._written = self._written, None
@@ -93,7 +94,7 @@ class SwapSpace:
     """
 
     def __init__(self, disk: Disk, *, writing: int = WRITING) -> None:
-        self.disk = disk
+        self.disk, self.memory = disk, Slabs()
         self._writing = writing
         self.written = 0
         self._chunks: list[_Chunk] = []

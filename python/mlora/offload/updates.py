@@ -19,7 +19,7 @@ import torch
 from mlora_ext._C import Ticket
 from torch import Tensor
 
-from mlora.offload.disk import aligned, buffer
+from mlora.offload.buffers import aligned, buffer
 from mlora.offload.optimizer_states import OptimizerStates, Unit
 
 BUFFERS = 3

@@ -48,10 +48,9 @@ def seconds(machine, work, place, again, host, disk):
     read_f = sum(weights if work.full else weights[place.slots :])
     read_b = sum(weights[: max(0, count - place.slots)])
     link = 0 if machine.one_memory else 1
-    ahead = 2 * compute / count
-    t_f = largest(
-        machine, compute, read_f, disk, link * read_f, link * swapped, swapped, waits=(0, ahead, 0, ahead, 0)
-    )
+    out = compute + (swapped * machine.copy_seconds if machine.one_memory else 0)
+    ahead = 2 * out / count
+    t_f = largest(machine, out, read_f, disk, link * read_f, link * swapped, waits=(0, ahead, 0, ahead, 0))
     back = ratio * compute + again
     if not work.full:
         behind = 2 * back / count
@@ -62,7 +61,6 @@ def seconds(machine, work, place, again, host, disk):
             0,
             link * (read_b + swapped),
             0,
-            swapped,
             waits=(0, behind, 0, behind, 0),
         )
     states = sum(block.state_bytes for block in work.blocks)
@@ -87,19 +85,17 @@ def seconds(machine, work, place, again, host, disk):
         written,
         link * (read_b + swapped),
         gradients,
-        swapped,
         parameters,
         waits,
     )
 
 
-def largest(machine, compute, read, written, to_device, to_host, copied, updated=0, waits=(0, 0, 0, 0, 0)):
+def largest(machine, compute, read, written, to_device, to_host, updated=0, waits=(0, 0, 0, 0, 0)):
     """Eq. 2 and 5 for a shared disk; waits of device, disk, processor, to device, to host."""
     processor = (
         compute * machine.compute_cores
         + read * machine.read_seconds
         + written * machine.write_seconds
-        + copied * machine.copy_seconds
         + updated * machine.update_seconds
     ) / machine.cores
     disk = read / machine.read + written / machine.write

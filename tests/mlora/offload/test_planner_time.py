@@ -95,10 +95,10 @@ def test_the_processor_pays_for_bytes_beside_what_it_computes() -> None:
     costs = {"read_seconds": 0.5, "write_seconds": 1.0, "copy_seconds": 2.0}
     busy = replace(ONE, **costs, cores=2.0, compute_cores=2.0, read=10.0, write=10.0)
     found = timed(busy, RESIDENT, "disk", "keep")
-    assert (found.forward.seconds, found.forward.bound) == ((20 * 2 + 6 + 12) / 2, "processor")
-    assert found.backward.seconds == (20 * 2 + 3 + 12) / 2
+    assert (found.forward.seconds, found.forward.bound) == ((20 + 12) + 6 / 2, "processor")
+    assert found.backward.seconds == 20 + 3 / 2
     free = timed(replace(busy, compute_cores=1.0), RESIDENT, "disk", "keep")
-    assert (free.forward.seconds, free.forward.bound) == (20, "compute")
+    assert (free.forward.seconds, free.forward.bound) == (20 + 12, "compute"), "what computes also copies"
 
 
 def test_full_tuning_moves_14_bytes_a_parameter_each_way() -> None:

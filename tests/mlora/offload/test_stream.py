@@ -8,7 +8,8 @@ import pytest
 import torch
 from mlora.offload import disk as disks
 from mlora.offload.block_layout import BlockLayout, StoredTensor
-from mlora.offload.disk import ALIGN, Disk
+from mlora.offload.buffers import ALIGN
+from mlora.offload.disk import Disk
 from mlora.offload.stream import BlockStream
 
 COUNT = 6

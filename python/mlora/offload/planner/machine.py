@@ -12,7 +12,7 @@ class Machine:
 
     A GPU has memory of its own: device and host are two memories, and the device's computation takes no
     processor cores. On a machine without a GPU, device and host are one memory, and the computation runs on
-    `compute_cores` of the processor's cores, beside what reads, writes, copies and updates.
+    `compute_cores` of the processor's cores, beside what reads, writes and updates.
 
     Attributes:
         flops: FLOP/s that the device reaches.
@@ -23,7 +23,8 @@ class Machine:
         cores: of the processor.
         compute_cores: those that the device's computation occupies; 0 with a GPU.
         read_seconds, write_seconds: processor seconds for each byte read or written.
-        copy_seconds: processor seconds for each byte of activations copied, once out and once in.
+        copy_seconds: seconds of the device for each byte of activations that it copies before it is
+            swapped; only with one memory.
         update_seconds: processor seconds of the optimizer for each trainable parameter.
 
     Raises:

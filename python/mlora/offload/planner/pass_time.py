@@ -34,14 +34,13 @@ def busy_seconds(machine: Machine, work: Work) -> dict[str, float]:
     """Returns the seconds that each resource is busy with some work.
 
     The processor's cores share its part: the device's computation, if it runs on them, and what reads,
-    writes, copies and updates cost.
+    writes and updates cost.
     """
     read, write = _seconds(work.read, machine.read), _seconds(work.written, machine.write)
     processor = (
         work.compute * machine.compute_cores
         + work.read * machine.read_seconds
         + work.written * machine.write_seconds
-        + work.copied * machine.copy_seconds
         + work.updated * machine.update_seconds
     )
     disk = {"disk": read + write} if machine.shared_disk else {"read": read, "write": write}

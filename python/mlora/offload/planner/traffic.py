@@ -17,7 +17,6 @@ class Work:
         compute: seconds of the device.
         read, written: bytes from and to the disk.
         to_device, to_host: bytes between host and device; nothing with one memory.
-        copied: bytes of activations that the processor copies.
         updated: parameters of which the processor makes the optimizer's update.
     """
 
@@ -26,7 +25,6 @@ class Work:
     written: float = 0.0
     to_device: float = 0.0
     to_host: float = 0.0
-    copied: float = 0.0
     updated: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -36,7 +34,6 @@ class Work:
             self.written + other.written,
             self.to_device + other.to_device,
             self.to_host + other.to_host,
-            self.copied + other.copied,
             self.updated + other.updated,
         )
 
@@ -80,15 +77,19 @@ def backward_work(machine: Machine, workload: Workload, placement: Placement) ->
 
 
 def swap_out(machine: Machine, amounts: Amounts) -> Work:
-    """Returns what a plan of activations adds to a forward pass."""
-    to_host = 0.0 if machine.one_memory else amounts.swapped
-    return Work(written=amounts.disk, to_host=to_host, copied=amounts.swapped)
+    """Returns what a plan of activations adds to a forward pass.
+
+    Without a GPU, what computes copies the bytes that are swapped, so that their memory may be used again.
+    """
+    if machine.one_memory:
+        return Work(amounts.swapped * machine.copy_seconds, written=amounts.disk)
+    return Work(written=amounts.disk, to_host=amounts.swapped)
 
 
 def swap_in(machine: Machine, amounts: Amounts) -> Work:
     """Returns what a plan of activations adds to a backward pass."""
     to_device = 0.0 if machine.one_memory else amounts.swapped
-    return Work(amounts.recomputed, amounts.disk, to_device=to_device, copied=amounts.swapped)
+    return Work(amounts.recomputed, amounts.disk, to_device=to_device)
 
 
 def update_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
