@@ -17,7 +17,7 @@ from torch import Tensor
 from offload.full_model import QUICK_SHAPE, SHAPE, random_llama, random_tokens
 from offload.options import Options
 from offload.report import Data, at_most, table
-from offload.swapping import Passes, Swapping, case_of, chosen, modes_of, plan_of, predicted, workload_of
+from offload.swapping import Step, Swapping, bytes_of, case_of, chosen, modes_of, plan_of, predicted
 from offload.turns import cores, in_order
 
 BLOCKS = 12
@@ -44,11 +44,11 @@ def run(options: Options) -> dict[str, Any]:
     counts = QUICK_SWAPPED if options.quick else SWAPPED
     model, ids = random_llama(shape), random_tokens(tokens, shape.vocabulary)
     counting = Swapping(model, options.folder)
-    sizes = counting.bytes_of_blocks(ids)
+    sizes = bytes_of(counting.workload(ids)[0])
     counting.close()
     swapping = Swapping(model, options.folder, writing=max(sizes))
-    for warm in ("swap", "recompute"):
-        swapping.step([warm] * len(sizes), ids)
+    for mode in ("swap", "recompute"):
+        swapping.step([mode] * len(sizes), ids)  # type: ignore[list-item]
     threads = sorted({cores(), max(1, cores() - 1)}, reverse=True)
     turns: dict[str, list[dict[str, Any]]] = {str(number): [] for number in threads}
     for turn in range(options.turns):
@@ -56,11 +56,12 @@ def run(options: Options) -> dict[str, Any]:
             torch.set_num_threads(number)
             turns[str(number)].append(_turn(swapping, counts, sizes, ids, turn))
     torch.set_num_threads(cores())
-    profile = swapping.step(["recompute"] * len(sizes), ids)
+    blocks = swapping.workload(ids)[0].blocks[:-1]
     swapping.close()
+    forward = sum(block.forward_seconds for block in blocks)
     rates = {
-        SLOWER: (sum(sizes) / (1.5 * profile.forward), counts),
-        SLOWEST: (0.8 * sizes[0] / (profile.forward * (1 + 1 / len(sizes))), counts[:FEW]),
+        SLOWER: (sum(sizes) / (1.5 * forward), counts),
+        SLOWEST: (0.8 * sizes[0] / (forward + blocks[0].recompute_seconds), counts[:FEW]),
     }
     throttled = {
         name: {"rate": rate} | _throttled(model, options.folder, rate, few, sizes, ids)
@@ -93,9 +94,9 @@ def _turn(
 ) -> dict[str, Any]:
     """Measures the machine, then all numbers of swapped blocks, then the planner's choice."""
     blocks = len(sizes)
-    profile = swapping.step(["recompute"] * blocks, ids)
     machine = measure_machine(swapping.disk)
-    work = workload_of(profile, sizes, ids.numel())
+    swapping.step(["recompute"] * swapping.blocks, ids)
+    work, profile = swapping.workload(ids)
     plans = {str(count): plan_of(count, blocks) for count in counts}
     planned = chosen(machine, work)
     plans[PLANNED] = planned.plan
@@ -107,17 +108,22 @@ def _turn(
         "plan": modes_of(planned.plan),
         "case": case_of(machine, work).value,
         "machine": {name: getattr(machine, name) for name in _SHOWN},
-        "profile": {"forward": profile.forward, "backward": profile.backward - profile.forward},
+        "profile": {
+            name: sum(getattr(block, f"{name}_seconds") for block in work.blocks[:-1]) for name in _PARTS
+        },
     }
 
 
 _SHOWN = ("read", "write", "read_seconds", "write_seconds", "copy_seconds", "compute_cores")
 
 
-def _check_equal(profile: Passes, taken: Mapping[str, Passes]) -> None:
+_PARTS = ("forward", "backward", "recompute")
+
+
+def _check_equal(profile: Step, taken: Mapping[str, Step]) -> None:
     for name, one in taken.items():
         if (one.loss, one.gradient) != (profile.loss, profile.gradient):
-            raise RuntimeError(f"{name}: loss or gradient differ from those with all blocks recomputed")
+            raise RuntimeError(f"{name}: loss or gradient differ from those of the profile")
 
 
 def errors(turns: Sequence[Data], name: str) -> list[float]:
@@ -156,8 +162,8 @@ def text(data: Data) -> list[str]:
         f"{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks, {data['tokens']} tokens; "
         f"{data['bytes'][0] / 1e6:.0f} MB of activations in a block, {sum(data['bytes']) / 1e9:.2f} GB; "
         "blocks that are not swapped are recomputed",
-        "predicted: the planner's, from a step with all blocks recomputed and the disk's rates and processor "
-        "seconds, both measured in the same turn",
+        "predicted: the planner's, from a step as `activations: auto` profiles one and the disk's rates and "
+        "processor seconds, both measured in the same turn",
     ]
     for number, turns in data["threads"].items():
         lines += ["", f"{NO_BOUND}, {number} of {data['cores']} cores compute", *_section(turns)]

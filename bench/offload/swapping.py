@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlora.offload.blocks import BlockForward
+from mlora.offload.activations import Activations, Mode
 from mlora.offload.disk import Disk
+from mlora.offload.forecast import watched_workload
 from mlora.offload.planner.activation_plan import ActivationPlan, Choice
 from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.memory_need import memory_need
 from mlora.offload.planner.search import Case, PlannedActivations, plan_activations
-from mlora.offload.planner.workload import Block, Placement, Workload
-from mlora.offload.saved_tensors import SavedTensors
+from mlora.offload.planner.workload import Placement, Workload
 from mlora.offload.swap_space import WRITING, SwapSpace
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 PLACE = Placement(base="device", optimizer="device")
-CHOICES = {Choice.KEEP: "keep", Choice.RECOMPUTE: "recompute", Choice.DISK: "swap"}
+CHOICES: dict[Choice, Mode] = {Choice.KEEP: "keep", Choice.RECOMPUTE: "recompute", Choice.DISK: "swap"}
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Seconds of a step's parts: those of the blocks, and those of embedding, head and loss.
+class Step:
+    """Seconds of a forward and a backward pass; the loss, and a sum over one gradient of the first block."""
 
-    Attributes:
-        loss, gradient: the loss, and a sum over the gradient of the first block's first matrix.
-    """
-
-    forward: float
-    head_forward: float
-    backward: float
-    head_backward: float
+    seconds: float
     loss: float
     gradient: float
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-        return self.forward + self.head_forward + self.backward + self.head_backward
 
 
 class Swapping:
@@ -64,84 +53,47 @@ class Swapping:
     ) -> None:
         self.disk = Disk([folder], rate=rate)
         self._model, self._space = model, SwapSpace(self.disk, writing=writing)
-        self._saved = SavedTensors(model, None, self._space)
         layers = list(model.model.layers)
         self.blocks = len(layers)
         self._first: Tensor = next(layers[0].parameters())
-        self._wrapped = [BlockForward(block, number, self._saved) for number, block in enumerate(layers)]
-        self._times: dict[str, float] = {}
-        self._hooks = [
-            layers[0].register_forward_pre_hook(self._note("begins")),
-            layers[-1].register_forward_hook(self._last_is_done),
-        ]
+        self._activations = Activations(model, layers, self._space)
 
     def close(self) -> None:
         """Gives the model back as it was."""
-        for hook in self._hooks:
-            hook.remove()
-        for wrapped in self._wrapped:
-            wrapped.remove()
+        self._activations.remove()
 
-    def step(self, modes: Sequence[str], ids: Tensor) -> Passes:
+    def step(self, modes: Sequence[Mode], ids: Tensor) -> Step:
         """Runs a step; `modes` say of each block whether to keep, recompute or swap."""
-        for number, mode in enumerate(modes):
-            self._wrapped[number].recomputes = mode == "recompute"
-            self._saved.swaps[number] = mode == "swap"
-        begin = time.perf_counter()
-        with self._saved.of_pass():
-            loss = self._model(input_ids=ids, labels=ids).loss
-        middle = time.perf_counter()
-        loss.backward()
-        end, at = time.perf_counter(), self._times
-        assert self._first.grad is not None
-        gradient = self._first.grad.double().sum().item()
+        self._activations.choose(modes)
+        return self._step(ids)
+
+    def workload(self, ids: Tensor) -> tuple[Workload, Step]:
+        """Runs a step as `activations: auto` profiles one; returns what the planner sees, and the step.
+
+        What lies between blocks is among the blocks' bytes, since a swap moves it, too.
+        """
+        self._activations.watch(sys.maxsize)
+        step = self._step(ids)
+        seen = watched_workload(self._activations, None, ids.numel(), [], 0)
+        moved = [
+            replace(b, inner_bytes=b.inner_bytes + b.hidden_bytes, hidden_bytes=0.0) for b in seen.blocks
+        ]
+        return replace(seen, blocks=moved), step
+
+    def _step(self, ids: Tensor) -> Step:
         self._model.zero_grad()
-        return Passes(
-            forward=at["ends"] - at["begins"],
-            head_forward=(at["begins"] - begin) + (middle - at["ends"]),
-            backward=end - at["returns"],
-            head_backward=at["returns"] - middle,
-            loss=loss.item(),
-            gradient=gradient,
-        )
-
-    def bytes_of_blocks(self, ids: Tensor) -> list[int]:
-        """Returns the bytes that autograd saves in each block, which a swap moves."""
-        self._saved.counts = True
-        self.step(["keep"] * self.blocks, ids)
-        self._saved.counts = False
-        return [self._saved.counted[number] for number in range(self.blocks)]
-
-    def _note(self, name: str) -> Callable[..., None]:
-        def note(*_: object) -> None:
-            self._times[name] = time.perf_counter()
-
-        return note
-
-    def _last_is_done(self, _: object, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        self._note("ends")()
-        hidden = output if isinstance(output, Tensor) else output[0]
-        hidden.register_hook(self._note("returns"))
+        begin = time.perf_counter()
+        with self._activations.of_pass():
+            loss = self._model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        seconds = time.perf_counter() - begin
+        assert self._first.grad is not None
+        return Step(seconds, loss.item(), self._first.grad.double().sum().item())
 
 
-def workload_of(profile: Passes, sizes: Sequence[int], tokens: int) -> Workload:
-    """Returns what the planner sees: the blocks, and one that stands for embedding, head and loss.
-
-    The states between blocks are among the blocks' bytes, since a swap moves them, too.
-
-    Args:
-        profile: of a step with all blocks recomputed, which the paper profiles (section IV-B).
-        sizes: bytes that autograd saves, by block.
-        tokens: of the step.
-    """
-    count = len(sizes)
-    seconds = {
-        "forward_seconds": profile.forward / count,
-        "backward_seconds": (profile.backward - profile.forward) / count,
-    }
-    blocks = [Block(inner_bytes=size, **seconds) for size in sizes]
-    head = Block(forward_seconds=profile.head_forward, backward_seconds=profile.head_backward)
-    return Workload([*blocks, head], tokens, method="full")
+def bytes_of(workload: Workload) -> list[int]:
+    """Returns the bytes that autograd saves in each block, which a swap moves."""
+    return [int(block.inner_bytes) for block in workload.blocks[:-1]]
 
 
 def plan_of(swapped: int, blocks: int) -> ActivationPlan:
@@ -150,7 +102,7 @@ def plan_of(swapped: int, blocks: int) -> ActivationPlan:
     return ActivationPlan((*inner, Choice.KEEP))
 
 
-def modes_of(plan: ActivationPlan) -> list[str]:
+def modes_of(plan: ActivationPlan) -> list[Mode]:
     """Returns what a plan says of each block, in the words of `offloaded`."""
     return [CHOICES[choice] for choice in plan.inner[:-1]]
 

@@ -25,14 +25,12 @@ class BlockTimes:
     Attributes:
         forward: of each block.
         backward: of each block, with recomputation where the block was recomputed.
-        between: from the end of the last block's forward pass to the begin of its backward pass.
-        before: of the forward pass in front of the first block.
+        around: of what is before, behind and between the blocks' passes.
     """
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
-    between: float = 0.0
-    before: float = 0.0
+    around: float = 0.0
 
 
 class Activations:
@@ -71,6 +69,7 @@ class Activations:
             for number, block in enumerate(blocks)
         ]
         self._marks: list[tuple[str, int, float]] = []
+        self._room = 0
 
     def choose(self, modes: Sequence[Mode]) -> None:
         """Sets what becomes of each block's activations, from the next forward pass on.
@@ -91,12 +90,14 @@ class Activations:
         with self.saved.of_pass():
             yield
 
-    def watch(self, before: Sequence[Mode]) -> None:
+    def watch(self, room: int) -> None:
         """Begins to take times, and to count the bytes that are saved in each block.
 
-        `before` are the modes that were asked for, if others are set meanwhile.
+        The first block keeps its activations. As many others as find `room` bytes, but at most every second
+        block, do so too; all others recompute them.
         """
-        self.before = list(before)
+        self.before, self._room = list(self.modes), room
+        self._keep(1)
         self._marks.clear()
         self.saved.counts = True
         for block in self._blocks:
@@ -105,6 +106,7 @@ class Activations:
     def times(self) -> BlockTimes:
         """Returns the times of the micro-batch since `watch`, and ends it. Its backward pass is over."""
         self._mark("end", -1)
+        self._room = 0
         self.saved.counts = False
         for block in self._blocks:
             block.mark = None
@@ -112,10 +114,10 @@ class Activations:
         count, found = len(self._blocks), BlockTimes()
         for number in range(count):
             found.forward.append(begins["forward ends", number] - begins["forward", number])
-            ends = begins["backward", number - 1] if number else begins["end", -1]
+            ends = begins.get(("backward ends", number), begins["end", -1])
             found.backward.append(ends - begins["backward", number])
-        found.before = begins["forward", 0] - begins["begin", -1]
-        found.between = begins["backward", count - 1] - begins["forward ends", count - 1]
+        whole = begins["end", -1] - begins["begin", -1]
+        found.around = max(0.0, whole - sum(found.forward) - sum(found.backward))
         return found
 
     @property
@@ -131,6 +133,15 @@ class Activations:
     def _mark(self, what: str, number: int) -> None:
         waited = 0.0 if self._stream is None else self._stream.waited
         self._marks.append((what, number, time.perf_counter() - waited))
+        if (what, number) == ("forward ends", 0) and self._room:
+            self._keep(1 + self._room // max(1, self.saved.counted.get(0, 0)))
+
+    def _keep(self, number: int) -> None:
+        """Lets so many blocks keep their activations, at most every second one; the others recompute them."""
+        count = len(self.modes)
+        number = max(1, min(number, count // 2))
+        places = {count * place // number for place in range(number)}
+        self.choose(["keep" if block in places else "recompute" for block in range(count)])
 
 
 def check_modes(modes: Sequence[str], blocks: int) -> None:

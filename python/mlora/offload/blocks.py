@@ -118,7 +118,7 @@ class BlockForward:
     Attributes:
         recomputes: whether the block keeps its input only and runs again in the backward pass.
         remove: gives the module its own forward pass back.
-        mark: hears when the block's passes begin, and its forward pass ends.
+        mark: hears when the block's passes begin and end.
         hidden_bytes: of its latest input.
     """
 
@@ -145,6 +145,8 @@ class BlockForward:
             self.hidden_bytes = 0 if hidden is None else hidden.nbytes
             if self.mark is not None:
                 self.mark("forward", number)
+                if hidden is not None and hidden.requires_grad:
+                    hidden.register_hook(self._backward_ends)
             if self.recomputes and torch.is_grad_enabled():
                 output = again(self._run, *args, use_reentrant=False, **kwargs)
             else:
@@ -181,3 +183,7 @@ class BlockForward:
             self._stream.bind(self._weights, self._stream.tensors(self._number))
         if self.mark is not None:
             self.mark("backward", self._number)
+
+    def _backward_ends(self, _: Tensor) -> None:
+        if self.mark is not None:
+            self.mark("backward ends", self._number)

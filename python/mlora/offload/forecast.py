@@ -1,7 +1,8 @@
 """Predicts a step's time from one watched micro-batch, and plans what becomes of the activations.
 
 LoHan (arXiv 2403.06504), section IV-B: the first iteration recomputes all blocks, and measures what the plan
-needs. Here one block of each kind keeps its activations meanwhile, so that their bytes can be counted.
+needs. Here some blocks keep their activations meanwhile (`Activations.watch`), so that their bytes can be
+counted, and that it is seen what recomputation costs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from mlora.offload.activations import Activations, Mode
+from mlora.offload.activations import Activations, BlockTimes, Mode
 from mlora.offload.disk import Disk
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import OffloadOptions
@@ -22,13 +23,6 @@ from mlora.offload.planner.tokens_to_hide import tokens_of_passes
 from mlora.offload.planner.workload import Block, Placement, Workload
 from mlora.offload.rates import measure_machine
 from mlora.offload.stream import BlockStream
-
-
-def begin_profile(activations: Activations) -> None:
-    """Watches the next micro-batch: its first block keeps its activations, the others recompute them."""
-    before = list(activations.modes)
-    activations.choose(["keep", *["recompute"] * (len(before) - 1)])  # type: ignore[list-item]
-    activations.watch(before)
 
 
 def forecast(
@@ -56,7 +50,7 @@ def forecast(
         ValueError: the memory is too small for any plan.
         OSError: a folder for scratch files lacks room.
     """
-    workload = _workload(activations, stream, tokens, trained, used)  # ends the watch
+    workload = watched_workload(activations, stream, tokens, trained, used)  # ends the watch
     machine = measure_machine(Disk(options.folders, rate=options.rate))
     placement = Placement(
         base="device" if stream is None else "disk",
@@ -91,15 +85,14 @@ _CHOICES: dict[Mode, Choice] = {
 _MODES = {choice: mode for mode, choice in _CHOICES.items()}
 
 
-def _workload(
+def watched_workload(
     activations: Activations, stream: BlockStream | None, tokens: int, trained: Sequence[int], used: int
 ) -> Workload:
-    """Returns the watched micro-batch: its blocks, and what is computed around them."""
+    """Returns the micro-batch that was watched: its blocks, and one for what is computed around them."""
     times, hidden = activations.times(), activations.hidden_bytes
     inner = max(0, activations.saved.counted.get(0, 0) - hidden)
     blocks = []
-    for number, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True)):
-        recomputed = forward if activations.modes[number] == "recompute" else 0.0
+    for number, (forward, backward, again) in enumerate(passes_of(times, activations.modes)):
         weights = trained[number] if trained else 0
         blocks.append(
             Block(
@@ -109,14 +102,42 @@ def _workload(
                 trainable=weights,
                 state_bytes=12 * weights,
                 gradient_bytes=2 * weights,
-                forward_seconds=max(forward, _SHORTEST),
-                backward_seconds=max(backward - recomputed, _SHORTEST),
+                forward_seconds=forward,
+                backward_seconds=backward,
+                recompute_seconds=again,
             )
         )
-    around = times.before + times.between
-    blocks.append(Block(forward_seconds=max(around, _SHORTEST), backward_seconds=_SHORTEST))
+    blocks.append(Block(forward_seconds=max(times.around, _SHORTEST), backward_seconds=_SHORTEST))
     resident = used - (0 if stream is None else stream.nbytes)
     return Workload(blocks, tokens, method="full" if trained else "lora", resident_bytes=resident)
+
+
+def passes_of(times: BlockTimes, modes: Sequence[Mode]) -> list[tuple[float, float, float]]:
+    """Returns each block's seconds: forward, backward, and what recomputation adds to both.
+
+    Some blocks kept their activations, the others recomputed them. A forward pass that keeps nothing takes
+    less time, so recomputation adds less than a forward pass. The means of both kinds say how much less.
+    """
+    both = [forward + backward for forward, backward in zip(times.forward, times.backward, strict=True)]
+    kept = [number for number, mode in enumerate(modes) if mode == "keep"]
+    again = [number for number, mode in enumerate(modes) if mode != "keep"]
+    slower = saved = 1.0
+    if kept and again:
+        slower = _mean(times.forward, kept) / _mean(times.forward, again)
+        saved = min(1.0, _mean(both, kept) / _mean(both, again))
+    found = []
+    for number, (forward, whole) in enumerate(zip(times.forward, both, strict=True)):
+        if number in again:
+            forward, needed = min(forward * slower, saved * whole), saved * whole
+        else:
+            needed, whole = whole, whole / saved
+        parts = forward, needed - forward, whole - needed
+        found.append((max(parts[0], _SHORTEST), max(parts[1], _SHORTEST), max(parts[2], _SHORTEST)))
+    return found
+
+
+def _mean(values: Sequence[float], places: Sequence[int]) -> float:
+    return max(_SHORTEST, sum(values[place] for place in places) / len(places))
 
 
 _SHORTEST = 1e-9

@@ -151,7 +151,10 @@ class SavedTensors:
         taken = self._is_in_pass or is_in_backward() or _are_taken()
         with nullcontext() if taken else self.of_pass():
             self._enter(block, *shared)
-            yield
+            try:
+                yield
+            finally:
+                self._block = -1  # what the output head saves is no block's
 
     def recompute(self, block: int) -> None:
         """Notes that a streamed block runs again in a backward pass.

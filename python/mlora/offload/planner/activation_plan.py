@@ -95,7 +95,7 @@ def amounts_of(machine: Machine, workload: Workload, plan: ActivationPlan) -> Am
         raise ValueError(f"plan: this machine cannot swap to the {choice}; use {', '.join(known)}")
     found = Amounts().plus(plan.hidden, sum(block.hidden_bytes for block in workload.blocks))
     for block, choice in zip(workload.blocks, plan.inner, strict=True):
-        found = found.plus(choice, block.inner_bytes, block.forward(machine))
+        found = found.plus(choice, block.inner_bytes, block.recomputation(machine))
     return found
 
 

@@ -59,7 +59,7 @@ class Problem:
         self.kinds = [first[block] for block in workload.blocks]
         self.costs = step_costs(machine, workload, placement)
         self._fixed = fixed_need(machine, workload, placement)
-        self._seconds = [block.forward(machine) for block in workload.blocks]
+        self._seconds = [block.recomputation(machine) for block in workload.blocks]
 
     def candidate(self, inner: Sequence[Choice], hidden: Choice) -> Candidate:
         """Returns a plan with its time."""

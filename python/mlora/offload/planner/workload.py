@@ -33,6 +33,7 @@ class Block:
             two moments), 14 with a 16-bit copy beside them.
         gradient_bytes: their gradients, as they leave the device.
         forward_seconds, backward_seconds: measured, in place of what `flops` gives; 0 = not measured.
+        recompute_seconds: measured, what a step with recomputation takes more; 0 = as the forward pass.
     """
 
     flops: float = 0.0
@@ -44,10 +45,15 @@ class Block:
     gradient_bytes: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    recompute_seconds: float = 0.0
 
     def forward(self, machine: Machine) -> float:
         """Returns the seconds of a forward pass."""
         return self.forward_seconds or self.flops / machine.flops
+
+    def recomputation(self, machine: Machine) -> float:
+        """Returns the seconds that recomputation adds to a step."""
+        return self.recompute_seconds or self.forward(machine)
 
 
 @dataclass(frozen=True)
