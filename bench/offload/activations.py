@@ -16,7 +16,7 @@ from shared.figures import about, figure
 from offload.full_model import QUICK_SHAPE, SHAPE, random_llama, random_tokens
 from offload.options import Options
 from offload.report import SECONDS, Data, table
-from offload.swapping import Step, Swapping, bytes_of
+from offload.swapping import Step, Swapping
 from offload.turns import Turn, medians, ratios, take_turns
 
 BLOCKS = 12
@@ -62,7 +62,7 @@ def _section(swapping: Swapping, tokens: int, vocabulary: int, turns: int) -> di
     for mode, one in found.items():
         if (one.loss, one.gradient) != (found[KEEP].loss, found[KEEP].gradient):
             raise RuntimeError(f"{mode}: loss or gradient differ from those of kept activations")
-    return {"saved": sum(bytes_of(swapping.workload(ids)[0])), "turns": taken, "peaks": peaks}
+    return {"saved": sum(swapping.bytes_of_blocks(ids)), "turns": taken, "peaks": peaks}
 
 
 def rows(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from offload.full_model import QUICK_SHAPE, SHAPE, random_llama, random_tokens
 from offload.options import Options
 from offload.report import Data, at_most, table
-from offload.swapping import Step, Swapping, bytes_of, case_of, chosen, modes_of, plan_of, predicted
+from offload.swapping import Step, Swapping, case_of, chosen, modes_of, plan_of, predicted
 from offload.turns import cores, in_order
 
 BLOCKS = 12
@@ -44,7 +44,7 @@ def run(options: Options) -> dict[str, Any]:
     counts = QUICK_SWAPPED if options.quick else SWAPPED
     model, ids = random_llama(shape), random_tokens(tokens, shape.vocabulary)
     counting = Swapping(model, options.folder)
-    sizes = bytes_of(counting.workload(ids)[0])
+    sizes = counting.bytes_of_blocks(ids)
     counting.close()
     swapping = Swapping(model, options.folder, writing=max(sizes))
     for mode in ("swap", "recompute"):
@@ -56,7 +56,7 @@ def run(options: Options) -> dict[str, Any]:
             torch.set_num_threads(number)
             turns[str(number)].append(_turn(swapping, counts, sizes, ids, turn))
     torch.set_num_threads(cores())
-    blocks = swapping.workload(ids)[0].blocks[:-1]
+    blocks = swapping.workload(measure_machine(swapping.disk), ids)[0].blocks[:-1]
     swapping.close()
     forward = sum(block.forward_seconds for block in blocks)
     rates = {
@@ -96,7 +96,7 @@ def _turn(
     blocks = len(sizes)
     machine = measure_machine(swapping.disk)
     swapping.step(["recompute"] * swapping.blocks, ids)
-    work, profile = swapping.workload(ids)
+    work, profile = swapping.workload(machine, ids)
     plans = {str(count): plan_of(count, blocks) for count in counts}
     planned = chosen(machine, work)
     plans[PLANNED] = planned.plan

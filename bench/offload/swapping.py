@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,18 +66,26 @@ class Swapping:
         self._activations.choose(modes)
         return self._step(ids)
 
-    def workload(self, ids: Tensor) -> tuple[Workload, Step]:
+    def workload(self, machine: Machine, ids: Tensor) -> tuple[Workload, Step]:
         """Runs a step as `activations: auto` profiles one; returns what the planner sees, and the step.
 
         What lies between blocks is among the blocks' bytes, since a swap moves it, too.
         """
-        self._activations.watch(sys.maxsize)
+        self._activations.watch(swaps=True)
         step = self._step(ids)
-        seen = watched_workload(self._activations, None, ids.numel(), [], 0)
+        times = self._activations.times()
+        seen = watched_workload(machine, self._activations, times, None, ids.numel(), trained=[], used=0)
         moved = [
             replace(b, inner_bytes=b.inner_bytes + b.hidden_bytes, hidden_bytes=0.0) for b in seen.blocks
         ]
         return replace(seen, blocks=moved), step
+
+    def bytes_of_blocks(self, ids: Tensor) -> list[int]:
+        """Returns the bytes that autograd saves in each block, which a swap moves."""
+        self._activations.saved.counts = True
+        self.step(["keep"] * self.blocks, ids)
+        self._activations.saved.counts = False
+        return [self._activations.saved.counted[number] for number in range(self.blocks)]
 
     def _step(self, ids: Tensor) -> Step:
         self._model.zero_grad()
@@ -89,11 +96,6 @@ class Swapping:
         seconds = time.perf_counter() - begin
         assert self._first.grad is not None
         return Step(seconds, loss.item(), self._first.grad.double().sum().item())
-
-
-def bytes_of(workload: Workload) -> list[int]:
-    """Returns the bytes that autograd saves in each block, which a swap moves."""
-    return [int(block.inner_bytes) for block in workload.blocks[:-1]]
 
 
 def plan_of(swapped: int, blocks: int) -> ActivationPlan:

@@ -51,7 +51,7 @@ def test_swapped_and_recomputed_blocks_give_the_same_bits(tmp_path: Path) -> Non
     models = part("full_model")
     swapping = part("swapping").Swapping(models.random_llama(tiny()), tmp_path)
     ids = models.random_tokens(512, tiny().vocabulary)
-    sizes = part("swapping").bytes_of(swapping.workload(ids)[0])
+    sizes = swapping.bytes_of_blocks(ids)
     plans = (["keep"] * 3, ["recompute"] * 3, ["recompute", "swap", "swap"])
     found = [swapping.step(plan, ids) for plan in plans]
     written = swapping._space.written

@@ -130,9 +130,7 @@ class StageWorker(Hooks, nn.Module):
     def _watch(self) -> None:
         """Begins to watch the next micro-batch, by which `_forecast` predicts those after it."""
         if self.base.activations is not None:
-            used, free = used_memory(self.device), free_memory(self.device) or 0
-            room = (self.offload.device_memory or used + free) - used
-            self.base.activations.watch(max(0, room) // 2)
+            self.base.activations.watch(swaps=self.offload.activations in ("auto", "swap"))
 
     def _forecast(self, tokens: int) -> dict[str, Any] | None:
         """Predicts the time of a step of so many tokens; if asked to, chooses what becomes of activations."""

@@ -20,7 +20,7 @@ Mode = Literal["keep", "recompute", "swap"]
 
 @dataclass
 class BlockTimes:
-    """Seconds of the blocks of one micro-batch, without waits for their weights.
+    """Seconds of the blocks of one micro-batch, without waits for the disk.
 
     Attributes:
         forward: of each block.
@@ -63,13 +63,12 @@ class Activations:
         self.saved = SavedTensors(model, stream if any(own) else None, space)
         self.modes: list[Mode] = ["keep"] * len(blocks)
         self.before: list[Mode] = list(self.modes)
-        self._stream = stream
+        self._stream, self._space = stream, space
         self._blocks = [
             BlockForward(block, number, self.saved, stream, own[number], contexts)
             for number, block in enumerate(blocks)
         ]
         self._marks: list[tuple[str, int, float]] = []
-        self._room = 0
 
     def choose(self, modes: Sequence[Mode]) -> None:
         """Sets what becomes of each block's activations, from the next forward pass on.
@@ -90,14 +89,18 @@ class Activations:
         with self.saved.of_pass():
             yield
 
-    def watch(self, room: int) -> None:
+    def watch(self, *, swaps: bool) -> None:
         """Begins to take times, and to count the bytes that are saved in each block.
 
-        The first block keeps its activations. As many others as find `room` bytes, but at most every second
-        block, do so too; all others recompute them.
+        Two blocks keep their activations, a quarter and three quarters of the way; of fewer than four blocks
+        one does. All others recompute them. If what is planned may swap, these blocks swap theirs, since
+        what comes back from a disk is not in a cache.
         """
-        self.before, self._room = list(self.modes), room
-        self._keep(1)
+        count = len(self._blocks)
+        kept = {count // 4, 3 * count // 4} if count >= 4 else {count // 2}
+        self.before = list(self.modes)
+        mode: Mode = "swap" if swaps else "keep"
+        self.choose([mode if number in kept else "recompute" for number in range(count)])
         self._marks.clear()
         self.saved.counts = True
         for block in self._blocks:
@@ -106,7 +109,6 @@ class Activations:
     def times(self) -> BlockTimes:
         """Returns the times of the micro-batch since `watch`, and ends it. Its backward pass is over."""
         self._mark("end", -1)
-        self._room = 0
         self.saved.counts = False
         for block in self._blocks:
             block.mark = None
@@ -131,17 +133,8 @@ class Activations:
             block.remove()
 
     def _mark(self, what: str, number: int) -> None:
-        waited = 0.0 if self._stream is None else self._stream.waited
+        waited = self._space.waited + (0.0 if self._stream is None else self._stream.waited)
         self._marks.append((what, number, time.perf_counter() - waited))
-        if (what, number) == ("forward ends", 0) and self._room:
-            self._keep(1 + self._room // max(1, self.saved.counted.get(0, 0)))
-
-    def _keep(self, number: int) -> None:
-        """Lets so many blocks keep their activations, at most every second one; the others recompute them."""
-        count = len(self.modes)
-        number = max(1, min(number, count // 2))
-        places = {count * place // number for place in range(number)}
-        self.choose(["keep" if block in places else "recompute" for block in range(count)])
 
 
 def check_modes(modes: Sequence[str], blocks: int) -> None:

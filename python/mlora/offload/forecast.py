@@ -17,7 +17,7 @@ from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import OffloadOptions
 from mlora.offload.planner.activation_plan import ActivationPlan, Choice
 from mlora.offload.planner.iteration_time import iteration_time
-from mlora.offload.planner.machine import Budget
+from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.search import plan_activations
 from mlora.offload.planner.tokens_to_hide import tokens_of_passes
 from mlora.offload.planner.workload import Block, Placement, Workload
@@ -50,8 +50,9 @@ def forecast(
         ValueError: the memory is too small for any plan.
         OSError: a folder for scratch files lacks room.
     """
-    workload = watched_workload(activations, stream, tokens, trained, used)  # ends the watch
+    times = activations.times()  # ends the watch
     machine = measure_machine(Disk(options.folders, rate=options.rate))
+    workload = watched_workload(machine, activations, times, stream, tokens, trained=trained, used=used)
     placement = Placement(
         base="device" if stream is None else "disk",
         optimizer="disk" if options.optimizer == "disk" else "device",
@@ -86,11 +87,21 @@ _MODES = {choice: mode for mode, choice in _CHOICES.items()}
 
 
 def watched_workload(
-    activations: Activations, stream: BlockStream | None, tokens: int, trained: Sequence[int], used: int
+    machine: Machine,
+    activations: Activations,
+    times: BlockTimes,
+    stream: BlockStream | None,
+    tokens: int,
+    *,
+    trained: Sequence[int],
+    used: int,
 ) -> Workload:
     """Returns the micro-batch that was watched: its blocks, and one for what is computed around them."""
-    times, hidden = activations.times(), activations.hidden_bytes
-    inner = max(0, activations.saved.counted.get(0, 0) - hidden)
+    hidden, saved = activations.hidden_bytes, max(activations.saved.counted.values(), default=0)
+    inner = max(0, saved - hidden)
+    swapped = [number for number, mode in enumerate(activations.modes) if mode == "swap"]
+    for number in swapped:
+        times.forward[number] -= saved * machine.copy_seconds  # the planner adds them
     blocks = []
     for number, (forward, backward, again) in enumerate(passes_of(times, activations.modes)):
         weights = trained[number] if trained else 0
@@ -119,8 +130,8 @@ def passes_of(times: BlockTimes, modes: Sequence[Mode]) -> list[tuple[float, flo
     less time, so recomputation adds less than a forward pass. The means of both kinds say how much less.
     """
     both = [forward + backward for forward, backward in zip(times.forward, times.backward, strict=True)]
-    kept = [number for number, mode in enumerate(modes) if mode == "keep"]
-    again = [number for number, mode in enumerate(modes) if mode != "keep"]
+    kept = [number for number, mode in enumerate(modes) if mode != "recompute"]
+    again = [number for number, mode in enumerate(modes) if mode == "recompute"]
     slower = saved = 1.0
     if kept and again:
         slower = _mean(times.forward, kept) / _mean(times.forward, again)

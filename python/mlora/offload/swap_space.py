@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Swapped:
         """Waits until it is on disk, and frees its memory. Raises OSError if it cannot be written."""
         written, self._written = self._written, None
         if written is not None:
-            written.wait()
+            self._space.wait(written)
             self._memory = None
 
     @property
@@ -72,7 +73,7 @@ class Swapped:
         self.prefetch()
         assert self._memory is not None
         if self._read is not None:
-            self._read.wait()
+            self._space.wait(self._read)
             self._read = None
         return self._memory[: self.nbytes]
 
@@ -91,12 +92,13 @@ class SwapSpace:
 
     Attributes:
         written: bytes swapped out so far.
+        waited: seconds that passes have waited for the disk.
     """
 
     def __init__(self, disk: Disk, *, writing: int = WRITING) -> None:
         self.disk, self.memory = disk, Slabs()
         self._writing = writing
-        self.written = 0
+        self.written, self.waited = 0, 0.0
         self._chunks: list[_Chunk] = []
         self._leaving: deque[weakref.ref[Swapped]] = deque()
 
@@ -110,6 +112,12 @@ class SwapSpace:
         self._leaving.append(weakref.ref(swapped))
         self.written += swapped.nbytes
         return swapped
+
+    def wait(self, ticket: Ticket) -> None:
+        """Waits for a transfer. Raises OSError if it failed."""
+        begin = time.perf_counter()
+        ticket.wait()
+        self.waited += time.perf_counter() - begin
 
     def _settle(self, bound: int) -> None:
         """Frees the memory of what is written; waits while more bytes than the bound are not."""
