@@ -59,6 +59,7 @@ def _section(swapping: Swapping, tokens: int, vocabulary: int, turns: int) -> di
     cases: dict[str, Callable[[], object]] = {mode: partial(step, mode) for mode in (KEEP, RECOMPUTE, SWAP)}
     taken = take_turns(cases, turns)
     peaks = {mode: live_peak(case) for mode, case in cases.items()}
+    peaks[SWAP] += swapping.buffers
     for mode, one in found.items():
         if (one.loss, one.gradient) != (found[KEEP].loss, found[KEEP].gradient):
             raise RuntimeError(f"{mode}: loss or gradient differ from those of kept activations")
@@ -80,8 +81,8 @@ def text(data: Data) -> list[str]:
     lines = [
         f"forward and backward pass of full tuning, without an optimizer: Llama {shape['hidden_size']}/"
         f"{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks, {data['threads']} threads",
-        "peak: the most memory that a step allocates at once beyond the weights; it has all gradients of "
-        "weights in it at the end",
+        "peak: the most memory that a step allocates at once beyond the weights, and the buffers of swaps; "
+        "it has all gradients of weights in it at the end",
     ]
     columns = (*SECONDS, ("of keep", "over", "7.2f", 1.0), ("peak MiB", "peak", "8.0f", 2.0**-20))
     for tokens, section in data["tokens"].items():

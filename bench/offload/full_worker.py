@@ -9,6 +9,7 @@ The job is JSON in the first argument:
 | `tokens` | of the one sequence of random tokens that every step trains |
 | `steps` | how many |
 | `threads` | of PyTorch |
+| `save` | folder to which it writes the trained model; may be missing |
 | `limit` | on memory, in bytes: malloc is told as by `mlora train` under `scheduler.memory_limit`; or null |
 
 It prints one line of JSON: `losses` and `seconds` of each step, and resident bytes: when the model was
@@ -53,6 +54,8 @@ def main() -> None:
         for _ in range(job["steps"]):
             found["seconds"].append(timed(lambda: found["losses"].append(_step(engine, batch)))["seconds"])
             found["resident"] = status("VmRSS")
+        if "save" in job:
+            engine.save(TASK, job["save"])
     print(json.dumps(found | {"peak": status("VmHWM")}), flush=True)
 
 

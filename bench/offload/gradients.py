@@ -29,7 +29,7 @@ NONE, MEMORY, SERIAL, NAIVE, OPTIMISED = "no optimizer", "states in memory", "se
 ALONE = "optimizer alone"
 CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     NONE: {"optimizer": False},
-    MEMORY: {"states": "host"},
+    MEMORY: {"states": "host", "active": True},
     SERIAL: {"active": False, "buffers": 3},
     NAIVE: {"active": True, "buffers": 1},
     OPTIMISED: {"active": True, "buffers": 3},

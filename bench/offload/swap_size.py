@@ -209,7 +209,8 @@ def _most_often(found: Sequence[str]) -> str:
 
 def plot(data: Data, path: Path) -> None:
     """Draws measured and predicted seconds against the number of swapped blocks."""
-    sections = {f"{number} threads": turns for number, turns in data["threads"].items()}
+    threads = {number: f"{number} thread{'s' * (number != '1')}" for number in data["threads"]}
+    sections = {threads[number]: turns for number, turns in data["threads"].items()}
     sections |= {name: [turn] for name, turn in data["throttled"].items()}
     with figure(path, 1, len(sections), dpi=120, figsize=(4 * len(sections), 4), layout="constrained") as (
         whole,
@@ -220,6 +221,7 @@ def plot(data: Data, path: Path) -> None:
             for key, style in (("measured", "o-"), ("predicted", "x--")):
                 values = [median(turn[key][str(count)] for turn in turns) for count in counts]
                 axes.plot(counts, values, style, label=key)
+            axes.margins(y=0.1)
             axes.set_ylim(bottom=0)
             axes.set_title(name, fontsize=8)
             axes.set_xlabel("swapped blocks")

@@ -64,7 +64,9 @@ class Swapping:
     def step(self, modes: Sequence[Mode], ids: Tensor) -> Step:
         """Runs a step; `modes` say of each block whether to keep, recompute or swap."""
         self._activations.choose(modes)
-        return self._step(ids)
+        begin = time.perf_counter()
+        loss = self._passes(ids)
+        return self._ended(loss, time.perf_counter() - begin)
 
     def workload(self, machine: Machine, ids: Tensor) -> tuple[Workload, Step]:
         """Runs a step as `activations: auto` profiles one; returns what the planner sees, and the step.
@@ -72,13 +74,14 @@ class Swapping:
         What lies between blocks is among the blocks' bytes, since a swap moves it, too.
         """
         self._activations.watch(swaps=True)
-        step = self._step(ids)
-        times = self._activations.times()
+        begin = time.perf_counter()
+        loss = self._passes(ids)
+        times, seconds = self._activations.times(), time.perf_counter() - begin
         seen = watched_workload(machine, self._activations, times, None, ids.numel(), trained=[], used=0)
         moved = [
             replace(b, inner_bytes=b.inner_bytes + b.hidden_bytes, hidden_bytes=0.0) for b in seen.blocks
         ]
-        return replace(seen, blocks=moved), step
+        return replace(seen, blocks=moved), self._ended(loss, seconds)
 
     def bytes_of_blocks(self, ids: Tensor) -> list[int]:
         """Returns the bytes that autograd saves in each block, which a swap moves."""
@@ -87,15 +90,22 @@ class Swapping:
         self._activations.saved.counts = False
         return [self._activations.saved.counted[number] for number in range(self.blocks)]
 
-    def _step(self, ids: Tensor) -> Step:
-        self._model.zero_grad()
-        begin = time.perf_counter()
+    @property
+    def buffers(self) -> int:
+        """Bytes of memory that swapped activations pass through."""
+        return self._space.memory.nbytes
+
+    def _passes(self, ids: Tensor) -> Tensor:
         with self._activations.of_pass():
-            loss = self._model(input_ids=ids, labels=ids).loss
+            loss: Tensor = self._model(input_ids=ids, labels=ids).loss
         loss.backward()
-        seconds = time.perf_counter() - begin
+        return loss.detach()
+
+    def _ended(self, loss: Tensor, seconds: float) -> Step:
         assert self._first.grad is not None
-        return Step(seconds, loss.item(), self._first.grad.double().sum().item())
+        gradient = self._first.grad.double().sum().item()
+        self._model.zero_grad()
+        return Step(seconds, loss.item(), gradient)
 
 
 def plan_of(swapped: int, blocks: int) -> ActivationPlan:

@@ -33,8 +33,9 @@ File::Part File::open_part(const std::string& path, int flags, bool& direct) {
 }
 
 std::shared_ptr<File> File::open(const std::string& path, bool direct) {
-  const Part part = open_part(path, O_RDONLY, direct);
-  return std::shared_ptr<File>(new File({part}, direct));
+  std::shared_ptr<File> file(new File({open_part(path, O_RDONLY, direct)}, direct));
+  file->parts_.front().written_at = written_at(file->parts_.front());
+  return file;
 }
 
 std::shared_ptr<File> File::create(const std::string& path, bool direct) {
@@ -74,27 +75,38 @@ const File::Part& File::part_of(int64_t offset, int64_t& inside) const {
   return parts_[static_cast<size_t>(piece % parts)];
 }
 
-// Some file systems accept O_DIRECT and refuse it at the first read or write.
-bool File::buffer_from_now_on(const Part& part) const {
-  const int flags = ::fcntl(part.descriptor, F_GETFL);
-  if (flags < 0 || !(flags & O_DIRECT)) {
-    return false;
+// Returns when a file was last written.
+int64_t File::written_at(const Part& part) {
+  struct stat status;
+  if (::fstat(part.descriptor, &status) != 0) {
+    throw IoError(errno, part.path, "its time of change cannot be read");
   }
-  direct_ = false;
-  return ::fcntl(part.descriptor, F_SETFL, flags & ~O_DIRECT) == 0;
+  return status.st_mtim.tv_sec * int64_t{1000000000} + status.st_mtim.tv_nsec;
+}
+
+// Some file systems accept O_DIRECT and refuse it at the first read or write, of several threads at once.
+void File::buffer_from_now_on(const Part& part) const {
+  const int flags = ::fcntl(part.descriptor, F_GETFL);
+  if (flags >= 0 && (flags & O_DIRECT)) {
+    direct_ = false;
+    ::fcntl(part.descriptor, F_SETFL, flags & ~O_DIRECT);
+  }
 }
 
 void File::read(int64_t offset, char* to, int64_t bytes, int64_t needed) const {
   int64_t inside = 0;
   const Part& part = part_of(offset, inside);
   int64_t done = 0;
+  bool retried = false;
   while (done < bytes) {
     const ssize_t count =
         ::pread(part.descriptor, to + done, static_cast<size_t>(bytes - done), inside + done);
     if (count < 0 && errno == EINTR) {
       continue;
     }
-    if (count < 0 && errno == EINVAL && buffer_from_now_on(part)) {
+    if (count < 0 && errno == EINVAL && !retried) {
+      retried = true;
+      buffer_from_now_on(part);
       continue;
     }
     if (count < 0) {
@@ -111,6 +123,9 @@ void File::read(int64_t offset, char* to, int64_t bytes, int64_t needed) const {
       break;
     }
   }
+  if (part.written_at != 0 && written_at(part) != part.written_at) {
+    throw IoError(EIO, part.path, at("reading", needed, inside) + ": the file was written since it was opened");
+  }
   if (!direct_) {
     ::posix_fadvise(part.descriptor, inside, bytes, POSIX_FADV_DONTNEED);
   }
@@ -120,13 +135,16 @@ void File::write(int64_t offset, const char* from, int64_t bytes) const {
   int64_t inside = 0;
   const Part& part = part_of(offset, inside);
   int64_t done = 0;
+  bool retried = false;
   while (done < bytes) {
     const ssize_t count =
         ::pwrite(part.descriptor, from + done, static_cast<size_t>(bytes - done), inside + done);
     if (count < 0 && errno == EINTR) {
       continue;
     }
-    if (count < 0 && errno == EINVAL && buffer_from_now_on(part)) {
+    if (count < 0 && errno == EINVAL && !retried) {
+      retried = true;
+      buffer_from_now_on(part);
       continue;
     }
     if (count <= 0) {

@@ -24,7 +24,8 @@ struct IoError : std::runtime_error {
 // One file, or a scratch file striped over several folders.
 class File {
  public:
-  // Opens a file for reading. `direct`: past the page cache, if the file system allows it.
+  // Opens a file for reading. `direct`: past the page cache, if the file system allows it. A read is an error
+  // if anybody has written the file since.
   static std::shared_ptr<File> open(const std::string& path, bool direct);
   // Opens a file for reading and writing; it is made if it is not there.
   static std::shared_ptr<File> create(const std::string& path, bool direct);
@@ -51,12 +52,14 @@ class File {
   struct Part {
     int descriptor;
     std::string path;
+    int64_t written_at = 0;  // nanoseconds; of a file that is only read, and nobody may write meanwhile
   };
 
   File(std::vector<Part> parts, bool direct) : parts_(std::move(parts)), direct_(direct) {}
   static Part open_part(const std::string& path, int flags, bool& direct);
   const Part& part_of(int64_t offset, int64_t& inside) const;
-  bool buffer_from_now_on(const Part& part) const;
+  void buffer_from_now_on(const Part& part) const;
+  static int64_t written_at(const Part& part);
 
   std::vector<Part> parts_;
   mutable std::atomic<bool> direct_;

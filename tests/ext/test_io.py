@@ -98,6 +98,19 @@ def test_an_error_names_file_offset_and_cause(tmp_path: Path, pool: _C.Pool) -> 
     assert bytes(read(pool, file, 0, ALIGN).numpy()) == bytes(ALIGN)
 
 
+def test_a_file_that_is_written_after_it_was_opened_is_an_error(tmp_path: Path, pool: _C.Pool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * ALIGN))
+    file = _C.File.open(str(path))
+    assert not read(pool, file, 0, ALIGN).any()
+    time.sleep(0.02)  # a file system keeps times in steps of some milliseconds
+    with path.open("r+b") as other:
+        other.write(b"1")
+    with pytest.raises(OSError, match="offset 0: the file was written since it was opened") as error:
+        read(pool, file, 0, ALIGN)
+    assert error.value.filename == str(path)
+
+
 def test_a_file_larger_than_allowed_is_an_error(tmp_path: Path, pool: _C.Pool) -> None:
     """As on a full disk: the system refuses to make the file longer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

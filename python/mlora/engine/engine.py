@@ -200,7 +200,10 @@ class Engine(Batcher):
         for name in batches:
             self.discard_gradients(name)
         tokens = sum(sample.rows for samples in batches.values() for sample in samples)
-        return [Forecast(**found) for found in self._every("forecast", tokens=tokens) if found]
+        in_flight = min(max(self._held(self.stages)), max(self.stages, self._micro_batches))
+        sharing = 1 if self._spread else self.stages
+        answers = self._every("forecast", tokens=tokens, in_flight=in_flight, sharing=sharing)
+        return [Forecast(**found) for found in answers if found]
 
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.packing import PackedBatch
@@ -92,6 +94,25 @@ class FullEngine(Engine):
         self._control("remove", name)
         del self._states[name]
         self.memory_after = []
+
+    def close(self) -> None:
+        """Ends the task and the pipeline; the model keeps its weights."""
+        self._end_task()
+        super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            with suppress(OSError, FloatingPointError):  # of an update that was under way
+                self._end_task()
+        super().__exit__(kind, error, trace)
+
+    def _end_task(self) -> None:
+        """Ends the thread and drops the scratch files of the optimizer."""
+        for name in list(self._states):
+            self._part.remove(name)
+            del self._states[name]
 
     def save(
         self, name: str, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None

@@ -17,6 +17,7 @@ from mlora.model.cut import find_blocks
 from mlora.model.export import export_model
 from mlora.objectives.token_losses import Head
 from mlora.offload.options import OffloadOptions
+from mlora.offload.planner.workload import Update as UpdateKind
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, Shapes, elements
 from mlora.optim.step_rule import Update
@@ -36,6 +37,7 @@ class FullAdamW(Optimizer):
 
     Attributes:
         planned: the update that gradients get when they come; None = they wait for `apply`.
+        drops: gradients go at once, because their micro-batch is only watched.
     """
 
     def __init__(self, base: BaseModel, config: OptimConfig, offload: OffloadOptions) -> None:
@@ -44,6 +46,7 @@ class FullAdamW(Optimizer):
         named = dict(base.model.named_parameters())
         super().__init__(named, config)
         self.planned: Update | None = None
+        self.drops = False
         self._named = named
         self._squares: float | None = None  # of an update that is made already
         self.adamw = OutOfCoreAdamW(
@@ -101,7 +104,9 @@ class FullAdamW(Optimizer):
         self.adamw.close()
 
     def _gradient_came(self, name: str, _: Tensor) -> None:
-        if self.planned is not None:
+        if self.drops:
+            self._named[name].grad = None
+        elif self.planned is not None:
             self._submit(name, self.planned)
 
     def _submit(self, name: str, update: Update) -> None:
@@ -139,9 +144,8 @@ class FullWorker(StageWorker):
 
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""
-        optimizer = self._optimizers.pop(name)
-        assert isinstance(optimizer, FullAdamW)
-        optimizer.close()
+        self._full(name).close()
+        del self._optimizers[name]
         self._in_flight.pop(name, None)
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
@@ -173,18 +177,37 @@ class FullWorker(StageWorker):
             self._latest = rows["names"]
             for name in rows["names"]:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        for name, update in (planned or {}).items():
-            optimizer = self._optimizers[name]
-            assert isinstance(optimizer, FullAdamW)
-            optimizer.planned = Update(**update)
+            for name in rows["names"]:
+                update = (planned or {}).get(name)
+                self._full(name).planned = None if update is None else Update(**update)
         packed = PackedRows.of(**rows, device=self.device)
         return self.base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+
+    def _watch(self) -> None:
+        super()._watch()
+        for name in self._optimizers:
+            self._full(name).drops = True
+
+    def _forecast(self, tokens: int, in_flight: int, sharing: int) -> dict[str, Any] | None:
+        for name in self._optimizers:
+            self._full(name).drops = False
+        return super()._forecast(tokens, in_flight, sharing)
+
+    def _full(self, name: str) -> FullAdamW:
+        optimizer = self._optimizers[name]
+        assert isinstance(optimizer, FullAdamW)
+        return optimizer
 
     def _trained_numbers(self) -> list[int]:
         if self.offload.optimizer != "disk":
             return []
         blocks = self.base.model.get_submodule(find_blocks(self.base.model)[0]).children()
-        return [sum(p.numel() for p in block.parameters()) for block in blocks]
+        numbers = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        return [*numbers, sum(p.numel() for p in self.base.model.parameters()) - sum(numbers)]
+
+    def _update_kind(self) -> UpdateKind:
+        active = all(self._full(name).config.max_grad_norm == 0 for name in self._optimizers)
+        return "active" if active else "after"
 
     def _frozen_head(self) -> Head | None:
         return None
@@ -199,8 +222,7 @@ class FullWorker(StageWorker):
 
     def _load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
         """Takes over weights and moments of a file, and open gradients."""
-        optimizer = self._optimizers[name]
-        assert isinstance(optimizer, FullAdamW)
+        optimizer = self._full(name)
         optimizer.drop_gradients()
         optimizer.adamw.load_file(Path(state["file"]), state["counts"])
         optimizer.steps = updates
@@ -210,7 +232,6 @@ class FullWorker(StageWorker):
 
     def _save_state(self, name: str, file: str) -> dict[str, int]:
         """Writes weights and moments to a file; returns the updates made of each Parameter."""
-        optimizer = self._optimizers[name]
-        assert isinstance(optimizer, FullAdamW)
-        optimizer.adamw.save_file(Path(file))
-        return optimizer.adamw.counts
+        adamw = self._full(name).adamw
+        adamw.save_file(Path(file))
+        return adamw.counts

@@ -18,6 +18,7 @@ from mlora.model.base_model import BaseModel
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import Head, Owners, chunked_losses, plain_losses
 from mlora.offload.options import IN_MEMORY, OffloadOptions
+from mlora.offload.planner.workload import Update as UpdateKind
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer
 from mlora.optim.registry import optimizer_kind
@@ -132,8 +133,11 @@ class StageWorker(Hooks, nn.Module):
         if self.base.activations is not None:
             self.base.activations.watch(swaps=self.offload.activations in ("auto", "swap"))
 
-    def _forecast(self, tokens: int) -> dict[str, Any] | None:
-        """Predicts the time of a step of so many tokens; if asked to, chooses what becomes of activations."""
+    def _forecast(self, tokens: int, in_flight: int, sharing: int) -> dict[str, Any] | None:
+        """Predicts the time of a step of so many tokens; if asked to, chooses what becomes of activations.
+
+        So many micro-batches are `in_flight` here at once, and so many stages share this process's memory.
+        """
         from mlora.offload.forecast import forecast
 
         base = self.base
@@ -145,14 +149,20 @@ class StageWorker(Hooks, nn.Module):
             self.offload,
             tokens,
             trained=self._trained_numbers(),
+            update=self._update_kind(),
+            in_flight=in_flight,
             used=used_memory(self.device),
-            free=free_memory(self.device) or 0,
+            free=(free_memory(self.device) or 0) // sharing,
         )
         return dataclasses.asdict(found)
 
     def _trained_numbers(self) -> list[int]:
-        """Returns how many weights of each block an optimizer on disk updates."""
+        """Returns how many weights of each block, and of the rest, an optimizer on disk updates."""
         return []
+
+    def _update_kind(self) -> UpdateKind:
+        """Returns when an optimizer on disk works."""
+        return "active"
 
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model."""

@@ -13,12 +13,41 @@ import torch
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns the free bytes, or None if the system does not tell; on a CPU, those without swapping."""
+    """Returns the free bytes, or None if the system does not tell.
+
+    On a CPU: those without swapping, and no more than the limits of the process's control groups leave.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *_left_by_groups()], default=None)
+
+
+def _left_by_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Returns the bytes that each limit on this process's memory leaves (control groups, version 2).
+
+    What caches files may be given up, so it counts as free.
+    """
+    lines = own.read_text().splitlines() if own.exists() else []
+    place = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if place is None:
+        return []
+    found = []
+    for folder in (root / place, *(root / place).parents):
+        if not folder.is_relative_to(root):
+            break
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # the topmost group has none
+            continue
+        if limit != "max":
+            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            found.append(max(0, int(limit) - used + cached))
+    return found
 
 
 def peak_memory(device: torch.device) -> int:

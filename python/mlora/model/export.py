@@ -14,19 +14,41 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mlora.model.base_model import BaseModel
 
-SHARD = 2 << 30
-"""Bytes after which a file of weights is full."""
+SHARD = 128 << 20
+"""Bytes after which a file of weights is full; so much of what is on disk is in memory at once."""
 
 
 def export_model(base: BaseModel, folder: Path) -> None:
     """Writes config and weights; `from_pretrained` loads the folder, also with other numbers of shards.
 
-    The folder appears when it is whole. Raises OSError if it cannot be written.
+    The folder appears when it is whole and on the disk. Raises OSError if it cannot be written.
     """
     scratch = folder.with_name(f".{folder.name}.tmp")
     if scratch.exists():
         shutil.rmtree(scratch)
     scratch.mkdir(parents=True)
+    try:
+        _write(base, scratch)
+        for path in (*scratch.iterdir(), scratch):
+            _sync(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(scratch, folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # it is there after an error only
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(base: BaseModel, scratch: Path) -> None:
     base.model.config.save_pretrained(scratch)
     if base.model.generation_config is not None:
         base.model.generation_config.save_pretrained(scratch)
@@ -39,9 +61,6 @@ def export_model(base: BaseModel, folder: Path) -> None:
     total = sum((scratch / name).stat().st_size for name in set(places.values()))
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (scratch / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(scratch, folder)
 
 
 def _write_shards(base: BaseModel, folder: Path) -> Iterator[list[str]]:

@@ -60,7 +60,7 @@ class Activations:
         contexts: Callable[[], Any] | None = None,
     ) -> None:
         own = weights or [{}] * len(blocks)
-        self.saved = SavedTensors(model, stream if any(own) else None, space)
+        self.saved = SavedTensors(model, stream, space)
         self.modes: list[Mode] = ["keep"] * len(blocks)
         self.before: list[Mode] = list(self.modes)
         self._stream, self._space = stream, space
@@ -107,9 +107,13 @@ class Activations:
             block.mark = self._mark
 
     def times(self) -> BlockTimes:
-        """Returns the times of the micro-batch since `watch`, and ends it. Its backward pass is over."""
+        """Returns the times of the micro-batch since `watch`, and ends it. Its backward pass is over.
+
+        From now on one block's activations wait to be written at once, as many as the planner counts.
+        """
         self._mark("end", -1)
         self.saved.counts = False
+        self._space.writing = self.saved_bytes or self._space.writing
         for block in self._blocks:
             block.mark = None
         begins = {(what, number): at for what, number, at in reversed(self._marks)}
@@ -117,10 +121,16 @@ class Activations:
         for number in range(count):
             found.forward.append(begins["forward ends", number] - begins["forward", number])
             ends = begins.get(("backward ends", number), begins["end", -1])
-            found.backward.append(ends - begins["backward", number])
+            found.backward.append(ends - begins.get(("backward", number), ends))
         whole = begins["end", -1] - begins["begin", -1]
         found.around = max(0.0, whole - sum(found.forward) - sum(found.backward))
         return found
+
+    @property
+    def saved_bytes(self) -> int:
+        """The most bytes that autograd saved in a block, when they were counted last."""
+        counted = self.saved.counted
+        return max((size for block, size in counted.items() if block >= 0), default=0)
 
     @property
     def hidden_bytes(self) -> int:
@@ -133,6 +143,8 @@ class Activations:
             block.remove()
 
     def _mark(self, what: str, number: int) -> None:
+        if not self.saved.counts:
+            return
         waited = self._space.waited + (0.0 if self._stream is None else self._stream.waited)
         self._marks.append((what, number, time.perf_counter() - waited))
 

@@ -41,14 +41,19 @@ class _Slab:
     def __init__(self, size: int) -> None:
         self._bytes = memoryview(_pages(size))
         self._used = self._areas = 0
+        self.nbytes = len(self._bytes)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._areas == 0
 
     def has_room(self, size: int) -> bool:
-        return self._used + size <= len(self._bytes)
+        return self._used + size <= self.nbytes
 
     def take(self, size: int) -> Tensor:
+        self._areas += 1  # first: from here on nothing that is dropped meanwhile empties the slab
         area = self._bytes[self._used : self._used + size]
         self._used += size
-        self._areas += 1
         weakref.finalize(area, self._drop).atexit = False
         return torch.frombuffer(area, dtype=torch.uint8)
 
@@ -64,13 +69,16 @@ class Slabs:
     def __init__(self) -> None:
         self._slabs: list[_Slab] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.nbytes for slab in self._slabs)
+
     def take(self, size: int) -> Tensor:
         """Returns `size` bytes, rounded up to `ALIGN`; they are free again when no tensor uses them."""
-        size = aligned(size)
-        if size > SLAB:
-            return torch.frombuffer(_pages(size), dtype=torch.uint8)
+        size = max(ALIGN, aligned(size))
         slab = next((each for each in self._slabs if each.has_room(size)), None)
         if slab is None:
-            slab = _Slab(SLAB)
-            self._slabs.append(slab)
+            slab = _Slab(max(SLAB, size))
+            self._slabs = [each for each in self._slabs if not each.is_empty] + [slab]  # those are too small
         return slab.take(size)

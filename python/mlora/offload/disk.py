@@ -46,6 +46,10 @@ class Disk:
 
         Raises OSError if a folder is missing or its disk lacks the room.
         """
+        for folder in self.folders if not self._warned else ():
+            if _is_memory(folder):
+                self._warned = True
+                warnings.warn(f"offload: {folder} is in memory (tmpfs); name folders on a disk", stacklevel=4)
         return self._checked(File.scratch(self.folders, size))
 
     def read(self, file: File, offset: int, into: Tensor, size: int | None = None) -> Ticket:
@@ -67,3 +71,13 @@ class Disk:
                 stacklevel=4,
             )
         return file
+
+
+def _is_memory(folder: str) -> bool:
+    """Whether a folder is on a file system that is in memory, as far as the system tells."""
+    mounts = Path("/proc/self/mounts")
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    kinds = {line.split()[1]: line.split()[2] for line in lines}
+    path = Path(folder).resolve()
+    nearest = next((str(place) for place in (path, *path.parents) if str(place) in kinds), "")
+    return kinds.get(nearest) in ("tmpfs", "ramfs")

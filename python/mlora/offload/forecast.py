@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlora.offload.activations import Activations, BlockTimes, Mode
 from mlora.offload.disk import Disk
@@ -20,7 +21,7 @@ from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.search import plan_activations
 from mlora.offload.planner.tokens_to_hide import tokens_of_passes
-from mlora.offload.planner.workload import Block, Placement, Workload
+from mlora.offload.planner.workload import Block, Placement, Update, Workload
 from mlora.offload.rates import measure_machine
 from mlora.offload.stream import BlockStream
 
@@ -32,6 +33,8 @@ def forecast(
     tokens: int,
     *,
     trained: Sequence[int],
+    update: Update,
+    in_flight: int,
     used: int,
     free: int,
 ) -> Forecast:
@@ -42,7 +45,10 @@ def forecast(
         stream: of the blocks' weights, if they are on disk.
         options: of the run.
         tokens: of the watched micro-batch.
-        trained: weights of each block that are updated with states out of memory; empty: none.
+        trained: weights of each block, and of the rest of the model, that are updated with states on disk;
+            empty: none.
+        update: when they are.
+        in_flight: micro-batches that hold activations at once.
         used: bytes of memory that the process uses now.
         free: bytes that others do not use.
 
@@ -53,14 +59,16 @@ def forecast(
     times = activations.times()  # ends the watch
     machine = measure_machine(Disk(options.folders, rate=options.rate))
     workload = watched_workload(machine, activations, times, stream, tokens, trained=trained, used=used)
+    workload = replace(workload, in_flight=in_flight)
     placement = Placement(
         base="device" if stream is None else "disk",
         optimizer="disk" if options.optimizer == "disk" else "device",
         slots=options.slots,
+        update=update,
     )
     if options.activations == "auto":
         budget = Budget(options.device_memory or used + free)
-        planned = plan_activations(machine, workload, placement, budget)
+        planned = plan_activations(machine, workload, placement, budget, hidden_stays=True)
         plan, case = planned.plan, str(planned.case)
     else:
         inner = [_CHOICES[mode] for mode in activations.before]
@@ -97,7 +105,7 @@ def watched_workload(
     used: int,
 ) -> Workload:
     """Returns the micro-batch that was watched: its blocks, and one for what is computed around them."""
-    hidden, saved = activations.hidden_bytes, max(activations.saved.counted.values(), default=0)
+    hidden, saved = activations.hidden_bytes, activations.saved_bytes
     inner = max(0, saved - hidden)
     swapped = [number for number, mode in enumerate(activations.modes) if mode == "swap"]
     for number in swapped:
@@ -106,21 +114,26 @@ def watched_workload(
     for number, (forward, backward, again) in enumerate(passes_of(times, activations.modes)):
         weights = trained[number] if trained else 0
         blocks.append(
-            Block(
+            replace(
+                _trained(weights),
                 weight_bytes=0 if stream is None else stream.layouts[number].nbytes,
                 inner_bytes=inner,
                 hidden_bytes=hidden,
-                trainable=weights,
-                state_bytes=12 * weights,
-                gradient_bytes=2 * weights,
                 forward_seconds=forward,
                 backward_seconds=backward,
                 recompute_seconds=again,
             )
         )
-    blocks.append(Block(forward_seconds=max(times.around, _SHORTEST), backward_seconds=_SHORTEST))
+    rest = trained[-1] if trained else 0
+    around = max(times.around, _SHORTEST)
+    blocks.append(replace(_trained(rest), forward_seconds=around, backward_seconds=_SHORTEST))
     resident = used - (0 if stream is None else stream.nbytes)
     return Workload(blocks, tokens, method="full" if trained else "lora", resident_bytes=resident)
+
+
+def _trained(weights: int) -> Block:
+    """Returns what the update of so many weights needs."""
+    return Block(trainable=weights, state_bytes=12 * weights, gradient_bytes=2 * weights)
 
 
 def passes_of(times: BlockTimes, modes: Sequence[Mode]) -> list[tuple[float, float, float]]:

@@ -39,9 +39,9 @@ Place = Literal["device", "host", "disk"]
 class offloaded:
     """Keeps a model's blocks, its optimizer's states and activations out of memory inside `with`.
 
-    The loop stays as it is. `optimizer.step()` waits for the updates, which run during the backward pass
-    (LoHan, arXiv 2403.06504, Fig. 4 and section IV-C). The optimizer's parameter groups are read when a
-    gradient comes, so a learning-rate schedule steps after the optimizer, as usual.
+    The loop stays as it is (LoHan, arXiv 2403.06504, Fig. 4): `optimizer.step()` makes the updates. With
+    `active` they are made during the backward pass (section IV-C), and `optimizer.step()` waits for them. The
+    optimizer's parameter groups are read then, so a learning-rate schedule steps after the optimizer.
 
     Matrices in blocks are streamed if they are frozen or the optimizer's. All others stay in memory: norms
     and biases, what is outside of the blocks, weights that another block or module shares, and weights that
@@ -49,7 +49,7 @@ class offloaded:
 
     Args:
         model: in memory, on a CPU. Inside `with` the weights of its blocks are there only during their
-            passes; `state_dict()` is refused, use `weights` or `save_weights`. Afterwards they are back in
+            passes; `state_dict()` is refused, use `weights`. Afterwards they are back in
             memory. It cannot be copied or pickled inside.
         optimizer: a new `torch.optim.AdamW`; None = the model's weights are frozen, or an optimizer of yours
             steps those that stay in memory.
@@ -58,9 +58,9 @@ class offloaded:
         activations: of all blocks, or of each: `keep` them, `recompute` them in the backward pass, or `swap`
             them to disk. `torch.utils.checkpoint` inside the model works, too.
         blocks: the module list that holds the blocks, or its name; default: the one with the most weights.
-        active: update a parameter as soon as its gradient is there. False: in `optimizer.step()`, which
-            leaves time for clipping. To accumulate gradients, run all backward passes of a step but the last
-            one inside `accumulate()`.
+        active: update a parameter as soon as its gradient is there, which is faster, and no gradient waits
+            in memory. Nothing can be done with gradients then: clipping sees none of them. To accumulate
+            gradients, run all backward passes of a step but the last one inside `accumulate()`.
         folders: for scratch files, which are striped over them; default: the system's for temporary files.
         slots: how many blocks' weights are in memory at once, at least 2.
         buffers: units of optimizer states that are under way at once; 1 = one after the other.
@@ -78,7 +78,7 @@ class offloaded:
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        >>> with mlora.offload.offloaded(model, optimizer, activations="recompute"):
+        >>> with mlora.offload.offloaded(model, optimizer, activations="recompute", active=True):
         ...     for batch in batches:
         ...         model(**batch).loss.backward()
         ...         optimizer.step()
@@ -93,7 +93,7 @@ class offloaded:
         states: Place = "disk",
         activations: Mode | Sequence[Mode] = "keep",
         blocks: nn.ModuleList | str | None = None,
-        active: bool = True,
+        active: bool = False,
         folders: Sequence[str | Path] = (),
         slots: int = 3,
         buffers: int = BUFFERS,

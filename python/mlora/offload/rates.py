@@ -47,7 +47,7 @@ def measure_machine(disk: Disk) -> Machine:
         read=SIZE / _median(reads),
         write=SIZE / _median(writes),
         one_memory=True,
-        cores=max(threads, os.cpu_count() or 1),
+        cores=max(threads, len(os.sched_getaffinity(0))),
         compute_cores=threads,
         read_seconds=read_seconds / moved,
         write_seconds=write_seconds / moved,

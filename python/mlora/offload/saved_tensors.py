@@ -176,7 +176,8 @@ class SavedTensors:
                 self._lasting.add(tensor.untyped_storage().data_ptr())
 
     def _pack(self, tensor: Tensor) -> object:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
         storage = tensor.untyped_storage()
         address = storage.data_ptr()

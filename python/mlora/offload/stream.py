@@ -187,19 +187,20 @@ class BlockStream:
 
     def _settle(self, slot: _Slot) -> None:
         """Waits until a slot's block is there; forgets the block if it cannot be read."""
-        tickets, slot.tickets = slot.tickets, []
+        tickets = slot.tickets
         try:
             for ticket in tickets:
                 ticket.wait()
         except OSError:
             self._empty(slot)
             raise
+        slot.tickets = []
         if tickets and self.on_read is not None:
             begins, ends = zip(*(ticket.span for ticket in tickets), strict=True)
             self.on_read(slot.block, int(1e9 * min(begins)), int(1e9 * max(ends)))
 
     def _empty(self, slot: _Slot) -> None:
-        slot.tickets.clear()
+        slot.tickets = []  # reads that are under way end first
         if slot.block >= 0:
             del self._held[slot.block]
             slot.block, slot.views = -1, {}

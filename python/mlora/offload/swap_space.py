@@ -79,8 +79,7 @@ class Swapped:
 
     def __del__(self) -> None:
         if hasattr(self, "_chunk"):
-            self._read = self._written = None  # an unfinished transfer ends before the room is used again
-            self._space._drop(self._chunk)
+            self._space._dropped.append((self._chunk, [self._written, self._read]))
 
 
 class SwapSpace:
@@ -91,23 +90,25 @@ class SwapSpace:
         writing: bytes that wait to be written at once.
 
     Attributes:
+        writing: as the argument; may be changed.
         written: bytes swapped out so far.
         waited: seconds that passes have waited for the disk.
     """
 
     def __init__(self, disk: Disk, *, writing: int = WRITING) -> None:
         self.disk, self.memory = disk, Slabs()
-        self._writing = writing
+        self.writing = writing
         self.written, self.waited = 0, 0.0
         self._chunks: list[_Chunk] = []
         self._leaving: deque[weakref.ref[Swapped]] = deque()
+        self._dropped: list[tuple[_Chunk, list[Ticket | None]]] = []
 
     def swap_out(self, content: Tensor) -> Swapped:
         """Begins to write bytes to disk; their memory may be used again at once.
 
         Raises OSError if the disk lacks room, or an earlier write failed.
         """
-        self._settle(max(0, self._writing - content.nbytes))
+        self._settle(max(0, self.writing - content.nbytes))
         swapped = Swapped(self, content)
         self._leaving.append(weakref.ref(swapped))
         self.written += swapped.nbytes
@@ -121,6 +122,7 @@ class SwapSpace:
 
     def _settle(self, bound: int) -> None:
         """Frees the memory of what is written; waits while more bytes than the bound are not."""
+        self._free_room()
         alive = deque((ref, swapped) for ref in self._leaving if (swapped := ref()) is not None)
         waiting = sum(swapped.nbytes for _, swapped in alive)
         while alive and (alive[0][1].is_written or waiting > bound):
@@ -141,8 +143,13 @@ class SwapSpace:
         chunk.used += size
         return chunk, offset
 
-    @staticmethod
-    def _drop(chunk: _Chunk) -> None:
-        chunk.areas -= 1
-        if chunk.areas == 0:
-            chunk.used = 0
+    def _free_room(self) -> None:
+        """Frees the room of what was dropped, unless a transfer of it is under way."""
+        dropped, self._dropped = self._dropped, []
+        for chunk, tickets in dropped:
+            if any(ticket is not None and not ticket.done for ticket in tickets):
+                self._dropped.append((chunk, tickets))
+                continue
+            chunk.areas -= 1
+            if chunk.areas == 0:
+                chunk.used = 0

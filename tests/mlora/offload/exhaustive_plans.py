@@ -45,7 +45,7 @@ def seconds(machine, work, place, again, host, disk):
     count, swapped = len(weights), host + disk
     compute = sum(block.flops for block in work.blocks) / machine.flops
     ratio = 2 if work.full else 1
-    read_f = sum(weights if work.full else weights[place.slots :])
+    read_f = sum(weights[place.slots :])
     read_b = sum(weights[: max(0, count - place.slots)])
     link = 0 if machine.one_memory else 1
     out = compute + (swapped * machine.copy_seconds if machine.one_memory else 0)
@@ -108,10 +108,11 @@ def memory(machine, work, place, kept, host, disk, budget):
     """Which plans stay within the budget."""
     one = max(block.inner_bytes + block.hidden_bytes for block in work.blocks)
     slots = min(place.slots, len(work.blocks)) * max(block.weight_bytes for block in work.blocks)
-    states = max(block.state_bytes for block in work.blocks)
+    states = min(24 << 20, max(block.state_bytes for block in work.blocks))
     gradients = max(block.gradient_bytes for block in work.blocks) if work.full else 0
     device = work.resident_bytes + slots + kept + one + np.where(host + disk > 0, one, 0)
-    passing = 3 * (states + gradients) if work.full else 0
+    waiting = min(256 << 20, sum(block.gradient_bytes for block in work.blocks))
+    passing = 3 * states + waiting if work.full else 0
     if machine.one_memory:
         return device + passing <= budget.device
     device = device + 2 * gradients

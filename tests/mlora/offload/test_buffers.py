@@ -44,12 +44,19 @@ def test_one_live_tensor_keeps_its_slab() -> None:
     assert kept.eq(1).all()
 
 
-def test_an_area_larger_than_a_slab_is_its_own() -> None:
+def test_an_area_larger_than_a_slab_is_used_again_too() -> None:
     slabs = Slabs()
-    large = slabs.take(SLAB + 1).fill_(1)
-    slabs.take(SLAB).fill_(2)
-    assert large.nbytes == aligned(SLAB + 1)
-    assert large.eq(1).all()
+    slabs.take(ALIGN)
+    addresses = set()
+    for _ in range(5):
+        large = slabs.take(2 * SLAB + 1).fill_(1)
+        assert large.nbytes == aligned(2 * SLAB + 1)
+        other = slabs.take(SLAB).fill_(2)
+        assert large.eq(1).all()
+        addresses |= {large.data_ptr(), other.data_ptr()}
+        del large, other
+    assert len(addresses) == 2
+    assert slabs.nbytes == aligned(2 * SLAB + 1) + SLAB
 
 
 def test_memory_outlives_the_slabs() -> None:

@@ -1,6 +1,8 @@
 """Runs with `method: full`: all weights of a model, in memory and out of core, bit for bit the same."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from mlora.config.config_file import resolve_config
 from mlora.data.packing import pack
 from mlora.engine.full_engine import FullEngine
 from mlora.errors import RunError
+from mlora.model import export
 from mlora.offload import optimizer_states, saved_tensors, updates
 from mlora.offload.options import OffloadOptions
 from mlora.optim.optim_config import OptimConfig
@@ -99,6 +102,40 @@ def test_it_is_paused_and_goes_on(base: Path, whole: Path, tmp_path: Path) -> No
     ask(run, "unpause", "all")
     assert resume(run).exit_code == 0
     assert_same(run, whole)
+
+
+def test_a_run_that_was_cut_short_is_replaced(base: Path, whole: Path, tmp_path: Path) -> None:
+    config = resolve_config(full_data(base, tmp_path, offload=ON_DISK), folder=tmp_path)
+    for end in ({("all", 5): interrupt}, {}):
+        train(config, reporter=Watching(end), overwrite=True)
+        (tmp_path / "run" / "states" / "all.full-00000009.bin.new").write_bytes(b"1")  # as after a kill
+    assert_same(tmp_path / "run", whole)
+    train(config, overwrite=True)
+    assert_same(tmp_path / "run", whole)
+
+
+def test_a_disk_that_fills_while_the_model_is_written_leaves_nothing_of_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SHARD", 4096)
+    save, calls = export.save_file, []
+
+    def fill(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[1]))
+        save(*args)
+
+    with FullEngine(base) as engine:
+        engine.create_adapter("all", None, OptimConfig(total_steps=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(export, "save_file", fill)
+            with pytest.raises(OSError, match="No space left"):
+                engine.save("all", tmp_path / "trained")
+        assert not list(tmp_path.iterdir())
+        engine.save("all", tmp_path / "trained")
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
 
 
 @pytest.mark.parametrize("norm", [0.0, 1.0], ids=["active", "clipped"])

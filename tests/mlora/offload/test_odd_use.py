@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,22 @@ def test_a_schedule_that_begins_inside_works() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (0.5 - 0.1))
 
 
+def settled(space: SwapSpace) -> list[Any]:
+    """The scratch files once writes of what was dropped have ended."""
+    while space._dropped:
+        space._free_room()
+    return space._chunks
+
+
+def test_what_is_dropped_does_not_wait_for_its_write(tmp_path: Path) -> None:
+    space = SwapSpace(Disk([tmp_path], rate=32 << 20))
+    content = torch.ones(8 << 20, dtype=torch.uint8)  # a quarter of a second
+    for _ in range(4):
+        assert space.swap_out(content).content().eq(1).all()
+    assert len(space._dropped) >= 3
+    assert [chunk.areas for chunk in settled(space)] == [0]
+
+
 def test_passes_without_a_backward_pass_leave_no_room_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that are swapped out and never read: their memory and their room on disk come back."""
     monkeypatch.setattr(swap_space, "CHUNK", 1 << 20)
@@ -128,12 +145,12 @@ def test_passes_without_a_backward_pass_leave_no_room_taken(monkeypatch: pytest.
         chunks = []
         for step in range(20):
             net(inputs(step))
-            chunks.append([(chunk.used, chunk.areas) for chunk in spaces[0]._chunks])
+            chunks.append([(chunk.used, chunk.areas) for chunk in settled(spaces[0])])
         assert chunks == [[(0, 0)]] * 20
         assert spaces[0].written > 20 * 5 * inputs(0).nbytes
         net(inputs(0)).backward()
         optimizer.step()
-        assert [chunk.areas for chunk in spaces[0]._chunks] == [0]
+        assert [chunk.areas for chunk in settled(spaces[0])] == [0]
 
 
 def test_a_backward_pass_reads_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

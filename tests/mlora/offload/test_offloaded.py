@@ -273,9 +273,30 @@ def test_a_gradient_that_is_not_finite_stops_the_run(active: bool) -> None:
     assert torch.equal(model.model.layers[4].mlp.up_proj.weight, before) is not active
 
 
+def test_a_plain_loop_may_clip_and_accumulate() -> None:
+    found = []
+    for out_of_core in (False, True):
+        model = tiny("llama")
+        optimizer = adamw(model)
+        with offloaded(model, optimizer) if out_of_core else nullcontext():
+            norms = []
+            for step in range(3):
+                model(**batch(step)).loss.backward()
+                model(**batch(step + 9)).loss.backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((norms, [p.detach().clone() for p in model.parameters()]))
+    (plain, weights), (norms, ours) = found
+    assert min(plain) > 0.1
+    assert norms == pytest.approx(plain, rel=1e-5)
+    for one, other in zip(ours, weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_second_backward_pass_without_a_step_is_refused() -> None:
     model = tiny("llama")
-    with offloaded(model, adamw(model)):
+    with offloaded(model, adamw(model), active=True):
         model(**batch(0)).loss.backward()
         with pytest.raises(RuntimeError, match=r"a second gradient came before optimizer\.step"):
             model(**batch(1)).loss.backward()

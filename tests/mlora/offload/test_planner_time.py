@@ -102,14 +102,15 @@ def test_the_processor_pays_for_bytes_beside_what_it_computes() -> None:
 
 
 def test_full_tuning_moves_14_bytes_a_parameter_each_way() -> None:
-    """4 blocks of P = 2 parameters: 12 P of states in and out, 2 P of weights in twice and out once."""
+    """4 blocks of P = 2 parameters: 12 P of states in and out, 2 P of weights in twice and out once, of
+    2 blocks in a slot only out."""
     place = Placement(optimizer="disk", slots=2)
     found = timed(THREE, place, *["keep"] * 4, method="full")
     weights, states = 4 * 4, 4 * 24
     assert found.moved_bytes == {
-        "read": weights + weights // 2 + states,
+        "read": weights // 2 + weights // 2 + states,
         "written": weights + states,
-        "to_device": weights + weights // 2,
+        "to_device": weights // 2 + weights // 2,
         "to_host": weights,
     }
     more = timed(THREE, place, *["keep"] * 4, method="full", micro_batches=3)
@@ -200,7 +201,7 @@ def test_tokens_of_a_model_are_those_at_which_a_pass_is_bound_by_computation() -
     rule = tokens_to_hide(2, 165e12, 7e9)
     assert hidden.forward == pytest.approx(rule * (count - slots) / count)
     full = tokens_of_passes(machine, replace(step(100), method="full"), Placement(slots=slots))
-    assert (full.forward, full.backward) == (pytest.approx(rule), pytest.approx(hidden.backward / 2))
+    assert (full.forward, full.backward) == (hidden.forward, pytest.approx(hidden.backward / 2))
     plan = ActivationPlan((Choice.KEEP,) * count)
     bounds = []
     for factor in (0.9, 1.2):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,21 @@ def test_each_stage_streams_its_own_blocks(base: Path, tmp_path: Path) -> None:
     assert_equal(*found)
 
 
+def test_each_stage_plans_its_own_activations(base: Path, tmp_path: Path) -> None:
+    found, told = [], []
+    for name, offload in (("memory", {}), ("planned", {**DISK, "activations": "auto"})):
+        folder = tmp_path / name
+        folder.mkdir()
+        data = run_data(base, folder, pipeline={"stages": 2, "partition": [3, 3]}, offload=offload)
+        reporter = Watching({})
+        found.append(run_of(data, folder, reporter))
+        told.append(reporter.lines)
+    assert_equal(*found)
+    planned = [line.partition(":")[0] for line in told[1] if "activations of blocks" in line]
+    assert planned == ["stage 0", "stage 1"]
+    assert not any("activations of blocks" in line for line in told[0])
+
+
 def test_reads_have_a_track_of_each_stage(base: Path, tmp_path: Path) -> None:
     data = run_data(base, tmp_path, pipeline={"stages": 2, "partition": [3, 3]}, offload=DISK)
     train(resolve_config(data, folder=tmp_path), trace=True)
@@ -163,23 +179,42 @@ def test_a_sweep(base: Path, tmp_path: Path) -> None:
     assert ranked[0] == ranked[1]
 
 
-def test_a_file_that_is_cut_short_while_it_trains_is_named_and_the_run_goes_on(
-    base: Path, whole: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "ended after"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "the file was written since it was open"),
+    ],
+    ids=["cut short", "overwritten"],
+)
+def test_a_file_that_changes_while_it_trains_is_named_and_the_run_goes_on(
+    base: Path, whole: Path, tmp_path: Path, change: Callable[[Path], object], message: str
 ) -> None:
     path = base / "model.safetensors"
     content = path.read_bytes()
     data = run_data(base, tmp_path, offload=DISK)
-    cut = Watching({5: lambda: os.truncate(path, len(content) // 2)})
     try:
         with pytest.raises(
-            RunError, match=r"^iteration \d+: .*/model\.safetensors: reading \d+ bytes at "
+            RunError, match=rf"^iteration \d+: .*/model\.safetensors: reading \d+ bytes at .*{message}"
         ) as error:
-            train(resolve_config(data, folder=tmp_path), reporter=cut)
+            train(resolve_config(data, folder=tmp_path), reporter=Watching({5: partial(change, path)}))
     finally:
         path.write_bytes(content)
     assert f"go on with `mlora resume {tmp_path / 'run'}`" in str(error.value)
     assert resume(tmp_path / "run").exit_code == 0
     assert_same(tmp_path / "run", whole)
+
+
+def test_a_file_that_another_one_replaces_is_read_to_the_end(base: Path, whole: Path, tmp_path: Path) -> None:
+    path = base / "model.safetensors"
+    content = path.read_bytes()
+    (tmp_path / "other").write_bytes(bytes(len(content)))
+    data = run_data(base, tmp_path, offload=DISK)
+    reporter = Watching({5: partial(os.replace, tmp_path / "other", path)})
+    try:
+        assert_same(run_of(data, tmp_path, reporter), whole)
+    finally:
+        path.write_bytes(content)
 
 
 def test_validate_says_what_lives_where(

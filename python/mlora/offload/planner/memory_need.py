@@ -11,8 +11,11 @@ from mlora.offload.planner.workload import Placement, Workload
 SWAP_BUFFERS = 1
 """Blocks of activations that are on their way, beside the block at work."""
 
-STATE_BUFFERS = 3
-"""Blocks of optimizer states in memory at once: one read, one updated, one written."""
+STATE_BUFFERS, STATE_UNIT = 3, 24 << 20
+"""Units of optimizer states in memory at once: one read, one updated, one written; a unit's most bytes."""
+
+WAITING = 256 << 20
+"""Bytes of gradients that wait for their update at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def _states_on_host(machine: Machine, workload: Workload, placement: Placement) 
     gradients = [block.gradient_bytes for block in workload.blocks] if workload.full else [0.0]
     if placement.optimizer == "host":
         return sum(block.state_bytes for block in workload.blocks) + sum(gradients)
-    largest = max(block.state_bytes for block in workload.blocks) + max(gradients)
-    accumulated = sum(gradients) if workload.micro_batches > 1 else 0.0
-    return STATE_BUFFERS * largest + accumulated
+    unit = min(STATE_UNIT, max(block.state_bytes for block in workload.blocks))
+    all_wait = workload.micro_batches > 1 or placement.update in ("after", "serial")
+    waiting = sum(gradients) if all_wait else min(WAITING, sum(gradients))
+    return STATE_BUFFERS * unit + waiting

@@ -46,7 +46,12 @@ class PlannedActivations:
 
 
 def plan_activations(
-    machine: Machine, workload: Workload, placement: Placement, budget: Budget | None = None
+    machine: Machine,
+    workload: Workload,
+    placement: Placement,
+    budget: Budget | None = None,
+    *,
+    hidden_stays: bool = False,
 ) -> PlannedActivations:
     """Returns the plan with the shortest predicted step that stays within the budget.
 
@@ -60,13 +65,15 @@ def plan_activations(
         workload: what is trained.
         placement: where weights and states live.
         budget: of memory; default: endless, so that everything is kept.
+        hidden_stays: what lies between blocks is kept in every plan.
 
     Raises:
         ValueError: even the smallest plan takes more memory than the budget.
     """
     problem = Problem(machine, workload, placement, budget or Budget())
     tiers = [chosen for count in range(3) for chosen in combinations(problem.tiers, count)]
-    ways = product((Choice.KEEP, *problem.tiers), tiers, (False, True))
+    places = (Choice.KEEP,) if hidden_stays else (Choice.KEEP, *problem.tiers)
+    ways = product(places, tiers, (False, True))
     walks = [list(problem.walk(hidden, used, largest_stay=stay)) for hidden, used, stay in ways]
     starts = {start.plan: start for walk in walks if math.isfinite((start := _best(walk)).seconds)}
     if not starts:
@@ -139,7 +146,7 @@ def _case(problem: Problem, best: Candidate) -> Case:
         return Case.COMPUTE
     for index, tier in product(recomputed, problem.tiers):
         block = problem.workload.blocks[index]
-        seconds = block.forward(problem.machine)
+        seconds = block.recomputation(problem.machine)
         more = best.amounts.plus(Choice.RECOMPUTE, 0.0, -seconds).plus(tier, block.inner_bytes)
         if not problem.need(more).fits(problem.budget) and problem.seconds(more) < best.seconds:
             return Case.MEMORY

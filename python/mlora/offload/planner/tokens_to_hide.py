@@ -77,8 +77,7 @@ def tokens_of_passes(machine: Machine, workload: Workload, placement: Placement)
     def tokens(size: float, seconds: float) -> float:
         return workload.tokens * size / rate / seconds if rate else math.inf
 
-    first = 0 if workload.full else stay
-    forward = streamed_bytes(blocks[first:])
+    forward = streamed_bytes(blocks[stay:])
     backward = streamed_bytes(blocks[: max(0, len(blocks) - stay)])
     return Hidden(
         tokens(forward, sum(block.forward(machine) for block in workload.blocks)),

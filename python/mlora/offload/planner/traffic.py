@@ -45,11 +45,10 @@ class Work:
 def forward_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
     """Returns the work of one micro-batch's forward pass, without swaps.
 
-    In full tuning all weights are read anew, since the update before has changed them. Frozen blocks that
-    stayed at the end of the backward pass, the first ones, are not read.
+    Blocks that stayed in the slots at the end of the backward pass, the first ones, are not read: an update
+    changes a weight in its slot, too.
     """
-    stay = 0 if workload.full else placement.slots
-    weights = streamed_bytes(streamed_blocks(machine, workload, placement)[stay:])
+    weights = streamed_bytes(streamed_blocks(machine, workload, placement)[placement.slots :])
     return Work(
         compute=sum(block.forward(machine) for block in workload.blocks),
         read=weights if placement.base == "disk" else 0.0,
