@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlora.offload.activations import Activations, Mode
@@ -69,19 +69,13 @@ class Swapping:
         return self._ended(loss, time.perf_counter() - begin)
 
     def workload(self, machine: Machine, ids: Tensor) -> tuple[Workload, Step]:
-        """Runs a step as `activations: auto` profiles one; returns what the planner sees, and the step.
-
-        What lies between blocks is among the blocks' bytes, since a swap moves it, too.
-        """
+        """Runs a step as `activations: auto` profiles one; returns what the planner sees, and the step."""
         self._activations.watch(swaps=True)
         begin = time.perf_counter()
         loss = self._passes(ids)
         times, seconds = self._activations.times(), time.perf_counter() - begin
         seen = watched_workload(machine, self._activations, times, None, ids.numel(), trained=[], used=0)
-        moved = [
-            replace(b, inner_bytes=b.inner_bytes + b.hidden_bytes, hidden_bytes=0.0) for b in seen.blocks
-        ]
-        return replace(seen, blocks=moved), self._ended(loss, seconds)
+        return seen, self._ended(loss, seconds)
 
     def bytes_of_blocks(self, ids: Tensor) -> list[int]:
         """Returns the bytes that autograd saves in each block, which a swap moves."""
@@ -135,7 +129,7 @@ def predicted(machine: Machine, workload: Workload, plan: ActivationPlan) -> flo
 
 
 def chosen(machine: Machine, workload: Workload) -> PlannedActivations:
-    """Returns the planner's plan where there is memory to swap or recompute all blocks, and no more."""
+    """Returns the planner's plan where there is the memory that swapping all blocks takes."""
     blocks = len(workload.blocks) - 1
     need = memory_need(machine, workload, PLACE, plan_of(blocks, blocks))
-    return plan_activations(machine, workload, PLACE, Budget(device=need.device))
+    return plan_activations(machine, workload, PLACE, Budget(device=need.device), hidden_stays=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mlora.model.base_model import BaseModel
+from mlora_ext.nn.interop.peft_folder import sync_path
 
 SHARD = 128 << 20
 """Bytes after which a file of weights is full; so much of what is on disk is in memory at once."""
@@ -30,22 +31,13 @@ def export_model(base: BaseModel, folder: Path) -> None:
     try:
         _write(base, scratch)
         for path in (*scratch.iterdir(), scratch):
-            _sync(path)
+            sync_path(path)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(scratch, folder)
-        _sync(folder.parent)
+        sync_path(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # it is there after an error only
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(base: BaseModel, scratch: Path) -> None:

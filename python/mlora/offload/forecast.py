@@ -104,12 +104,14 @@ def watched_workload(
     trained: Sequence[int],
     used: int,
 ) -> Workload:
-    """Returns the micro-batch that was watched: its blocks, and one for what is computed around them."""
-    hidden, saved = activations.hidden_bytes, activations.saved_bytes
-    inner = max(0, saved - hidden)
+    """Returns the micro-batch that was watched: its blocks, and one for what is computed around them.
+
+    A block's input is among its inner bytes, since a swap moves it, too.
+    """
+    inner = activations.saved_bytes
     swapped = [number for number, mode in enumerate(activations.modes) if mode == "swap"]
     for number in swapped:
-        times.forward[number] -= saved * machine.copy_seconds  # the planner adds them
+        times.forward[number] -= inner * machine.copy_seconds  # the planner adds them
     blocks = []
     for number, (forward, backward, again) in enumerate(passes_of(times, activations.modes)):
         weights = trained[number] if trained else 0
@@ -118,7 +120,7 @@ def watched_workload(
                 _trained(weights),
                 weight_bytes=0 if stream is None else stream.layouts[number].nbytes,
                 inner_bytes=inner,
-                hidden_bytes=hidden,
+                hidden_bytes=activations.hidden_bytes,
                 forward_seconds=forward,
                 backward_seconds=backward,
                 recompute_seconds=again,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mlora.offload.disk import Disk
 from mlora.offload.optimizer_states import UNIT, OptimizerStates, Unit
+from mlora_ext.nn.interop.peft_folder import sync_path
 
 INDEX = "optimizer.json"
 _FORMAT = 1
@@ -42,7 +43,7 @@ def write_states(path: Path, states: OptimizerStates) -> None:
             os.close(descriptor)
         states.save(File.create(str(temporary)))
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_path(path.parent)
         unless_written.pop_all()
 
 
@@ -81,7 +82,7 @@ def save_version(folder: Path, states: OptimizerStates, counts: Mapping[str, int
         out.flush()
         os.fsync(out.fileno())
     os.replace(temporary, folder / INDEX)
-    _sync_folder(folder)
+    sync_path(folder)
     for other in folder.glob("optimizer-*.bin"):
         if other.name != path.name:
             other.unlink()
@@ -107,15 +108,6 @@ def load_version(
 
 def _numbers(states: OptimizerStates) -> dict[str, int]:
     return {name: sum(unit.count for unit in units) for name, units in states.units.items()}
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _index(folder: Path) -> dict[str, Any]:
