@@ -124,7 +124,8 @@ void File::read(int64_t offset, char* to, int64_t bytes, int64_t needed) const {
     }
   }
   if (part.written_at != 0 && written_at(part) != part.written_at) {
-    throw IoError(EIO, part.path, at("reading", needed, inside) + ": the file was written since it was opened");
+    throw IoError(EIO, part.path,
+                  at("reading", needed, inside) + ": the file was written since it was opened");
   }
   if (!direct_) {
     ::posix_fadvise(part.descriptor, inside, bytes, POSIX_FADV_DONTNEED);
