@@ -65,6 +65,11 @@ class BlockLayout:
             found[name] = flat.view(tensor.shape)
         return found
 
+    def name_at(self, place: int) -> str:
+        """Returns the name of the tensor that holds a byte of the buffer."""
+        places = self._places.items()
+        return next(name for name, first in places if 0 <= place - first < self.tensors[name].nbytes)
+
     def read(self, disk: Disk) -> Tensor:
         """Returns a new buffer with the block. Raises OSError if it cannot be read."""
         memory = buffer(self.nbytes)

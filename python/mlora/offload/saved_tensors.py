@@ -45,6 +45,11 @@ class _View:
     def of(cls, tensor: Tensor) -> _View:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    @property
+    def place(self) -> int:
+        """The first byte."""
+        return self.offset * self.dtype.itemsize
+
     def on(self, content: Tensor) -> Tensor:
         """Returns the tensor on other bytes of the same layout."""
         size = self.dtype.itemsize
@@ -54,10 +59,11 @@ class _View:
 
 @dataclass(frozen=True)
 class _InSlot:
-    """A saved weight: autograd keeps its place, and it is read again."""
+    """A saved weight: autograd keeps its place, and it is read again; `version` as `BlockStream.version`."""
 
     block: int
     view: _View
+    version: int
 
 
 @dataclass(frozen=True)
@@ -181,9 +187,9 @@ class SavedTensors:
             return tensor.detach()
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        block = None if self._stream is None else self._stream.block_at(address)
-        if block is not None:
-            return _InSlot(block, _View.of(tensor))
+        if self._stream is not None and (block := self._stream.block_at(address)) is not None:
+            view = _View.of(tensor)
+            return _InSlot(block, view, self._stream.version(block, view.place))
         swaps = self.swaps.get(self._block, False)
         if not (swaps or self.counts) or storage.nbytes() < SMALLEST or address in self._lasting:
             return tensor.detach()  # the tensor itself would hold its own graph
@@ -206,6 +212,11 @@ class SavedTensors:
     def _unpack(self, packed: object) -> Tensor:
         if isinstance(packed, _InSlot):
             assert self._stream is not None
+            if self._stream.version(packed.block, packed.view.place) != packed.version:
+                raise RuntimeError(
+                    "a weight that this backward pass needs was updated after its forward pass; call "
+                    "backward before optimizer.step, as without offloading"
+                )
             return packed.view.on(self._stream.memory(packed.block))
         if isinstance(packed, _OnDisk):
             packed.others.prefetch(packed.block)

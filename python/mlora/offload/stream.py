@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
@@ -78,6 +79,7 @@ class BlockStream:
         self._held: dict[int, _Slot] = {}
         self._now, self._rises = -1, True
         self._bound: list[nn.Parameter] = []
+        self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = RLock()  # an optimizer's thread writes new weights into slots
 
     @property
@@ -143,9 +145,14 @@ class BlockStream:
     def write(self, block: int, name: str, first: int, values: Tensor) -> None:
         """Replaces numbers of a tensor, from the index `first` on, in the block's slot if it is in one."""
         with self._lock:
+            self._versions[block, name] += 1
             slot = self._held.get(block)
             if slot is not None:
                 slot.views[name].view(-1)[first : first + values.numel()].copy_(values)
+
+    def version(self, block: int, place: int) -> int:
+        """Returns how often the tensor at a byte of a block's slot was written."""
+        return self._versions[block, self.layouts[block].name_at(place)]
 
     def _turn(self, block: int) -> None:
         """Notes the direction in which blocks are used; it changes at both ends."""

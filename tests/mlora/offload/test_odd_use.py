@@ -5,6 +5,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,20 @@ def test_a_backward_pass_that_comes_too_late_changes_no_weight(activations: str)
     with pytest.raises(RuntimeError, match="run backward passes inside its `with`"):
         loss.backward()
     assert_equal(list(net.parameters()), before)
+
+
+def test_a_graph_that_is_older_than_an_update_is_refused() -> None:
+    """As PyTorch does in memory."""
+    for out_of_core in (False, True):
+        net = Net()
+        optimizer = adamw(net)
+        with offloaded(net, optimizer, slots=2) if out_of_core else nullcontext():
+            older = net(inputs(0))
+            net(inputs(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match=r"updated after its forward|modified by an inplace"):
+                older.backward()
 
 
 @pytest.mark.parametrize("take", [copy.deepcopy, copy.copy, pickle.dumps])
