@@ -28,8 +28,8 @@ PLANNED = "planned"
 NO_BOUND = "this disk"
 SLOWER = "throttled: swapping all takes 1.5 forward passes"
 SLOWEST = "throttled: a block takes longer than it saves"
-FEW = 3
-"""Values that are measured on the slowest disk, where each takes long."""
+FEW, THROTTLED = 3, 3
+"""Values that are measured on the slowest disk, where each takes long; turns with a throttled disk."""
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -64,7 +64,10 @@ def run(options: Options) -> dict[str, Any]:
         SLOWEST: (0.8 * sizes[0] / (forward + blocks[0].recompute_seconds), counts[:FEW]),
     }
     throttled = {
-        name: {"rate": rate} | _throttled(model, options.folder, rate, few, sizes, ids)
+        name: {
+            "rate": rate,
+            "turns": _throttled(model, options.folder, rate, few, sizes, ids, min(THROTTLED, options.turns)),
+        }
         for name, (rate, few) in rates.items()
     }
     data = {
@@ -80,11 +83,17 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _throttled(
-    model: Any, folder: Path, rate: float, counts: Sequence[int], sizes: Sequence[int], ids: Tensor
-) -> dict[str, Any]:
+    model: Any,
+    folder: Path,
+    rate: float,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    ids: Tensor,
+    turns: int,
+) -> list[dict[str, Any]]:
     swapping = Swapping(model, folder, rate, max(sizes))
     try:
-        return _turn(swapping, counts, sizes, ids, 0)
+        return [_turn(swapping, counts, sizes, ids, turn) for turn in range(turns)]
     finally:
         swapping.close()
 
@@ -171,8 +180,9 @@ def text(data: Data) -> list[str]:
             f"worst error of a swap size {worst_error(turns, data['counts']):.1%}; planned / fastest "
             f"{over_best(turns):.2f}"
         )
-    for name, turn in data["throttled"].items():
-        lines += ["", f"{name}, a stand-in of {turn['rate'] / 1e6:.0f} MB/s, one turn", *_section([turn])]
+    for name, found in data["throttled"].items():
+        title = f"{name}, a stand-in of {found['rate'] / 1e6:.0f} MB/s, turns: {len(found['turns'])}"
+        lines += ["", title, *_section(found["turns"])]
     return lines
 
 
@@ -211,7 +221,7 @@ def plot(data: Data, path: Path) -> None:
     """Draws measured and predicted seconds against the number of swapped blocks."""
     threads = {number: f"{number} thread{'s' * (number != '1')}" for number in data["threads"]}
     sections = {threads[number]: turns for number, turns in data["threads"].items()}
-    sections |= {name: [turn] for name, turn in data["throttled"].items()}
+    sections |= {name: found["turns"] for name, found in data["throttled"].items()}
     with figure(path, 1, len(sections), dpi=120, figsize=(4 * len(sections), 4), layout="constrained") as (
         whole,
         panels,

@@ -61,12 +61,20 @@ def _write_shards(base: BaseModel, folder: Path) -> Iterator[list[str]]:
     number = 1
     for name, tensor in _weights(base):
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD:
-            save_file(shard, folder / f"{number}.safetensors", {"format": "pt"})
+            _save(shard, folder / f"{number}.safetensors")
             yield list(shard)
             shard, number = {}, number + 1
         shard[name] = tensor
-    save_file(shard, folder / f"{number}.safetensors", {"format": "pt"})
+    _save(shard, folder / f"{number}.safetensors")
     yield list(shard)
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> None:
+    """Writes a file of weights, and lets the page cache go: it counts where memory is limited."""
+    save_file(shard, path, {"format": "pt"})
+    sync_path(path)
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:

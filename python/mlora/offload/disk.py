@@ -28,6 +28,8 @@ class Disk:
     def __init__(
         self, folders: Sequence[str | Path] = (), *, rate: float = 0.0, threads: int = THREADS
     ) -> None:
+        if isinstance(folders, str):
+            raise ValueError(f"folders: expected a list of folders, got {folders!r}")
         self.folders = [str(folder) for folder in folders] or [gettempdir()]
         self._pool = _C.Pool(threads, rate)
         self._warned = False

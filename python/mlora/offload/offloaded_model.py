@@ -31,7 +31,7 @@ from mlora.offload.torch_optimizer import TorchOptimizer, parameters_of
 from mlora.offload.updates import BUFFERS
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.library import check_library
-from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 Place = Literal["device", "host", "disk"]
 
@@ -159,12 +159,17 @@ class offloaded:
         return nullcontext() if self.optimizer is None else self.optimizer.accumulate()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all Parameters and buffers by name; those on disk as copies, one at a time."""
+        """Yields Parameters and lasting buffers by name; those on disk as copies, one at a time."""
         for name, (block, _) in self._streamed.items():
             assert self.stream is not None
             yield name, self.stream.tensors(block)[name].clone()
+        passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if name not in self._streamed:
+            if name not in self._streamed and name not in passing:
                 yield name, tensor.detach()
 
     def _move_out(self, layouts: list[BlockLayout], trained: Sequence[nn.Parameter]) -> None:
@@ -181,8 +186,9 @@ class offloaded:
             tensors = own | {name: layer.weight for name, layer in layers.items()}
             if not tensors:
                 raise ValueError(
-                    f"base: block {number} of {self._name} has no matrix to stream; matrices stay in memory "
-                    "if they are trained but not the optimizer's: pass it, or freeze them"
+                    f"base: block {number} of {self._name} has no matrix to stream. Matrices stay in memory "
+                    "if they are trained, but not by the given optimizer: give the optimizer, or call "
+                    "model.requires_grad_(False)"
                 )
             layouts.append(write_block(self._disk, tensors))
             for parameter in (*own.values(), *(layer.weight for layer in layers.values())):
@@ -212,7 +218,9 @@ class offloaded:
             else:
                 own[number][name] = owner
         space = SwapSpace(self._disk)
-        activations = Activations(self._model, self._blocks, space, self.stream, own)
+        converted = any(isinstance(module, MultiLoRALinear) for module in self._model.modules())
+        contexts = checkpoint_contexts(self._model) if converted else None
+        activations = Activations(self._model, self._blocks, space, self.stream, own, contexts)
         undo.callback(activations.remove)
         activations.choose(self._modes)
         forward_of_model = self._model.forward

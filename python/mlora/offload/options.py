@@ -9,6 +9,11 @@ SLOTS = 3
 """Blocks in memory: the one in use, the next one, and one that stays at the turn."""
 
 
+PLACES = ("device", "host", "disk")
+MODES = ("keep", "recompute", "swap")
+"""What may become of the activations of a block."""
+
+
 @dataclass(frozen=True)
 class OffloadOptions:
     """Where parts of a model live while they are not used.
@@ -25,6 +30,9 @@ class OffloadOptions:
         device_memory: bytes that a plan may use, all memory of the process together; None = what is free.
         rate: bytes per second of all transfers together, a stand-in for a slower disk; 0 = no bound.
         poison: overwrite memory with NaN when its block leaves, so that a use after that shows; for tests.
+
+    Raises:
+        ValueError: a word is unknown, or `folders` is not a list.
     """
 
     base: str = "device"
@@ -35,6 +43,14 @@ class OffloadOptions:
     device_memory: int | None = None
     rate: float = 0.0
     poison: bool = False
+
+    def __post_init__(self) -> None:
+        known = {"base": PLACES, "optimizer": PLACES, "activations": (*MODES, "auto")}
+        for name, words in known.items():
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name}: expected {' or '.join(words)}, got {getattr(self, name)!r}")
+        if isinstance(self.folders, str):
+            raise ValueError(f"folders: expected a list of folders, got {self.folders!r}")
 
 
 IN_MEMORY = OffloadOptions()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from mlora_ext._C import Ticket
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from mlora.offload.buffers import buffer
 from mlora.offload.disk import Disk
 from mlora.offload.optimizer_states import OptimizerStates, Unit
-from mlora.offload.states_on_disk import load_version, read_states, save_version, write_states
+from mlora.offload.states_on_disk import load_version, read_states, save_version, settings_of, write_states
 from mlora.offload.stream import BlockStream
 from mlora.offload.updates import BUFFERS, AdamWStep, Updates, Weights
 
@@ -83,16 +84,17 @@ class OutOfCoreAdamW:
         """Ends its thread."""
         self._updates.close()
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, settings: Sequence[Mapping[str, Any]] = ()) -> None:
         """Writes weights, moments and counts to a folder, which holds one whole version at any time.
 
-        Call it between steps. Raises OSError if the disk lacks room; the version before stays then.
+        Call it between steps. `settings` are kept beside them. Raises OSError if the disk lacks room; the
+        version before stays then.
         """
         self._updates.finish()
-        save_version(Path(folder), self.states, self.counts)
+        save_version(Path(folder), self.states, self.counts, settings)
 
-    def load(self, folder: str | Path) -> None:
-        """Takes over what `save` wrote: the weights as well.
+    def load(self, folder: str | Path) -> list[dict[str, Any]]:
+        """Takes over what `save` wrote, the weights as well, and returns the settings.
 
         Raises:
             OSError: a file is missing, or cannot be read.
@@ -100,6 +102,7 @@ class OutOfCoreAdamW:
         """
         counts, states = load_version(Path(folder), self.states, self._disk)
         self._take_over(counts, states)
+        return settings_of(Path(folder))
 
     def save_file(self, path: Path) -> None:
         """Writes weights and moments to one file. Raises OSError; nothing is left then."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,16 @@ def read_states(path: Path, states: OptimizerStates, disk: Disk) -> Iterator[tup
     return states.load(disk.open(path))
 
 
-def save_version(folder: Path, states: OptimizerStates, counts: Mapping[str, int]) -> None:
+def save_version(
+    folder: Path, states: OptimizerStates, counts: Mapping[str, int], settings: Sequence[Mapping[str, Any]]
+) -> None:
     """Writes a new version, makes it the latest one, and removes the one before.
+
+    `settings` is what JSON can hold, and comes back with `settings_of`.
 
     Raises OSError; the version before stays then.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     latest = _index(folder)["file"] if (folder / INDEX).exists() else "optimizer-0.bin"
     version = int(latest.removeprefix("optimizer-").removesuffix(".bin")) + 1
     path = folder / f"optimizer-{version}.bin"
@@ -75,6 +80,7 @@ def save_version(folder: Path, states: OptimizerStates, counts: Mapping[str, int
         "unit": UNIT,
         "numbers": _numbers(states),
         "steps": dict(counts),
+        "settings": list(settings),
     }
     temporary = folder / f"{INDEX}.new"
     with temporary.open("w", encoding="utf-8") as out:
@@ -86,6 +92,11 @@ def save_version(folder: Path, states: OptimizerStates, counts: Mapping[str, int
     for other in folder.glob("optimizer-*.bin"):
         if other.name != path.name:
             other.unlink()
+
+
+def settings_of(folder: Path) -> list[dict[str, Any]]:
+    """Returns the settings of the latest version. Raises as `load_version`."""
+    return list(_index(folder).get("settings", []))
 
 
 def load_version(

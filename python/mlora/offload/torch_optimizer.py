@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MethodType
@@ -99,12 +99,21 @@ class TorchOptimizer:
         self._given._opt_called = True  # type: ignore[attr-defined]
 
     def save(self, folder: str | Path) -> None:
-        """Writes weights, moments and counts of steps; see `OutOfCoreAdamW.save`."""
-        self._adamw.save(folder)
+        """Writes weights, moments, counts of steps, and the parameter groups' settings to a folder.
+
+        The folder holds one whole version at any time; see `OutOfCoreAdamW.save`.
+        """
+        self._adamw.save(folder, [_settings(group) for group in self._given.param_groups])
 
     def load(self, folder: str | Path) -> None:
-        """Takes over what `save` wrote; see `OutOfCoreAdamW.load`."""
-        self._adamw.load(folder)
+        """Takes over what `save` wrote: the model's weights, and the groups' settings, such as `lr`.
+
+        Raises:
+            OSError: a file is missing, or cannot be read.
+            ValueError: it is of another model, or was damaged.
+        """
+        for group, settings in zip(self._given.param_groups, self._adamw.load(folder), strict=False):
+            group.update({**settings, "betas": tuple(settings["betas"])})
 
     def _submit_all(self) -> None:
         """Submits the gradients that are there, in the order of a backward pass."""
@@ -136,6 +145,16 @@ class TorchOptimizer:
             step=self._adamw.counts[name] + 1,
         )
         self._adamw.submit(name, step)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what JSON can hold of a parameter group: learning rates, betas, eps, weight decay."""
+    found = {}
+    for key, value in group.items():
+        plain = value.item() if isinstance(value, Tensor) else value
+        if key != "params" and isinstance(plain, (bool, int, float, tuple)):
+            found[key] = plain
+    return found
 
 
 def _gone(*_: object) -> None:

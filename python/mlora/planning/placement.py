@@ -11,6 +11,9 @@ from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.options import OffloadOptions
 from mlora.planning.memory_plan import MemoryPlan
 
+STATE_BYTES = 12
+"""For each trained weight: an fp32 weight and two moments."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -21,12 +24,14 @@ class Placement:
         options: what was asked for.
         plan: says what the tasks that train at once need; None = it is not known.
         forecast: lines on the time of a micro-batch, and on what bounds it.
+        trained: weights of the model that are trained; 0 = adapters are.
     """
 
     base: Sequence[BaseBytes]
     options: OffloadOptions
     plan: MemoryPlan | None = None
     forecast: Sequence[str] = ()
+    trained: int = 0
 
     def table(self) -> list[list[str]]:
         """Returns rows of text, titles first."""
@@ -44,7 +49,13 @@ class Placement:
             row("base model, weights of blocks", "disk", streamed)
         if self.plan is not None:
             row("optimizer states", "memory", self.plan.optimizer)
-            row("activations", "memory", self.plan.activations)
+            kept = self.options.activations == "keep"
+            row("activations" if kept else "activations, if all were kept", "memory", self.plan.activations)
+        if self.trained:
+            states = [STATE_BYTES * self.trained]
+            where = "disk" if self.options.optimizer == "disk" else "memory"
+            row("fp32 weights and moments", where, states)
+            row("the same in each checkpoint", "disk", states)
         return rows
 
     def lines(self) -> list[str]:
@@ -53,13 +64,20 @@ class Placement:
         found = []
         if streamed > converted:
             found.append(f"{in_units(streamed - converted)} of weights are read from the model's own files")
-        if converted:
-            folders = ", ".join(self.options.folders) or gettempdir()
+        if converted and self.trained:
+            found.append(
+                f"{in_units(converted)} of weights are trained, so they are copied into scratch files in "
+                f"{self._folders()}"
+            )
+        elif converted:
             found.append(
                 f"{in_units(converted)} of weights have another dtype or layout in the model's files; the "
-                f"run converts them into scratch files in {folders}"
+                f"run converts them into scratch files in {self._folders()}"
             )
         return [*found, *self.forecast]
+
+    def _folders(self) -> str:
+        return ", ".join(self.options.folders) or gettempdir()
 
     def _of_base(self, part: str) -> list[int]:
         return [int(getattr(base, part)) for base in self.base]

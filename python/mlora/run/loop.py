@@ -112,7 +112,11 @@ class TrainingLoop:
             return
         # the gradients that a task has accumulated would be lost
         tasks = [task for task in self._rounds.groups[0].running() if not task.progress.open_units]
-        for line in forecast_lines(self._engine, tasks):
+        try:
+            lines = forecast_lines(self._engine, tasks)
+        except RunError as error:
+            raise RunError(f"{error}, in {self._folder.config}, and use `mlora resume`") from error
+        for line in lines:
             self._reporter.note(line)
         self._planned = bool(tasks)
 

@@ -63,6 +63,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     forecast: list[str] = []
     if config.offload != OffloadConfig() or config.method == "full":
         forecast = forecast_lines(prepared.engine, _first_group(config, prepared))
+    trained = sum(p.numel() for p in prepared.engine.model.parameters()) if config.method == "full" else 0
     prepared.engine.close()
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     plan = replace(plan, places=places) if plan else None
@@ -76,7 +77,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
             )
     placement = None
     if config.offload != OffloadConfig():
-        placement = Placement(prepared.placed, config.offload.options, plan, forecast)
+        placement = Placement(prepared.placed, config.offload.options, plan, forecast, trained)
     return Validated(prepared, plan, placement)
 
 

@@ -67,10 +67,10 @@ def test_what_does_not_fit_ends_the_table(run: Run) -> None:
     *fitting, last = found["rows"]
     assert all(row["fits"] and row["device_bytes"] <= 6e9 for row in fitting)
     assert not last["fits"]
-    assert last["fault"].startswith("device: needs at least ")
+    assert last["fault"].startswith("device memory needs at least ")
     table = run("simulate", "offload", *GPU, "--method", "full", "--device-memory", "6GB").stdout.splitlines()
     assert "adapters" not in table[4]
-    assert "device: needs at least" in table[-1]
+    assert "device memory needs at least" in table[-1]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_what_does_not_fit_ends_the_table(run: Run) -> None:
         (["--bytes-per-parameter", "0"], "--bytes-per-parameter: expected a number above 0, got 0.0"),
         (["--device-memory", "big"], "--device-memory: must be a size such as 8GiB or 500MB, got 'big'"),
         (["--method", "qlora"], "--method: expected lora or full, got 'qlora'"),
-        (["--device-memory", "1GB"], "tokens do not fit: device: needs at least"),
-        (["--device-memory", "6GB", "--tokens", "99999"], "--tokens: device: needs at least"),
+        (["--device-memory", "1GB"], "tokens do not fit: device memory needs at least"),
+        (["--device-memory", "6GB", "--tokens", "99999"], "--tokens: device memory needs at least"),
     ],
 )
 def test_wrong_options(run: Run, options: list[str], expected: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -294,6 +295,62 @@ def test_a_plain_loop_may_clip_and_accumulate() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("active", [False, True])
+def test_a_loop_that_was_saved_goes_on_with_its_learning_rates(tmp_path: Path, active: bool) -> None:
+    found = []
+    for stops in (False, True):
+        torch.manual_seed(3)
+        losses: list[float] = []
+        kept: dict[str, Any] = {}
+        for part in ((0, 3), (3, 6)) if stops else ((0, 6),):
+            model = tiny("llama")
+            optimizer = adamw(model)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+            with offloaded(model, optimizer, active=active) as tuned:
+                if part[0]:
+                    tuned.optimizer.load(tmp_path / "saved")
+                    schedule.load_state_dict(kept)
+                for step in range(*part):
+                    loss = model(**batch(step)).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
+                    losses.append(loss.item())
+                tuned.optimizer.save(tmp_path / "saved")
+                kept = schedule.state_dict()
+        found.append((losses, schedule.get_last_lr(), optimizer.param_groups[0]["lr"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("base", ["disk", "device"])
+def test_recomputed_blocks_of_a_converted_model_know_their_adapters(base: str) -> None:
+    found = []
+    for out_of_core in (False, True):
+        torch.manual_seed(3)
+        model = mlora_ext.convert_model(
+            tiny("llama"),
+            {name: LoraConfig(r=4, target_modules=["q_proj", "up_proj"]) for name in "ab"},
+        )
+        how = {"base": base, "activations": "recompute"}
+        with offloaded(model, **how) if out_of_core else nullcontext():
+            model(**batch(0), adapter_names=["a", "b"][: len(batch(0)["input_ids"])]).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) > 4
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_weights_are_those_of_the_state_dict() -> None:
+    model = tiny("llama")
+    with offloaded(model, adamw(model)) as tuned:
+        weights = dict(tuned.weights())
+    other = tiny("llama")
+    missing, unexpected = other.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}  # tied
+
+
 def test_a_second_backward_pass_without_a_step_is_refused() -> None:
     model = tiny("llama")
     with offloaded(model, adamw(model), active=True):
@@ -316,7 +373,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
         offloaded(model, base="cloud")
     with pytest.raises(ValueError, match="blocks: the model has no module 'layers'"):
         offloaded(model, blocks="layers")
-    with pytest.raises(ValueError, match="pass it, or freeze them"):
+    with pytest.raises(ValueError, match="give the optimizer, or call model"):
         offloaded(model).__enter__()
     with pytest.raises(ValueError, match="name its blocks"):
         offloaded(nn.Linear(2, 2))

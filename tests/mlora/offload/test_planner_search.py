@@ -100,10 +100,12 @@ def test_memory_of_a_plan_by_hand() -> None:
 
 def test_too_little_memory_says_how_much_would_do() -> None:
     large = replace(BLOCK, weight_bytes=4e6, inner_bytes=20e6, hidden_bytes=0.0)
-    message = r"device: needs at least 0\.03 GB, the budget is 0\.02 GB; use fewer tokens or slots, or raise"
+    message = (
+        r"device memory needs at least 27 MiB, the budget is 19 MiB; use fewer tokens or slots, or raise"
+    )
     with pytest.raises(ValueError, match=message):
         plan_activations(machine(1, 1), Workload([large] * 6, 1), PLACE, Budget(device=2e7))
-    with pytest.raises(ValueError, match="host: needs at least"):
+    with pytest.raises(ValueError, match="host memory needs at least"):
         plan_activations(machine(1, 1), WORK, PLACE, Budget(device=1e3, host=20.0))
 
 

@@ -161,8 +161,11 @@ def _too_small(problem: Problem) -> str:
     device, host = min(need.device for need in needs), min(need.host for need in needs)
     budget = problem.budget
     lacks = [
-        f"{name}: needs at least {need / 1e9:.2f} GB, the budget is {limit / 1e9:.2f} GB"
-        for name, need, limit in (("device", device, budget.device), ("host", host, budget.host))
+        f"{name} needs at least {math.ceil(need / 2**20)} MiB, the budget is {limit / 2**20:.0f} MiB"
+        for name, need, limit in (
+            ("device memory", device, budget.device),
+            ("host memory", host, budget.host),
+        )
         if need > limit
     ]
     return (
