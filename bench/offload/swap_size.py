@@ -231,8 +231,7 @@ def plot(data: Data, path: Path) -> None:
             for key, style in (("measured", "o-"), ("predicted", "x--")):
                 values = [median(turn[key][str(count)] for turn in turns) for count in counts]
                 axes.plot(counts, values, style, label=key)
-            axes.margins(y=0.1)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * axes.dataLim.y1)
             axes.set_title(name, fontsize=8)
             axes.set_xlabel("swapped blocks")
             axes.grid(alpha=0.3)

@@ -16,7 +16,7 @@ from mlora.model.base_model import BaseModel
 from mlora.model.cut import find_blocks
 from mlora.model.export import export_model
 from mlora.objectives.token_losses import Head
-from mlora.offload.options import OffloadOptions
+from mlora.offload.options import STATE_BYTES, OffloadOptions
 from mlora.offload.planner.workload import Update as UpdateKind
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, Shapes, elements
@@ -63,7 +63,7 @@ class FullAdamW(Optimizer):
     @staticmethod
     def state_bytes(shapes: Shapes) -> int:
         """Returns the bytes of fp32 weights and moments."""
-        return 12 * elements(shapes)
+        return STATE_BYTES * elements(shapes)
 
     def step(
         self,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from mlora.offload.blocks import BlockForward
+from mlora.offload.options import MODES
 from mlora.offload.saved_tensors import SavedTensors
 from mlora.offload.stream import BlockStream
 from mlora.offload.swap_space import SwapSpace
@@ -151,8 +152,8 @@ class Activations:
 
 def check_modes(modes: Sequence[str], blocks: int) -> None:
     """Raises ValueError if a mode is unknown, or there is not one for each block."""
-    wrong = [mode for mode in modes if mode not in ("keep", "recompute", "swap")]
+    wrong = [mode for mode in modes if mode not in MODES]
     if wrong:
-        raise ValueError(f"activations: expected keep, recompute or swap, got {wrong[0]!r}")
+        raise ValueError(f"activations: expected {' or '.join(MODES)}, got {wrong[0]!r}")
     if len(modes) != blocks:
         raise ValueError(f"activations: expected one for each of {blocks} blocks, got {len(modes)}")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from mlora.offload.activations import Activations, BlockTimes, Mode
 from mlora.offload.disk import Disk
 from mlora.offload.forecast_lines import Forecast
-from mlora.offload.options import OffloadOptions
+from mlora.offload.options import STATE_BYTES, OffloadOptions
 from mlora.offload.planner.activation_plan import ActivationPlan, Choice
 from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
@@ -135,7 +135,7 @@ def watched_workload(
 
 def _trained(weights: int) -> Block:
     """Returns what the update of so many weights needs."""
-    return Block(trainable=weights, state_bytes=12 * weights, gradient_bytes=2 * weights)
+    return Block(trainable=weights, state_bytes=STATE_BYTES * weights, gradient_bytes=2 * weights)
 
 
 def passes_of(times: BlockTimes, modes: Sequence[Mode]) -> list[tuple[float, float, float]]:

@@ -9,6 +9,8 @@ SLOTS = 3
 """Blocks in memory: the one in use, the next one, and one that stays at the turn."""
 
 
+STATE_BYTES = 12
+"""AdamW's, for each trained weight: the weight and two moments in fp32."""
 PLACES = ("device", "host", "disk")
 MODES = ("keep", "recompute", "swap")
 """What may become of the activations of a block."""

@@ -8,11 +8,8 @@ from tempfile import gettempdir
 
 from mlora.engine.memory_limit import in_units
 from mlora.offload.base_bytes import BaseBytes
-from mlora.offload.options import OffloadOptions
+from mlora.offload.options import STATE_BYTES, OffloadOptions
 from mlora.planning.memory_plan import MemoryPlan
-
-STATE_BYTES = 12
-"""For each trained weight: an fp32 weight and two moments."""
 
 
 @dataclass(frozen=True)
