@@ -119,3 +119,9 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {
         path.parent.name: path.read_bytes() for path in folder.glob("adapters/*/adapter_model.safetensors")
     }
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    """Returns an adapter's training losses, step by step."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [record["loss"] for record in records if record["adapter"] == name and "loss" in record]

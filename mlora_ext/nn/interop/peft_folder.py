@@ -221,13 +221,12 @@ def _move_into(scratch: Path, target: Path) -> None:
         (target / _OLD_WEIGHTS).unlink(missing_ok=True)
     else:
         os.rename(scratch, target)
-    sync_path(target)
-    sync_path(target.parent)
+    _sync(target)
+    _sync(target.parent)
 
 
-def sync_path(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

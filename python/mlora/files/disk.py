@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from mlora.durable import sync_path
 from mlora.errors import RunError
 
 
@@ -23,15 +24,6 @@ def os_errors(what: str) -> Iterator[None]:
         if not isinstance(cause, OSError):
             raise
         raise RunError(f"{what}: {cause.strerror}") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_file(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
@@ -49,7 +41,7 @@ def write_file(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> No
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def write_tensors(path: Path, content: Mapping[str, Any]) -> None:
@@ -59,7 +51,7 @@ def write_tensors(path: Path, content: Mapping[str, Any]) -> None:
     with os_errors(f"{path}: cannot be saved"):
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
-            sync_folder(path.parent.parent)
+            sync_path(path.parent.parent)
     write_file(path, lambda file: torch.save(dict(content), file))
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from mlora.durable import sync_path
 from mlora.model.base_model import BaseModel
-from mlora_ext.nn.interop.peft_folder import sync_path
 
 SHARD = 128 << 20
 """Bytes after which a file of weights is full; so much of what is on disk is in memory at once."""

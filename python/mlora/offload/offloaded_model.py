@@ -23,12 +23,12 @@ from mlora.offload.blocks import (
     write_block,
 )
 from mlora.offload.disk import Disk
+from mlora.offload.options import BUFFERS
 from mlora.offload.out_of_core import OutOfCoreAdamW
 from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora.offload.swap_space import SwapSpace
 from mlora.offload.torch_optimizer import TorchOptimizer, parameters_of
-from mlora.offload.updates import BUFFERS
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.library import check_library
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from mlora.offload.buffers import aligned, buffer
 from mlora.offload.disk import Disk
+from mlora.offload.options import UNIT
 
-UNIT = 1 << 21
-"""Numbers of a unit: 24 MiB of fp32 weights and moments."""
 SMALL = 1 << 15
 """Numbers of a parameter below which its states stay in memory, as those of norms and biases."""
-BYTES = 12
-"""Of one number: an fp32 weight and two fp32 moments."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 SLOTS = 3
 """Blocks in memory: the one in use, the next one, and one that stays at the turn."""
-
-
 STATE_BYTES = 12
 """AdamW's, for each trained weight: the weight and two moments in fp32."""
+UNIT = 1 << 21
+"""Most numbers of a parameter whose states are read, updated and written at once: 24 MiB of states."""
+BUFFERS = 3
+"""Units under way at once: one is read, one updated, one written."""
+WAITING = 256 << 20
+"""Bytes of gradients that wait for their update at once; the backward pass waits where more come."""
 PLACES = ("device", "host", "disk")
 MODES = ("keep", "recompute", "swap")
 """What may become of the activations of a block."""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from mlora.offload.buffers import buffer
 from mlora.offload.disk import Disk
 from mlora.offload.optimizer_states import OptimizerStates, Unit
+from mlora.offload.options import BUFFERS
 from mlora.offload.states_on_disk import load_version, read_states, save_version, settings_of, write_states
 from mlora.offload.stream import BlockStream
-from mlora.offload.updates import BUFFERS, AdamWStep, Updates, Weights
+from mlora.offload.updates import AdamWStep, Updates, Weights
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

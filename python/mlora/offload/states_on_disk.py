@@ -15,9 +15,10 @@ from typing import Any
 from mlora_ext._C import File
 from torch import Tensor
 
+from mlora.durable import sync_path
 from mlora.offload.disk import Disk
-from mlora.offload.optimizer_states import UNIT, OptimizerStates, Unit
-from mlora_ext.nn.interop.peft_folder import sync_path
+from mlora.offload.optimizer_states import OptimizerStates, Unit
+from mlora.offload.options import UNIT
 
 INDEX = "optimizer.json"
 _FORMAT = 1

@@ -101,7 +101,7 @@ class SwapSpace:
         self.written, self.waited = 0, 0.0
         self._chunks: list[_Chunk] = []
         self._leaving: deque[weakref.ref[Swapped]] = deque()
-        self._dropped: list[tuple[_Chunk, list[Ticket | None]]] = []
+        self._dropped: deque[tuple[_Chunk, list[Ticket | None]]] = deque()
 
     def swap_out(self, content: Tensor) -> Swapped:
         """Begins to write bytes to disk; their memory may be used again at once.
@@ -145,8 +145,8 @@ class SwapSpace:
 
     def _free_room(self) -> None:
         """Frees the room of what was dropped, unless a transfer of it is under way."""
-        dropped, self._dropped = self._dropped, []
-        for chunk, tickets in dropped:
+        for _ in range(len(self._dropped)):
+            chunk, tickets = self._dropped.popleft()
             if any(ticket is not None and not ticket.done for ticket in tickets):
                 self._dropped.append((chunk, tickets))
                 continue

@@ -21,11 +21,7 @@ from torch import Tensor
 
 from mlora.offload.buffers import aligned, buffer
 from mlora.offload.optimizer_states import OptimizerStates, Unit
-
-BUFFERS = 3
-"""Units under way at once: one is read, one updated, one written."""
-WAITING = 256 << 20
-"""Bytes of gradients that wait at once; the backward pass waits where more come."""
+from mlora.offload.options import BUFFERS, WAITING
 
 
 @dataclass(frozen=True)

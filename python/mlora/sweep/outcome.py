@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.search_space import Choice, Leaf
 from mlora.config.sweep_config import SweepConfig
-from mlora.files.disk import os_errors, sync_folder, write_file
+from mlora.durable import sync_path
+from mlora.files.disk import os_errors, write_file
 from mlora.files.loss_plot import add_legend, make_panels, save_figure
 from mlora.files.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
@@ -62,7 +63,7 @@ def _copy(source: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, old)
     os.rename(scratch, target)
-    sync_folder(target.parent)
+    sync_path(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

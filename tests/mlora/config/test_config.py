@@ -1,52 +1,19 @@
-"""The config of a run: defaults, merging, overrides, and one clear line for every fault."""
+"""The config of a run: defaults, merging, and one clear line for every fault."""
 
 import dataclasses
 import math
 from pathlib import Path
 
 import pytest
-import yaml
-from mlora.config.best_rule import BestRule
-from mlora.config.config_file import apply_override, dump_config, load_config, read_yaml, resolve_config
+from mlora.config.config_file import dump_config, load_config, resolve_config
 from mlora.config.run_config import RunConfig, TrainingFields
 from mlora.engine.engine import Engine
-from mlora.errors import RunError
 from mlora.offload.options import OffloadOptions
 from mlora.optim.registry import optimizer_names
 from mlora.run.run import train
 from mlora.tasks.result import RunResult
 
-
-@pytest.fixture
-def base(tmp_path: Path) -> dict:
-    (tmp_path / "model").mkdir()
-    return {
-        "base_model": "model",
-        "output_dir": "runs/one",
-        "defaults": {"max_steps": 10, "learning_rate": 1e-3},
-        "datasets": [{"name": "d", "path": "d.jsonl", "format": "tokens"}],
-        "adapters": [
-            {"name": "a", "dataset": "d", "lora": {"r": 4}},
-            {
-                "name": "b",
-                "dataset": "d",
-                "learning_rate": 5e-4,
-                "lora": {"r": 7, "target_modules": ["q_proj"]},
-            },
-        ],
-    }
-
-
-def write(folder: Path, data: dict) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
-def lines_of(folder: Path, data: dict) -> list[str]:
-    with pytest.raises(RunError) as error:
-        resolve_config(data, folder=folder, where="run.yaml")
-    return str(error.value).splitlines()
+from tests.mlora.config.faulty import lines_of, write
 
 
 def test_defaults_are_those_of_training_arguments() -> None:
@@ -294,82 +261,6 @@ def test_exact_match_needs_prompts(tmp_path: Path, base: dict) -> None:
     )
 
 
-def test_yaml_reads_exponents_and_refuses_a_key_twice(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("a: 2e-4\nb: 1.5e3\n")
-    assert read_yaml(path) == {"a": 2e-4, "b": 1500.0}
-    path.write_text("a: 1\nb: 2\na: 3\n")
-    with pytest.raises(RunError, match=r"x\.yaml:3: the key 'a' is given twice"):
-        read_yaml(path)
-    path.write_text("a: [1\n")
-    with pytest.raises(RunError, match=r"x\.yaml:2: "):
-        read_yaml(path)
-    with pytest.raises(RunError, match=r"none\.yaml: cannot be read: No such file"):
-        read_yaml(tmp_path / "none.yaml")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("\nname: 2024-13-45", r"x\.yaml:2: 2024-13-45 cannot be read as timestamp; put it in quotes"),
-        ("seed: " + "1" * 5000, r"x\.yaml:1: 1{59}… cannot be read as int"),
-        ("seed: !!bool maybe", r"x\.yaml:1: maybe cannot be read as bool"),
-        ("seed: !!map 3", r"x\.yaml:1: expected a mapping node"),
-        ("seed: " + "[" * 2000, r"x\.yaml: brackets are nested too deeply"),
-    ],
-)
-def test_values_that_yaml_cannot_read_are_refused(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text(text)
-    with pytest.raises(RunError, match=expected):
-        read_yaml(path)
-
-
-def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
-    assert apply_override(base, "adapters.b.learning_rate=1e-3") == ("adapters", 1, "learning_rate")
-    assert apply_override(base, "adapters.0.lora.r=9") == ("adapters", 0, "lora", "r")
-    assert apply_override(base, "adapters[1].lora.r=3") == ("adapters", 1, "lora", "r")
-    apply_override(base, "scheduler.memory_limit=null")
-    apply_override(base, "datasets[0]={name: e}")
-    apply_override(base, "seed=7")
-    assert base["adapters"][1]["learning_rate"] == 1e-3
-    assert [adapter["lora"]["r"] for adapter in base["adapters"]] == [9, 3]
-    assert base["scheduler"] == {"memory_limit": None}
-    assert base["datasets"] == [{"name": "e"}]
-    assert base["seed"] == 7
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("adapters.c.learning_rate=1", "no item is named 'c'; items: a, b, or 0 to 1"),
-        ("adapters.2.learning_rate=1", "no item is named '2'"),
-        ("adapters.².learning_rate=1", "no item is named '²'"),
-        ("seed=2024-13-45", "is not YAML: 2024-13-45 cannot be read as timestamp"),
-        ("seed", "must be key=value"),
-        ("base_model.x=1", "base_model is 'model' and has no key 'x'"),
-        ("adapters[2].learning_rate=1", "no item is named '2'"),
-        ("seed=[1", r"--set seed=\[1: '\[1' is not YAML: expected ',' or '\]'"),
-    ],
-)
-def test_overrides_that_lead_nowhere_are_refused(base: dict, override: str, expected: str) -> None:
-    with pytest.raises(RunError, match=expected):
-        apply_override(base, override)
-
-
-def test_faults_of_an_override_name_it(tmp_path: Path, base: dict) -> None:
-    overrides = ["adapters.b.lora.r=0", "defaults.max_steps=many", "adapters[0].lora.rank_pattern.q_proj=x"]
-    with pytest.raises(RunError) as error:
-        load_config(write(tmp_path, base | {"sede": 1}), overrides)
-    assert sorted(str(error.value).splitlines()) == [
-        "--set adapters.b.lora.r=0: adapters[1].lora.r: must be at least 1, got 0",
-        "--set adapters[0].lora.rank_pattern.q_proj=x: adapters[0].lora.rank_pattern.q_proj: must be a whole "
-        "number, got 'x'",
-        "--set defaults.max_steps=many: defaults.max_steps: must be a whole number, got 'many'",
-        f"{tmp_path}/run.yaml: sede: unknown key; did you mean 'seed'?",
-    ]
-
-
 def test_numbers_beyond_a_float_are_refused(tmp_path: Path, base: dict) -> None:
     base["scheduler"] = {"memory_limit": 10**400}
     base["adapters"][0]["lora"]["lora_alpha"] = 10**400
@@ -409,58 +300,3 @@ def test_every_field_of_peft_is_known() -> None:
 
     fields = {field.name for field in dataclasses.fields(LoraConfig) if field.init}
     assert fields <= LoraFields.model_fields.keys()
-
-
-def lacking(folder: Path, base: dict, **fields: object) -> list[str]:
-    """The lines that refuse an adapter that has an `eval_dataset`, and these fields."""
-    return lines_of(folder, base | {"adapters": [base["adapters"][0] | {"eval_dataset": "d", **fields}]})
-
-
-RULES: list[tuple[dict, BestRule | None]] = [
-    ({}, None),
-    ({"load_best_model_at_end": False}, None),
-    ({"load_best_model_at_end": True}, BestRule("eval_loss", False, True)),
-    ({"metric_for_best_model": "loss"}, BestRule("eval_loss", False, False)),
-    ({"load_best_model_at_end": True, "greater_is_better": True}, BestRule("eval_loss", True, True)),
-    ({"metric_for_best_model": "eval_exact_match"}, BestRule("eval_exact_match", True, False)),
-    (
-        {"load_best_model_at_end": True, "metric_for_best_model": "exact_match", "greater_is_better": False},
-        BestRule("eval_exact_match", False, True),
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "expected"), RULES)
-def test_the_best_is_that_of_training_arguments(
-    tmp_path: Path, base: dict, fields: dict, expected: BestRule | None
-) -> None:
-    from transformers import TrainingArguments
-
-    base["datasets"][0]["format"] = "prompt_completion"
-    base["adapters"][0] |= {"eval_dataset": "d", "eval_steps": 5, "eval_exact_match": True, **fields}
-    rule = resolve_config(base, folder=tmp_path).adapters[0].best_rule
-    assert rule == expected
-    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5}
-    theirs = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **steps, **fields)
-    assert theirs.load_best_model_at_end == (rule is not None and rule.loads)
-    assert theirs.greater_is_better == (rule.greater if rule else None)
-    metric = theirs.metric_for_best_model
-    assert (metric and f"eval_{metric.removeprefix('eval_')}") == (rule.metric if rule else None)
-
-
-def test_with_early_stopping_the_best_is_loaded(tmp_path: Path, base: dict) -> None:
-    base["adapters"][0] |= {"eval_dataset": "d", "eval_steps": 5, "early_stopping_patience": 2}
-    config = resolve_config(base, folder=tmp_path)
-    assert config.adapters[0].best_rule == BestRule("eval_loss", False, True)
-    assert resolve_config(yaml.safe_load(dump_config(config))).adapters[0] == config.adapters[0]
-    base["defaults"]["load_best_model_at_end"] = False
-    config = resolve_config(base, folder=tmp_path)
-    assert config.adapters[0].best_rule == BestRule("eval_loss", False, False)
-
-
-def test_the_best_needs_evaluations(tmp_path: Path, base: dict) -> None:
-    for key, value in (("load_best_model_at_end", True), ("metric_for_best_model", "loss")):
-        assert lacking(tmp_path, base, **{key: value}) == [f"run.yaml: adapters[0]: {key} needs eval_steps"]
-    assert lacking(tmp_path, base, eval_steps=5, metric_for_best_model="exact_match") == [
-        "run.yaml: adapters[0]: metric_for_best_model: exact_match needs eval_exact_match: true"
-    ]

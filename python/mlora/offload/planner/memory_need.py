@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlora.offload.options import BUFFERS, STATE_BYTES, UNIT, WAITING
 from mlora.offload.planner.activation_plan import ActivationPlan, Amounts, amounts_of
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.workload import Placement, Workload
 
 SWAP_BUFFERS = 1
 """Blocks of activations that are on their way, beside the block at work."""
-
-STATE_BUFFERS, STATE_UNIT = 3, 24 << 20
-"""Units of optimizer states in memory at once: one read, one updated, one written; a unit's most bytes."""
-
-WAITING = 256 << 20
-"""Bytes of gradients that wait for their update at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ def _states_on_host(machine: Machine, workload: Workload, placement: Placement) 
     gradients = [block.gradient_bytes for block in workload.blocks] if workload.full else [0.0]
     if placement.optimizer == "host":
         return sum(block.state_bytes for block in workload.blocks) + sum(gradients)
-    unit = min(STATE_UNIT, max(block.state_bytes for block in workload.blocks))
+    unit = min(STATE_BYTES * UNIT, max(block.state_bytes for block in workload.blocks))
     all_wait = workload.micro_batches > 1 or placement.update in ("after", "serial")
     waiting = sum(gradients) if all_wait else min(WAITING, sum(gradients))
-    return STATE_BUFFERS * unit + waiting
+    return BUFFERS * unit + waiting

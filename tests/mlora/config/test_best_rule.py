@@ -1,0 +1,65 @@
+"""Which evaluation counts as the best one."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from mlora.config.best_rule import BestRule
+from mlora.config.config_file import dump_config, resolve_config
+
+from tests.mlora.config.faulty import lines_of
+
+
+def lacking(folder: Path, base: dict, **fields: object) -> list[str]:
+    """The lines that refuse an adapter that has an `eval_dataset`, and these fields."""
+    return lines_of(folder, base | {"adapters": [base["adapters"][0] | {"eval_dataset": "d", **fields}]})
+
+
+RULES: list[tuple[dict, BestRule | None]] = [
+    ({}, None),
+    ({"load_best_model_at_end": False}, None),
+    ({"load_best_model_at_end": True}, BestRule("eval_loss", False, True)),
+    ({"metric_for_best_model": "loss"}, BestRule("eval_loss", False, False)),
+    ({"load_best_model_at_end": True, "greater_is_better": True}, BestRule("eval_loss", True, True)),
+    ({"metric_for_best_model": "eval_exact_match"}, BestRule("eval_exact_match", True, False)),
+    (
+        {"load_best_model_at_end": True, "metric_for_best_model": "exact_match", "greater_is_better": False},
+        BestRule("eval_exact_match", False, True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), RULES)
+def test_the_best_is_that_of_training_arguments(
+    tmp_path: Path, base: dict, fields: dict, expected: BestRule | None
+) -> None:
+    from transformers import TrainingArguments
+
+    base["datasets"][0]["format"] = "prompt_completion"
+    base["adapters"][0] |= {"eval_dataset": "d", "eval_steps": 5, "eval_exact_match": True, **fields}
+    rule = resolve_config(base, folder=tmp_path).adapters[0].best_rule
+    assert rule == expected
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5}
+    theirs = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **steps, **fields)
+    assert theirs.load_best_model_at_end == (rule is not None and rule.loads)
+    assert theirs.greater_is_better == (rule.greater if rule else None)
+    metric = theirs.metric_for_best_model
+    assert (metric and f"eval_{metric.removeprefix('eval_')}") == (rule.metric if rule else None)
+
+
+def test_with_early_stopping_the_best_is_loaded(tmp_path: Path, base: dict) -> None:
+    base["adapters"][0] |= {"eval_dataset": "d", "eval_steps": 5, "early_stopping_patience": 2}
+    config = resolve_config(base, folder=tmp_path)
+    assert config.adapters[0].best_rule == BestRule("eval_loss", False, True)
+    assert resolve_config(yaml.safe_load(dump_config(config))).adapters[0] == config.adapters[0]
+    base["defaults"]["load_best_model_at_end"] = False
+    config = resolve_config(base, folder=tmp_path)
+    assert config.adapters[0].best_rule == BestRule("eval_loss", False, False)
+
+
+def test_the_best_needs_evaluations(tmp_path: Path, base: dict) -> None:
+    for key, value in (("load_best_model_at_end", True), ("metric_for_best_model", "loss")):
+        assert lacking(tmp_path, base, **{key: value}) == [f"run.yaml: adapters[0]: {key} needs eval_steps"]
+    assert lacking(tmp_path, base, eval_steps=5, metric_for_best_model="exact_match") == [
+        "run.yaml: adapters[0]: metric_for_best_model: exact_match needs eval_exact_match: true"
+    ]
