@@ -70,6 +70,7 @@ PROFILES = [
     Profile("avx2 with bf16", 4, 5, "AVX2_VNNI_2", "avx2", mkl_bits="AVX2", kernels="avx2"),
     Profile("avx512", 4, 1, "AVX512_CORE", "avx512", mkl="AVX512", kernels="avx512"),
     Profile("avx512 with bf16", 2, 2, "AVX512_CORE_BF16", "avx512", kernels="avx512bf16"),
+    Profile("amx", 2, 3, "AVX512_CORE_AMX", "avx512", kernels="amx"),
     Profile("mixed", 4, 4, "AVX2", "avx512", mkl_bits="AVX512"),
 ]
 """A higher instruction set than the processor's is left unused by oneDNN and MKL; PyTorch and we need it."""
@@ -87,6 +88,7 @@ def missing(profile: Profile, flags: set[str]) -> str:
     """What the processor lacks for a profile; empty if nothing."""
     needed = {"avx2": ["avx2", "fma"], "avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq"]}
     needed["avx512bf16"] = [*needed["avx512"], "avx512_bf16"]
+    needed["amx"] = [*needed["avx512bf16"], "amx_tile", "amx_bf16"]
     wanted = [*needed.get(profile.aten, []), *needed.get(profile.kernels, [])]
     return ", ".join(sorted(set(wanted) - flags))
 

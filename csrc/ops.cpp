@@ -37,7 +37,7 @@ Tensor base_linear_dx(const Tensor& dy, const Tensor& weight, const std::optiona
 
 std::string base_gemm(ScalarType dtype) { return cpu::base_gemm_name(dtype); }
 void set_base_gemm(ScalarType dtype, std::string name) { cpu::set_base_gemm(dtype, name); }
-std::string cpu_isa() { return cpu::isa(); }
+std::string cpu_isa() { return std::string(cpu::isa()); }
 void use_cpu_isa(std::string name) { cpu::use_isa(name); }
 
 }  // namespace

@@ -1,76 +1,9 @@
-// Backward: ds by blocks of rows, then dB, and dA with dx, by columns of one adapter.
+// Backward of a group of one adapter's blocks, block by block: dy is read once, then x and dx.
 #pragma once
 
 #include "cpu/blocks.h"
 
 namespace mlora::cpu::MLORA_ISA {
-
-// ds = keep_scale scaling dy B, in the compute type.
-template <class Op, typename T>
-void grad_rows(const GradRowsArgs& args) {
-  using Element = typename Op::Element;
-  const AdapterView& adapter = *args.adapter;
-  const RowBlock& block = *args.block;
-  const int64_t rank = adapter.rank;
-  Scratch scratch(args.scratch);
-  float* sums = scratch.take<float>(block.rows * rank);
-  shrink<Op, T>(static_cast<const T*>(args.dy) + block.begin * args.dy_stride, args.dy_stride, block.rows,
-                args.d_out, static_cast<const Element*>(adapter.b), adapter.b_stride, rank, Dropout{}, 0,
-                scratch, sums);
-  const float scale = adapter.scaling * adapter.dropout.keep_scale;
-  auto* ds = static_cast<typename Op::Unit*>(args.ds) + block.begin * args.ds_stride;
-  for (int64_t i = 0; i < block.rows; ++i) {
-    Element* row = reinterpret_cast<Element*>(ds + i * args.ds_stride);
-    scale_row(sums + i * rank, rank, scale, row);
-    if (rank % Op::kUnits) {
-      from_float(0.0f, row + rank);
-    }
-  }
-}
-
-// One gradient's columns [begin, end): sums[j][c] over the rows of an adapter's blocks, one block at a time.
-template <class Op>
-class GradSums {
- public:
-  using Unit = typename Op::Unit;
-
-  GradSums(int64_t rank, int64_t cols, Scratch& scratch)
-      : rank_(rank), cols_(cols), sums_(scratch.take<float>(rank * cols)) {}
-
-  // p is [rows, rank]; `q` holds the block's rows as units along them.
-  template <typename P>
-  void add(const P* p, int64_t p_stride, int64_t rows, const Unit* q, int64_t q_stride, Scratch scratch) {
-    int64_t stride = 0;
-    const Unit* units = stage_columns<Op, P>(p, p_stride, rows, rank_, nullptr, 0,
-                                             scratch.take<Unit>(rows * rank_), rank_, &stride);
-    constexpr int64_t kSlice = Simd::kTileVecs * Simd::kLanes;
-    for (int64_t c = 0; c < cols_; c += kSlice) {
-      const int64_t n = cols_ - c < kSlice ? cols_ - c : kSlice;
-      const BroadcastArgs<Op> outer{units, 1, stride, rank_, q + c, q_stride, units_of(rows, Op::kUnits), n};
-      if (empty_) {
-        broadcast_gemm<Op>(outer, SetSums{{sums_ + c, cols_}});
-      } else {
-        broadcast_gemm<Op>(outer, AddToSums{{sums_ + c, cols_}});
-      }
-    }
-    empty_ = false;
-  }
-
-  void write(const MatrixView& grad, int64_t begin) {
-    if (empty_) {
-      std::memset(sums_, 0, static_cast<size_t>(rank_ * cols_) * sizeof(float));
-    }
-    for (int64_t j = 0; j < rank_; ++j) {
-      write_row(sums_ + j * cols_, cols_, grad, j, begin);
-    }
-  }
-
- private:
-  int64_t rank_;
-  int64_t cols_;
-  float* sums_;
-  bool empty_ = true;
-};
 
 constexpr int64_t kRowsAhead = 8;
 
@@ -103,72 +36,166 @@ const typename Op::Unit* stage_block(const T* rows, int64_t stride, int64_t coun
   return staged;
 }
 
-// dB = dy^T s
+// One block of a backward call, with the memory that it works in.
 template <class Op, typename T>
-void grad_b(const GradBArgs& args) {
-  const int64_t cols = args.end - args.begin;
-  Scratch scratch(args.scratch);
-  GradSums<Op> sums(args.adapter->rank, cols, scratch);
-  auto* memory = scratch.take<typename Op::Unit>(kBlockRows * cols);
-  for (int32_t i = args.adapter->first_block; i >= 0; i = args.blocks[i].next) {
-    const RowBlock& block = args.blocks[i];
-    const T* dy = static_cast<const T*>(args.dy) + block.begin * args.dy_stride + args.begin;
-    int64_t stride = 0;
-    const auto* q =
-        stage_block<Op, T>(dy, args.dy_stride, block.rows, cols, nullptr, 0, nullptr, 0, memory, &stride);
-    sums.add(static_cast<const T*>(args.s) + block.begin * args.s_stride, args.s_stride, block.rows, q,
-             stride, scratch);
-  }
-  sums.write(args.grad, args.begin);
-}
-
-// dA = ds^T drop(x), and dx += drop'(ds A): both under one mask.
-template <class Op, typename T>
-void grad_a(const GradAArgs& args) {
+class BlockBackward {
+ public:
   using Element = typename Op::Element;
   using Unit = typename Op::Unit;
-  const AdapterView& adapter = *args.adapter;
-  const int64_t rank = adapter.rank;
-  const int64_t cols = args.end - args.begin;
-  const int64_t words = words_of(cols);
-  Scratch scratch(args.scratch);
-  GradSums<Op> sums(rank, cols, scratch);
-  const Unit* a = nullptr;
-  int64_t a_stride = 0;
-  if (args.dx && adapter.first_block >= 0) {
-    a = stage_operand<Op>(static_cast<const Element*>(adapter.a) + args.begin, adapter.a_stride, rank, cols,
-                          scratch.take<Unit>(units_of(rank, Op::kUnits) * kGradColumns), &a_stride);
-  }
-  uint64_t* bits = adapter.dropout.threshold ? scratch.take<uint64_t>(kBlockRows * words) : nullptr;
-  Unit* memory = scratch.take<Unit>(kBlockRows * cols);
-  for (int32_t i = adapter.first_block; i >= 0; i = args.blocks[i].next) {
-    const RowBlock& block = args.blocks[i];
-    if (bits) {
-      keep_bits_block(adapter.dropout, block.philox_row, block.rows, args.begin / kWordColumns, words, bits,
-                      words);
+
+  BlockBackward(const BackwardArgs& args, const RowBlock& block, bool first)
+      : args_(args),
+        adapter_(*args.adapter),
+        block_(block),
+        first_(first),
+        rank_(adapter_.rank),
+        units_(units_of(rank_, Op::kUnits)),
+        scratch_(args.scratch),
+        sums_(scratch_.take<float>(block.rows * rank_)),
+        ds_(scratch_.take<Unit>(block.rows * units_)),
+        left_memory_(scratch_.take<Unit>(block.rows * rank_)) {}
+
+  // dB, and the sums of ds
+  void read_dy() {
+    const T* dy = static_cast<const T*>(args_.dy) + block_.begin * args_.dy_stride;
+    if (args_.db) {
+      stage_left(static_cast<const T*>(args_.s) + block_.begin * args_.s_stride, args_.s_stride);
     }
-    const Unit* ds = static_cast<const Unit*>(args.ds) + block.begin * args.ds_stride;
-    T* dx = args.dx ? static_cast<T*>(args.dx) + block.begin * args.dx_stride + args.begin : nullptr;
-    if (args.grad.data) {
-      const T* x = static_cast<const T*>(args.x) + block.begin * args.x_stride + args.begin;
-      int64_t stride = 0;
-      const Unit* q = stage_block<Op, T>(x, args.x_stride, block.rows, cols, bits, words, dx, args.dx_stride,
-                                         memory, &stride);
-      sums.add(reinterpret_cast<const Element*>(ds), args.ds_stride * Op::kUnits, block.rows, q, stride,
-               scratch);
-    }
-    if (dx) {
-      const BroadcastArgs<Op> expand{
-          ds, args.ds_stride, 1, block.rows, a, a_stride, units_of(rank, Op::kUnits), cols};
-      if (bits) {
-        broadcast_gemm<Op>(expand, typename Expand<Op, T>::Kept{{dx, args.dx_stride}, bits, words});
-      } else {
-        broadcast_gemm<Op>(expand, typename Expand<Op, T>::Add{dx, args.dx_stride});
+    Scratch scratch = scratch_;
+    Unit* memory = scratch.take<Unit>(kBlockRows * kGradColumns);
+    for (int64_t c = 0; c < args_.d_out; c += kDotElements<Op>) {
+      const int64_t n = args_.d_out - c < kDotElements<Op> ? args_.d_out - c : kDotElements<Op>;
+      if (args_.dx || args_.da) {
+        shrink<Op, T>(dy, args_.dy_stride, block_.rows, c, n, static_cast<const Element*>(adapter_.b),
+                      adapter_.b_stride, rank_, Dropout{}, 0, scratch_, sums_);
+      }
+      for (int64_t b = c; args_.db && b < c + n; b += kGradColumns) {
+        const int64_t m = c + n - b < kGradColumns ? c + n - b : kGradColumns;
+        int64_t stride = 0;
+        const Unit* q = stage_block<Op, T>(dy + b, args_.dy_stride, block_.rows, m, nullptr, 0, nullptr, 0,
+                                           memory, &stride);
+        add_outer(q, stride, m, args_.db + b, args_.d_out);
       }
     }
   }
-  if (args.grad.data) {
-    sums.write(args.grad, args.begin);
+
+  // ds = keep_scale scaling dy B, in the compute type
+  void finish_ds() {
+    const float scale = adapter_.scaling * adapter_.dropout.keep_scale;
+    for (int64_t i = 0; i < block_.rows; ++i) {
+      Element* row = reinterpret_cast<Element*>(ds_ + i * units_);
+      scale_row(sums_ + i * rank_, rank_, scale, row);
+      if (rank_ % Op::kUnits) {
+        from_float(0.0f, row + rank_);
+      }
+    }
+  }
+
+  // dA, and dx under the same mask
+  void read_x() {
+    if (args_.da) {
+      stage_left(reinterpret_cast<const Element*>(ds_), units_ * Op::kUnits);
+    }
+    const RankOperand<Op> a(adapter_.a, adapter_.a_stride, args_.d_in);
+    const T* x = static_cast<const T*>(args_.x) + block_.begin * args_.x_stride;
+    T* dx = args_.dx ? static_cast<T*>(args_.dx) + block_.begin * args_.dx_stride : nullptr;
+    Scratch scratch = scratch_;
+    uint64_t* bits = scratch.take<uint64_t>(kBlockRows * kWords);
+    Unit* memory = scratch.take<Unit>(kBlockRows * kGradColumns);
+    const bool dropped = adapter_.dropout.threshold != 0;
+    for (int64_t c = 0; c < args_.d_in; c += kGradColumns) {
+      const int64_t n = args_.d_in - c < kGradColumns ? args_.d_in - c : kGradColumns;
+      if (dropped) {
+        keep_bits_block(adapter_.dropout, block_.philox_row, block_.rows, c / kWordColumns, words_of(n), bits,
+                        kWords);
+      }
+      if (args_.da) {
+        int64_t stride = 0;
+        const Unit* q = stage_block<Op, T>(x + c, args_.x_stride, block_.rows, n, dropped ? bits : nullptr,
+                                           kWords, dx ? dx + c : nullptr, args_.dx_stride, memory, &stride);
+        add_outer(q, stride, n, args_.da + c, args_.d_in);
+      }
+      if (dx) {
+        const BroadcastArgs<Op> expand{ds_, units_, 1, block_.rows, a.data + c, a.stride, units_, n};
+        if (dropped) {
+          broadcast_gemm<Op>(expand, typename Expand<Op, T>::Kept{{dx + c, args_.dx_stride}, bits, kWords});
+        } else {
+          broadcast_gemm<Op>(expand, typename Expand<Op, T>::Add{dx + c, args_.dx_stride});
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kWords = kGradColumns / kWordColumns;
+
+  // The left factor of a gradient, [rows, rank], as units along the rows.
+  template <typename P>
+  void stage_left(const P* rows, int64_t stride) {
+    left_ = stage_columns<Op, P>(rows, stride, block_.rows, rank_, nullptr, 0, left_memory_, rank_,
+                                 &left_stride_);
+  }
+
+  // sums[j][c] (+)= sum over the block's rows of left[i][j] * q[i][c]
+  void add_outer(const Unit* q, int64_t q_stride, int64_t cols, float* sums, int64_t sums_stride) const {
+    constexpr int64_t kSlice = Simd::kTileVecs * Simd::kLanes;
+    for (int64_t c = 0; c < cols; c += kSlice) {
+      const int64_t n = cols - c < kSlice ? cols - c : kSlice;
+      const BroadcastArgs<Op> outer{
+          left_, 1, left_stride_, rank_, q + c, q_stride, units_of(block_.rows, Op::kUnits), n};
+      if (first_) {
+        broadcast_gemm<Op>(outer, SetSums{{sums + c, sums_stride}});
+      } else {
+        broadcast_gemm<Op>(outer, AddToSums{{sums + c, sums_stride}});
+      }
+    }
+  }
+
+  const BackwardArgs& args_;
+  const AdapterView& adapter_;
+  const RowBlock& block_;
+  bool first_;  // of its group: nothing is there to be added to
+  int64_t rank_;
+  int64_t units_;
+  Scratch scratch_;
+  float* sums_;
+  Unit* ds_;
+  Unit* left_memory_;
+  const Unit* left_ = nullptr;
+  int64_t left_stride_ = 0;
+};
+
+template <class Op, typename T>
+void backward(const BackwardArgs& args) {
+  int32_t index = args.first_block;
+  for (int64_t i = 0; i < args.block_count; ++i, index = args.blocks[index].next) {
+    BlockBackward<Op, T> block(args, args.blocks[index], i == 0);
+    block.read_dy();
+    if (args.dx || args.da) {
+      block.finish_ds();
+      block.read_x();
+    }
+  }
+}
+
+inline int64_t sums_size(int64_t rank, int64_t cols) { return rank * cols; }
+
+// The sums of a gradient's groups, in their order.
+inline void write_gradient(const GradientArgs& args) {
+  constexpr int64_t kColumns = 256;
+  float total[kColumns];
+  for (int64_t j = 0; j < args.rank; ++j) {
+    for (int64_t c = args.begin; c < args.end; c += kColumns) {
+      const int64_t n = args.end - c < kColumns ? args.end - c : kColumns;
+      const float* sums = args.sums + j * args.cols + c;
+      std::memset(total, 0, sizeof(total));
+      for (int64_t group = 0; group < args.groups; ++group) {
+        for (int64_t k = 0; k < n; ++k) {
+          total[k] += sums[group * args.next + k];
+        }
+      }
+      write_row(total, n, args.grad, j, c);
+    }
   }
 }
 

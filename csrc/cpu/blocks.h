@@ -43,47 +43,39 @@ constexpr int64_t kExpandColumns = 512 * Op::kUnits;
 
 template <class Op>
 int64_t scratch_bytes(int64_t max_rank) {
-  const int64_t row_blocks = aligned(kBlockRows * max_rank * 4) * 2;
+  const int64_t ranks = 3 * aligned(kBlockRows * (max_rank + Op::kUnits) * 4);
   const int64_t panel =
       aligned(Simd::kDotRows * kPanelStride<Op> * static_cast<int64_t>(sizeof(typename Op::Element))) +
       aligned(kBlockRows * words_of(kDotElements<Op>) * 8);
-  const int64_t columns = aligned(kBlockRows * kGradColumns * 4) +
-                          aligned(kBlockRows * words_of(kGradColumns) * 8) +
-                          aligned(kBlockRows * max_rank * 4) + 2 * aligned(max_rank * kGradColumns * 4);
-  const int64_t expand =
-      Op::kUnits == 1 ? 0 : aligned(units_of(max_rank, Op::kUnits) * kExpandColumns<Op> * 4);
-  const int64_t rows = row_blocks + (panel > expand ? panel : expand);
-  return (rows > columns ? rows : columns) + 64;
+  const int64_t columns =
+      aligned(kBlockRows * kGradColumns * 4) + aligned(kBlockRows * words_of(kGradColumns) * 8);
+  return ranks + (panel > columns ? panel : columns) + 64;
 }
 
-// sums[i][j] = sum over columns of drop(rows)[i] * a[j].
+// sums[i][j] (+)= sum over n <= kDotElements columns from c of drop(rows)[i] * a[j].
 template <class Op, typename T>
-void shrink(const T* rows, int64_t stride, int64_t count, int64_t cols, const typename Op::Element* a,
+void shrink(const T* rows, int64_t stride, int64_t count, int64_t c, int64_t n, const typename Op::Element* a,
             int64_t a_stride, int64_t rank, const Dropout& dropout, uint32_t philox_row, Scratch scratch,
             float* sums) {
   using Element = typename Op::Element;
-  constexpr int64_t kChunk = kDotElements<Op>;
-  constexpr int64_t kWords = kChunk / kWordColumns;
+  constexpr int64_t kWords = kDotElements<Op> / kWordColumns;
   Element* panel = scratch.take<Element>(Simd::kDotRows * kPanelStride<Op>);
   uint64_t* bits = scratch.take<uint64_t>(kBlockRows * kWords);
-  for (int64_t c = 0; c < cols; c += kChunk) {
-    const int64_t n = cols - c < kChunk ? cols - c : kChunk;
-    if (dropout.threshold) {
-      keep_bits_block(dropout, philox_row, count, c / kWordColumns, words_of(n), bits, kWords);
+  if (dropout.threshold) {
+    keep_bits_block(dropout, philox_row, count, c / kWordColumns, words_of(n), bits, kWords);
+  }
+  const int64_t panels = units_of(count, Simd::kDotRows);
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t i = count * p / panels;
+    const int64_t m = count * (p + 1) / panels - i;
+    for (int64_t k = i + m; k < i + 2 * m && k < count; ++k) {
+      prefetch_row(rows + k * stride + c, n);
     }
-    const int64_t panels = units_of(count, Simd::kDotRows);
-    for (int64_t p = 0; p < panels; ++p) {
-      const int64_t i = count * p / panels;
-      const int64_t m = count * (p + 1) / panels - i;
-      for (int64_t k = i + m; k < i + 2 * m && k < count; ++k) {
-        prefetch_row(rows + k * stride + c, n);
-      }
-      int64_t x_stride = 0;
-      const Element* x = stage_rows<Op, T>(rows + i * stride + c, stride, m, n,
-                                           dropout.threshold ? bits + i * kWords : nullptr, kWords, panel,
-                                           kPanelStride<Op>, &x_stride);
-      dot_rows<Op>(x, x_stride, m, a + c, a_stride, rank, n, sums + i * rank, rank, c > 0);
-    }
+    int64_t x_stride = 0;
+    const Element* x = stage_rows<Op, T>(rows + i * stride + c, stride, m, n,
+                                         dropout.threshold ? bits + i * kWords : nullptr, kWords, panel,
+                                         kPanelStride<Op>, &x_stride);
+    dot_rows<Op>(x, x_stride, m, a + c, a_stride, rank, n, sums + i * rank, rank, c > 0);
   }
 }
 
@@ -100,22 +92,15 @@ void scale_row(const float* sums, int64_t n, float scale, T* target) {
   }
 }
 
-// Rows of A or B along the rank as units, in the order of columns that Expand reads: single rows in place,
-// pairs in `memory`.
+// An adapter's matrix as the units along the rank that Expand reads: rows in place, or pairs of rows, packed.
 template <class Op>
-const typename Op::Unit* stage_operand(const typename Op::Element* rows, int64_t stride, int64_t rank,
-                                       int64_t cols, typename Op::Unit* memory, int64_t* staged_stride) {
-  if constexpr (Op::kUnits == 1) {
-    *staged_stride = stride;
-    return rows;
-  } else {
-    *staged_stride = (cols + 31) / 32 * 32;
-    for (int64_t j = 0; j < rank; j += 2) {
-      split_units(rows + j * stride, j + 1 < rank ? rows + (j + 1) * stride : nullptr, cols,
-                  memory + j / 2 * *staged_stride);
-    }
-    return memory;
-  }
-}
+struct RankOperand {
+  const typename Op::Unit* data;
+  int64_t stride;
+
+  RankOperand(const void* rows, int64_t row_stride, int64_t cols)
+      : data(static_cast<const typename Op::Unit*>(rows)),
+        stride(Op::kUnits == 1 ? row_stride : (cols + 31) / 32 * 32) {}
+};
 
 }  // namespace mlora::cpu::MLORA_ISA

@@ -1,4 +1,5 @@
 // Run-time choice of the kernels' instruction set.
+#include <array>
 #include <atomic>
 #include <string>
 
@@ -10,43 +11,43 @@
 namespace mlora::cpu {
 namespace {
 
-const Kernels* table(std::string_view isa) {
+// In the order of kCompiledIsas, by dtype of x.
+constexpr std::array<std::array<const Kernels*, 3>, kCompiledIsas.size()> kTables = {{
+    {&kKernels_portable[0], &kKernels_portable[1], &kKernels_portable[2]},
 #ifdef MLORA_X86
-  if (isa == "avx512bf16") {
-    return kKernels_avx512bf16;
-  }
-  if (isa == "avx512") {
-    return kKernels_avx512;
-  }
-  if (isa == "avx2") {
-    return kKernels_avx2;
-  }
+    {&kKernels_avx2[0], &kKernels_avx2[1], &kKernels_avx2[2]},
+    {&kKernels_avx512[0], &kKernels_avx512[1], &kKernels_avx512[2]},
+    {&kKernels_avx512bf16[0], &kKernels_avx512bf16[1], &kKernels_avx512bf16[2]},
+    {&kKernels_avx512bf16[0], &kKernels_amx, &kKernels_avx512bf16[2]},
 #endif
-  return kKernels_portable;
+}};
+
+size_t index_of(std::string_view name) {
+  std::string known;
+  for (size_t i = 0; i < kCompiledIsas.size(); ++i) {
+    if (kCompiledIsas[i] == name) {
+      return i;
+    }
+    known += known.empty() ? kCompiledIsas[i] : std::string(", ").append(kCompiledIsas[i]);
+  }
+  fail("isa: expected one of ", known, ", got '", name, "'");
 }
 
-std::atomic<const Kernels*>& current() {
-  static std::atomic<const Kernels*> chosen = table(best_isa());
+std::atomic<size_t>& current() {
+  static std::atomic<size_t> chosen = index_of(best_isa());
   return chosen;
 }
 
 }  // namespace
 
-const Kernels& kernels(Scalar x_type) { return current().load()[static_cast<int>(x_type)]; }
+const Kernels& kernels(Scalar x_type) { return *kTables[current().load()][static_cast<size_t>(x_type)]; }
 
-const char* isa() { return current().load()->isa; }
+std::string_view isa() { return kCompiledIsas[current().load()]; }
 
 void use_isa(std::string_view name) {
-  std::string known;
-  for (std::string_view compiled : kCompiledIsas) {
-    if (compiled == name) {
-      MLORA_CHECK(supported(name), "isa: this processor does not have '", name, "'");
-      current().store(table(name));
-      return;
-    }
-    known += known.empty() ? compiled : std::string(", ").append(compiled);
-  }
-  fail("isa: expected one of ", known, ", got '", name, "'");
+  const size_t index = index_of(name);
+  MLORA_CHECK(supported(name), "isa: this processor does not have '", name, "'");
+  current().store(index);
 }
 
 }  // namespace mlora::cpu

@@ -16,9 +16,12 @@ void forward(const ForwardArgs& args) {
   Scratch scratch(args.scratch);
   float* sums = scratch.take<float>(block.rows * rank);
   Unit* s_units = scratch.take<Unit>(block.rows * units);
-  shrink<Op, T>(static_cast<const T*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows,
-                args.d_in, static_cast<const Element*>(adapter.a), adapter.a_stride, rank, adapter.dropout,
-                block.philox_row, scratch, sums);
+  for (int64_t c = 0; c < args.d_in; c += kDotElements<Op>) {
+    const int64_t n = args.d_in - c < kDotElements<Op> ? args.d_in - c : kDotElements<Op>;
+    shrink<Op, T>(static_cast<const T*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows, c,
+                  n, static_cast<const Element*>(adapter.a), adapter.a_stride, rank, adapter.dropout,
+                  block.philox_row, scratch, sums);
+  }
   const float scale = adapter.scaling * adapter.dropout.keep_scale;
   for (int64_t i = 0; i < block.rows; ++i) {
     T* s = static_cast<T*>(args.s) + (block.begin + i) * args.s_stride;
@@ -30,14 +33,11 @@ void forward(const ForwardArgs& args) {
       from_float(0.0f, row + rank);
     }
   }
-  const Element* b = static_cast<const Element*>(adapter.b);
+  const RankOperand<Op> b(adapter.b, adapter.b_stride, args.d_out);
   T* y = static_cast<T*>(args.y) + block.begin * args.y_stride;
-  Unit* memory = Op::kUnits == 1 ? nullptr : scratch.take<Unit>(units * kExpandColumns<Op>);
   for (int64_t c = 0; c < args.d_out; c += kExpandColumns<Op>) {
     const int64_t n = args.d_out - c < kExpandColumns<Op> ? args.d_out - c : kExpandColumns<Op>;
-    int64_t stride = 0;
-    const Unit* q = stage_operand<Op>(b + c, adapter.b_stride, rank, n, memory, &stride);
-    broadcast_gemm<Op>({s_units, units, 1, block.rows, q, stride, units, n},
+    broadcast_gemm<Op>({s_units, units, 1, block.rows, b.data + c, b.stride, units, n},
                        typename Expand<Op, T>::Add{y + c, args.y_stride});
   }
 }

@@ -22,56 +22,52 @@ struct ForwardArgs {
   void* scratch;
 };
 
-// One block of rows: ds = keep_scale * scaling * dy B.
-struct GradRowsArgs {
+// A group of one adapter's blocks: ds = keep_scale scaling dy B, dB = dy^T s, dA = ds^T drop(x), and
+// dx += drop'(ds A).
+struct BackwardArgs {
   const AdapterView* adapter;
-  const RowBlock* block;
+  const RowBlock* blocks;
+  int32_t first_block;
+  int64_t block_count;
   const void* dy;
   int64_t dy_stride;
   int64_t d_out;
-  void* ds;  // [T, ds_stride] units along the rank
-  int64_t ds_stride;
-  void* scratch;
-};
-
-// Columns [begin, end) of one adapter's dB = dy^T s.
-struct GradBArgs {
-  const AdapterView* adapter;
-  const RowBlock* blocks;
-  const void* dy;
-  int64_t dy_stride;
   const void* s;
   int64_t s_stride;
-  int64_t begin;
-  int64_t end;
-  MatrixView grad;  // [rank, d_out]
-  void* scratch;
-};
-
-// Columns [begin, end) of one adapter's dA = ds^T drop(x), and of dx += drop'(ds A).
-struct GradAArgs {
-  const AdapterView* adapter;
-  const RowBlock* blocks;
   const void* x;
   int64_t x_stride;
-  const void* ds;  // as GradRowsArgs wrote it
-  int64_t ds_stride;
-  int64_t begin;
-  int64_t end;
-  MatrixView grad;  // [rank, d_in]; no data: not wanted
-  void* dx;         // null: not wanted
+  int64_t d_in;
+  void* dx;  // null: not wanted
   int64_t dx_stride;
+  float* da;  // the group's sums; null: not wanted
+  float* db;
   void* scratch;
 };
 
-// Columns of rows of any dtype and strides -> dense rows in the compute type.
-struct ConvertArgs {
+// Columns [begin, end) of one gradient: the sums of its groups, added in their order.
+struct GradientArgs {
+  const float* sums;
+  int64_t groups;
+  int64_t next;  // floats from one group's sums to the next
+  int64_t rank;
+  int64_t cols;
+  int64_t begin;
+  int64_t end;
+  MatrixView grad;  // [rank, cols]
+};
+
+// What a product with an adapter's matrix sums along: the columns (x A^T, dy B) or the rank (s B^T, ds A).
+enum class Along : int8_t { kColumns, kRank };
+
+// Columns [begin, end) of rows of any dtype and strides, [rank, cols], in the form that the kernels read.
+struct PackArgs {
   MatrixView source;
-  int64_t rows;
-  int64_t col_begin;
-  int64_t col_end;
+  Along along;
+  int64_t rank;
+  int64_t cols;
+  int64_t begin;
+  int64_t end;
   void* target;
-  int64_t target_stride;
 };
 
 // An AdamW update (Loshchilov and Hutter, 2019): m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
@@ -93,16 +89,15 @@ struct AdamWArgs {
 };
 
 struct Kernels {
-  const char* isa;
-  int64_t units;    // elements of the compute type in one 32-bit lane: 1 (fp32) or 2 (bf16 pairs)
-  Scalar compute;   // dtype of packed operands
-  int64_t columns;  // columns of one gradient task
+  Scalar compute;  // dtype of operands
   int64_t (*scratch_bytes)(int64_t max_rank);
+  // 0: dense rows of the compute type, read in place where they are there
+  int64_t (*packed_bytes)(Along along, int64_t rank, int64_t cols);
+  void (*pack)(const PackArgs&);
   void (*forward)(const ForwardArgs&);
-  void (*grad_rows)(const GradRowsArgs&);
-  void (*grad_b)(const GradBArgs&);
-  void (*grad_a)(const GradAArgs&);
-  void (*convert_rows)(const ConvertArgs&);
+  int64_t (*sums_size)(int64_t rank, int64_t cols);  // floats of one group's sums
+  void (*backward)(const BackwardArgs&);
+  void (*write_gradient)(const GradientArgs&);
   // bits[i] keeps column 64 * i + bit of one row
   void (*keep_bits)(const Dropout&, uint32_t row, int64_t words, uint64_t* bits);
   // numbers [begin, end); the table's dtype is the gradient's. Returns the sum of its squares, unscaled.
@@ -111,7 +106,7 @@ struct Kernels {
 
 // Kernels of the best instruction set of this processor, or of the one chosen by name.
 const Kernels& kernels(Scalar x_type);
-const char* isa();
+std::string_view isa();
 void use_isa(std::string_view name);
 
 }  // namespace mlora::cpu

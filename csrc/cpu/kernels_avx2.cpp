@@ -11,9 +11,9 @@
 namespace mlora::cpu {
 
 extern const Kernels kKernels_avx2[3] = {
-    avx2::make_kernels<avx2::F32Fma, float>("avx2"),
-    avx2::make_kernels<avx2::F32Fma, avx2::BF16>("avx2"),
-    avx2::make_kernels<avx2::F32Fma, avx2::Half>("avx2"),
+    avx2::make_kernels<avx2::F32Fma, float>(),
+    avx2::make_kernels<avx2::F32Fma, avx2::BF16>(),
+    avx2::make_kernels<avx2::F32Fma, avx2::Half>(),
 };
 
 }  // namespace mlora::cpu

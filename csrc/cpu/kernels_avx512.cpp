@@ -11,9 +11,9 @@
 namespace mlora::cpu {
 
 extern const Kernels kKernels_avx512[3] = {
-    avx512::make_kernels<avx512::F32Fma, float>("avx512"),
-    avx512::make_kernels<avx512::F32Fma, avx512::BF16>("avx512"),
-    avx512::make_kernels<avx512::F32Fma, avx512::Half>("avx512"),
+    avx512::make_kernels<avx512::F32Fma, float>(),
+    avx512::make_kernels<avx512::F32Fma, avx512::BF16>(),
+    avx512::make_kernels<avx512::F32Fma, avx512::Half>(),
 };
 
 }  // namespace mlora::cpu

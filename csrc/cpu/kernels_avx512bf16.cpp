@@ -11,9 +11,9 @@
 namespace mlora::cpu {
 
 extern const Kernels kKernels_avx512bf16[3] = {
-    avx512bf16::make_kernels<avx512bf16::F32Fma, float>("avx512bf16"),
-    avx512bf16::make_kernels<avx512bf16::BF16Dot, avx512bf16::BF16>("avx512bf16"),
-    avx512bf16::make_kernels<avx512bf16::F32Fma, avx512bf16::Half>("avx512bf16"),
+    avx512bf16::make_kernels<avx512bf16::F32Fma, float>(),
+    avx512bf16::make_kernels<avx512bf16::BF16Dot, avx512bf16::BF16>(),
+    avx512bf16::make_kernels<avx512bf16::F32Fma, avx512bf16::Half>(),
 };
 
 }  // namespace mlora::cpu

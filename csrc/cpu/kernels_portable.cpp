@@ -11,9 +11,9 @@
 namespace mlora::cpu {
 
 extern const Kernels kKernels_portable[3] = {
-    portable::make_kernels<portable::F32Fma, float>("portable"),
-    portable::make_kernels<portable::F32Fma, portable::BF16>("portable"),
-    portable::make_kernels<portable::F32Fma, portable::Half>("portable"),
+    portable::make_kernels<portable::F32Fma, float>(),
+    portable::make_kernels<portable::F32Fma, portable::BF16>(),
+    portable::make_kernels<portable::F32Fma, portable::Half>(),
 };
 
 }  // namespace mlora::cpu

@@ -8,12 +8,6 @@
 namespace mlora::cpu {
 namespace {
 
-struct Wanted {
-  bool dx;
-  bool da;
-  bool db;
-};
-
 const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 // With the parameter's strides where it is a dense matrix or the transpose of one, else dense rows.
@@ -34,13 +28,6 @@ std::vector<Tensor> empty_gradients(const std::vector<Tensor>& parameters) {
   return gradients;
 }
 
-// One gradient's columns of one adapter.
-struct ColumnTask {
-  size_t adapter;
-  int64_t begin;
-  int64_t end;
-};
-
 void check_gradient(const Tensor& dy, const Tensor& x, int64_t d_out) {
   MLORA_CHECK(dy.is_cpu() && dy.dim() == 2 && dy.size(0) == x.size(0) && dy.size(1) == d_out &&
                   dy.scalar_type() == x.scalar_type(),
@@ -55,132 +42,140 @@ void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
               ", ", max_rank, "], got ", dtype_name(s.scalar_type()), " of shape ", shape_of(s));
 }
 
-// The two passes of one backward call, before and after the product with W.
-class Backward {
+// The gradient of A or of B: the sums of each adapter's groups, and the tensors that they become.
+class Gradient {
  public:
-  Backward(const Tensor& dy, const Tensor& x, const Tensor& s, const Kernels& table, Plan& plan,
-           Wanted wanted)
-      : dy_(dy),
-        x_(x),
-        s_(s),
-        table_(table),
-        plan_(plan),
-        wanted_(wanted),
-        team_(plan.rank_rows * (x.size(1) + dy.size(1))),
-        scratch_bytes_(table.scratch_bytes(plan.max_rank)),
-        ds_stride_((plan.max_rank + table.units - 1) / table.units) {}
-
-  void prepare(const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b) {
-    Operands operands(table_, plan_.adapters, workspace_);
-    if (wanted_.dx) {
-      operands.add_a(lora_a);
+  // `tensors` is empty where the gradient is not wanted.
+  Gradient(const Kernels& table, const Plan& plan, const std::vector<BlockGroup>& groups, const Team& team,
+           const std::vector<Tensor>& tensors, bool transpose, Workspace& workspace)
+      : table_(table), workspace_(workspace), adapters_(tensors.size()) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      GradientArgs& args = adapters_[i].args;
+      args.rank = plan.adapters[i].rank;
+      args.cols = tensors[i].size(transpose ? 0 : 1);
+      args.end = args.cols;
+      args.grad = view_of(tensors[i], transpose);
+      args.next = table.sums_size(args.rank, args.cols);
     }
-    if (wanted_.dx || wanted_.da) {
-      operands.add_b(lora_b);
-      ds_ = workspace_.reserve(plan_.rows * ds_stride_ * 4);
+    for (const BlockGroup& group : groups) {
+      if (!tensors.empty()) {
+        ++adapters_[static_cast<size_t>(group.adapter)].args.groups;
+      }
     }
-    scratch_ = workspace_.reserve(scratch_bytes_ * team_.threads());
-    workspace_.allocate();
-    operands.convert(team_);
+    for (Adapter& adapter : adapters_) {
+      if (adapter.args.groups == 1) {
+        alone_bytes_ = std::max(alone_bytes_, adapter.args.next * kFloat);
+      } else if (adapter.args.groups > 1) {
+        adapter.offset = workspace.reserve(adapter.args.groups * adapter.args.next * kFloat);
+      }
+    }
+    alone_bytes_ = (alone_bytes_ + 63) / 64 * 64;
+    alone_ = workspace.reserve(alone_bytes_ * team.threads());
   }
 
-  // ds by blocks of rows, and dB by columns: neither needs the other.
-  void read_dy(std::vector<Tensor>& db) const {
-    GradRowsArgs rows{};
-    rows.dy = dy_.const_data_ptr();
-    rows.dy_stride = dy_.stride(0);
-    rows.d_out = dy_.size(1);
-    rows.ds = ds();
-    rows.ds_stride = ds_stride_;
-    GradBArgs columns{};
-    columns.blocks = plan_.blocks.data();
-    columns.dy = rows.dy;
-    columns.dy_stride = rows.dy_stride;
-    columns.s = s_.const_data_ptr();
-    columns.s_stride = s_.stride(0);
-    const size_t blocks = rows.ds ? plan_.blocks.size() : 0;
-    const std::vector<ColumnTask> tasks =
-        wanted_.db ? column_tasks(dy_.size(1), true) : std::vector<ColumnTask>();
-    team_.run(static_cast<int64_t>(blocks + tasks.size()), [&](int64_t task, int64_t thread) {
-      const size_t index = static_cast<size_t>(task);
-      if (index < blocks) {
-        GradRowsArgs mine = rows;
-        mine.block = &plan_.blocks[index];
-        mine.adapter = &plan_.adapters[static_cast<size_t>(mine.block->adapter)];
-        mine.scratch = scratch_of(thread);
-        table_.grad_rows(mine);
-      } else {
-        GradBArgs mine = columns;
-        take(tasks[index - blocks], thread, mine);
-        mine.grad = view_of(db[tasks[index - blocks].adapter], true);
-        table_.grad_b(mine);
-      }
-    });
+  float* sums_of(const BlockGroup& group, int64_t thread) const {
+    if (adapters_.empty()) {
+      return nullptr;
+    }
+    const Adapter& adapter = adapters_[static_cast<size_t>(group.adapter)];
+    const int64_t offset = adapter.args.groups == 1
+                               ? alone_ + thread * alone_bytes_
+                               : adapter.offset + group.index * adapter.args.next * kFloat;
+    return reinterpret_cast<float*>(workspace_.at(offset));
   }
 
-  // dA, and dx, which holds dy W already and receives the low-rank part.
-  void read_x(Tensor& dx, std::vector<Tensor>& da) const {
-    GradAArgs columns{};
-    columns.blocks = plan_.blocks.data();
-    columns.x = x_.const_data_ptr();
-    columns.x_stride = x_.stride(0);
-    columns.ds = ds();
-    columns.ds_stride = ds_stride_;
-    if (wanted_.dx) {
-      columns.dx = dx.mutable_data_ptr();
-      columns.dx_stride = dx.stride(0);
+  // The only group of an adapter: its sums are in this thread's caches.
+  void write_if_alone(const BlockGroup& group, int64_t thread) const {
+    if (!adapters_.empty() && adapters_[static_cast<size_t>(group.adapter)].args.groups == 1) {
+      GradientArgs args = adapters_[static_cast<size_t>(group.adapter)].args;
+      args.sums = sums_of(group, thread);
+      table_.write_gradient(args);
     }
-    const std::vector<ColumnTask> tasks =
-        wanted_.dx || wanted_.da ? column_tasks(x_.size(1), wanted_.da) : std::vector<ColumnTask>();
-    team_.run(static_cast<int64_t>(tasks.size()), [&](int64_t task, int64_t thread) {
-      const size_t index = static_cast<size_t>(task);
-      GradAArgs mine = columns;
-      take(tasks[index], thread, mine);
-      if (wanted_.da) {
-        mine.grad = view_of(da[tasks[index].adapter], false);
+  }
+
+  // What is still to be written: gradients of several groups, or of none.
+  void add_pieces(std::vector<GradientArgs>& pieces) const {
+    constexpr int64_t kColumns = 512;
+    for (const Adapter& adapter : adapters_) {
+      if (adapter.args.groups != 1) {
+        GradientArgs piece = adapter.args;
+        piece.sums = reinterpret_cast<const float*>(workspace_.at(adapter.offset));
+        for (piece.begin = 0; piece.begin < piece.cols; piece.begin += kColumns) {
+          piece.end = std::min(piece.cols, piece.begin + kColumns);
+          pieces.push_back(piece);
+        }
       }
-      table_.grad_a(mine);
-    });
+    }
   }
 
  private:
-  // An adapter without rows still has a gradient to fill with zeros.
-  std::vector<ColumnTask> column_tasks(int64_t columns, bool gradient) const {
-    std::vector<ColumnTask> tasks;
-    tasks.reserve(plan_.adapters.size() * static_cast<size_t>(columns / table_.columns + 1));
-    for (size_t i = 0; i < plan_.adapters.size(); ++i) {
-      for (int64_t begin = 0; begin < columns && (gradient || plan_.adapters[i].first_block >= 0);
-           begin += table_.columns) {
-        tasks.push_back({i, begin, std::min(columns, begin + table_.columns)});
-      }
-    }
-    return tasks;
-  }
+  static constexpr int64_t kFloat = sizeof(float);
+  struct Adapter {
+    GradientArgs args{};
+    int64_t offset = 0;
+  };
 
-  template <typename Args>
-  void take(const ColumnTask& task, int64_t thread, Args& args) const {
-    args.adapter = &plan_.adapters[task.adapter];
-    args.begin = task.begin;
-    args.end = task.end;
-    args.scratch = scratch_of(thread);
-  }
-
-  char* ds() const { return ds_ < 0 ? nullptr : workspace_.at(ds_); }
-  char* scratch_of(int64_t thread) const { return workspace_.at(scratch_ + thread * scratch_bytes_); }
-
-  const Tensor& dy_;
-  const Tensor& x_;
-  const Tensor& s_;
   const Kernels& table_;
-  Plan& plan_;
-  Wanted wanted_;
-  Team team_;
-  Workspace workspace_;
-  int64_t scratch_bytes_;
-  int64_t scratch_ = 0;
-  int64_t ds_stride_;
-  int64_t ds_ = -1;
+  const Workspace& workspace_;
+  std::vector<Adapter> adapters_;
+  int64_t alone_bytes_ = 0;
+  int64_t alone_ = 0;
 };
+
+// dA, dB, and dx, which holds dy W already and receives the low-rank part; empty: not wanted.
+void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s, const std::vector<Tensor>& lora_a,
+                       const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan, Tensor* dx,
+                       const std::vector<Tensor>& da, const std::vector<Tensor>& db) {
+  const Team team(plan.rank_rows * (x.size(1) + dy.size(1)));
+  const std::vector<BlockGroup> groups = groups_of(plan);
+  Workspace workspace;
+  Operands operands(table, plan.adapters, workspace);
+  if (dx) {
+    operands.add_a(lora_a, Along::kRank);
+  }
+  if (dx || !da.empty()) {
+    operands.add_b(lora_b, Along::kColumns);
+  }
+  const Gradient gradient_a(table, plan, groups, team, da, false, workspace);
+  const Gradient gradient_b(table, plan, groups, team, db, true, workspace);
+  const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
+  const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
+  workspace.allocate();
+  operands.pack(team);
+
+  BackwardArgs args{};
+  args.blocks = plan.blocks.data();
+  args.dy = dy.const_data_ptr();
+  args.dy_stride = dy.stride(0);
+  args.d_out = dy.size(1);
+  args.s = s.const_data_ptr();
+  args.s_stride = s.stride(0);
+  args.x = x.const_data_ptr();
+  args.x_stride = x.stride(0);
+  args.d_in = x.size(1);
+  if (dx) {
+    args.dx = dx->mutable_data_ptr();
+    args.dx_stride = dx->stride(0);
+  }
+  team.run(static_cast<int64_t>(groups.size()), [&](int64_t task, int64_t thread) {
+    const BlockGroup& group = groups[static_cast<size_t>(task)];
+    BackwardArgs mine = args;
+    mine.adapter = &plan.adapters[static_cast<size_t>(group.adapter)];
+    mine.first_block = group.first_block;
+    mine.block_count = group.block_count;
+    mine.da = gradient_a.sums_of(group, thread);
+    mine.db = gradient_b.sums_of(group, thread);
+    mine.scratch = workspace.at(scratch + thread * scratch_bytes);
+    table.backward(mine);
+    gradient_a.write_if_alone(group, thread);
+    gradient_b.write_if_alone(group, thread);
+  });
+  std::vector<GradientArgs> pieces;
+  gradient_a.add_pieces(pieces);
+  gradient_b.add_pieces(pieces);
+  team.run(static_cast<int64_t>(pieces.size()),
+           [&](int64_t task, int64_t) { table.write_gradient(pieces[static_cast<size_t>(task)]); });
+}
 
 }  // namespace
 
@@ -201,14 +196,10 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
   const Tensor dy = dense_rows(dy_in);
   const Tensor s = dense_rows(s_in);
 
-  Backward backward(dy, x, s, table, plan, {need_dx, need_da, need_db});
-  backward.prepare(lora_a, lora_b);
-  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  // before the product with W, which drives dy out of the caches
-  backward.read_dy(db);
-  Tensor dx = need_dx ? base_linear_dx(dy, weight, pointer(packed)) : empty_cpu({0}, {1}, x.scalar_type());
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
-  backward.read_x(dx, da);
+  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
+  Tensor dx = need_dx ? base_linear_dx(dy, weight, pointer(packed)) : empty_cpu({0}, {1}, x.scalar_type());
+  low_rank_backward(dy, x, s, lora_a, lora_b, table, plan, need_dx ? &dx : nullptr, da, db);
   return {dx, da, db};
 }
 
@@ -231,13 +222,9 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> lora_add_backward(
   const Tensor s = dense_rows(s_in);
 
   const Kernels& table = kernels(scalar_of(x.scalar_type()));
-  Backward backward(dy, x, s, table, plan, {dx.has_value(), need_da, need_db});
-  backward.prepare(lora_a, lora_b);
-  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  backward.read_dy(db);
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
-  Tensor unused = empty_cpu({0}, {1}, x.scalar_type());
-  backward.read_x(dx ? *dx : unused, da);
+  std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
+  low_rank_backward(dy, x, s, lora_a, lora_b, table, plan, dx ? &*dx : nullptr, da, db);
   return {da, db};
 }
 

@@ -34,12 +34,12 @@ void add_low_rank(Tensor& y, Tensor& s, const Tensor& x, const std::vector<Tenso
   const Team team(plan.rank_rows * (x.size(1) + y.size(1)));
   Workspace workspace;
   Operands operands(table, plan.adapters, workspace);
-  operands.add_a(lora_a);
-  operands.add_b(lora_b);
+  operands.add_a(lora_a, Along::kColumns);
+  operands.add_b(lora_b, Along::kRank);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
   const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
   workspace.allocate();
-  operands.convert(team);
+  operands.pack(team);
 
   ForwardArgs args{};
   args.x = x.const_data_ptr();

@@ -1,5 +1,4 @@
-// Adapter matrices as the kernels read them: in place where they already fit, converted once per call where
-// not.
+// Adapter matrices as the kernels read them: in place where they already fit, packed once per call where not.
 #pragma once
 
 #include <vector>
@@ -13,27 +12,25 @@ class Operands {
   Operands(const Kernels& kernels, std::vector<AdapterView>& adapters, Workspace& workspace)
       : kernels_(kernels), adapters_(adapters), workspace_(workspace) {}
 
-  void add_a(const std::vector<Tensor>& lora_a) {
-    add(lora_a, false, &AdapterView::a, &AdapterView::a_stride);
+  void add_a(const std::vector<Tensor>& lora_a, Along along) {
+    add(lora_a, false, along, &AdapterView::a, &AdapterView::a_stride);
   }
-  void add_b(const std::vector<Tensor>& lora_b) {
-    add(lora_b, true, &AdapterView::b, &AdapterView::b_stride);
+  void add_b(const std::vector<Tensor>& lora_b, Along along) {
+    add(lora_b, true, along, &AdapterView::b, &AdapterView::b_stride);
   }
 
   // Once the workspace is allocated: fills what could not be read in place.
-  void convert(const Team& team) const;
+  void pack(const Team& team) const;
 
  private:
   struct Entry {
-    MatrixView source;
-    int64_t rank;
-    int64_t width;
+    PackArgs args;
     int64_t offset;
     const void** operand;
   };
 
-  void add(const std::vector<Tensor>& matrices, bool transpose, const void* AdapterView::* operand,
-           int64_t AdapterView::* stride);
+  void add(const std::vector<Tensor>& matrices, bool transpose, Along along,
+           const void* AdapterView::* operand, int64_t AdapterView::* stride);
 
   const Kernels& kernels_;
   std::vector<AdapterView>& adapters_;
@@ -41,7 +38,7 @@ class Operands {
   std::vector<Entry> entries_;
 };
 
-inline void Operands::add(const std::vector<Tensor>& matrices, bool transpose,
+inline void Operands::add(const std::vector<Tensor>& matrices, bool transpose, Along along,
                           const void* AdapterView::* operand, int64_t AdapterView::* stride) {
   for (size_t i = 0; i < matrices.size(); ++i) {
     AdapterView& adapter = adapters_[i];
@@ -49,36 +46,35 @@ inline void Operands::add(const std::vector<Tensor>& matrices, bool transpose,
       continue;
     }
     const MatrixView view = view_of(matrices[i], transpose);
-    if (view.type == kernels_.compute && view.col_stride == 1) {
+    const int64_t cols = matrices[i].size(transpose ? 0 : 1);
+    const int64_t packed = kernels_.packed_bytes(along, adapter.rank, cols);
+    if (!packed && view.type == kernels_.compute && view.col_stride == 1) {
       adapter.*operand = view.data;
       adapter.*stride = view.row_stride;
     } else {
-      const int64_t width = matrices[i].size(transpose ? 0 : 1);
-      const int64_t offset = workspace_.reserve(adapter.rank * width * element_size(kernels_.compute));
-      adapter.*stride = width;
-      entries_.push_back({view, adapter.rank, width, offset, &(adapter.*operand)});
+      const int64_t dense = adapter.rank * cols * element_size(kernels_.compute);
+      adapter.*stride = cols;
+      entries_.push_back({{view, along, adapter.rank, cols, 0, cols, nullptr},
+                          workspace_.reserve(packed ? packed : dense),
+                          &(adapter.*operand)});
     }
   }
 }
 
-inline void Operands::convert(const Team& team) const {
-  constexpr int64_t kColumns = 2048;
-  struct Piece {
-    const Entry* entry;
-    int64_t begin;
-  };
-  std::vector<Piece> pieces;
+inline void Operands::pack(const Team& team) const {
+  constexpr int64_t kColumns = 512;
+  std::vector<PackArgs> pieces;
   for (const Entry& entry : entries_) {
     *entry.operand = workspace_.at(entry.offset);
-    for (int64_t begin = 0; begin < entry.width; begin += kColumns) {
-      pieces.push_back({&entry, begin});
+    PackArgs piece = entry.args;
+    piece.target = workspace_.at(entry.offset);
+    for (piece.begin = 0; piece.begin < piece.cols; piece.begin += kColumns) {
+      piece.end = std::min(piece.cols, piece.begin + kColumns);
+      pieces.push_back(piece);
     }
   }
-  team.run(static_cast<int64_t>(pieces.size()), [&](int64_t task, int64_t) {
-    const auto& [entry, begin] = pieces[static_cast<size_t>(task)];
-    kernels_.convert_rows({entry->source, entry->rank, begin, std::min(entry->width, begin + kColumns),
-                           workspace_.at(entry->offset), entry->width});
-  });
+  team.run(static_cast<int64_t>(pieces.size()),
+           [&](int64_t task, int64_t) { kernels_.pack(pieces[static_cast<size_t>(task)]); });
 }
 
 }  // namespace mlora::cpu

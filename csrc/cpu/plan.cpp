@@ -8,6 +8,9 @@ namespace {
 
 // Below this many multiply-adds, waking the other threads costs more than it saves.
 constexpr int64_t kParallelWork = int64_t{1} << 19;
+// Blocks of a group at least, and groups of an adapter at most.
+constexpr int64_t kGroupBlocks = 4;
+constexpr int64_t kMostGroups = 16;
 
 void check_vector(const Tensor& tensor, const char* name, int64_t size, ScalarType type) {
   MLORA_CHECK(tensor.is_cpu() && tensor.dim() == 1 && tensor.size(0) == size &&
@@ -138,6 +141,28 @@ Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t 
     }
   }
   return plan;
+}
+
+std::vector<BlockGroup> groups_of(const Plan& plan) {
+  std::vector<BlockGroup> groups;
+  for (size_t i = 0; i < plan.adapters.size(); ++i) {
+    int64_t blocks = 0;
+    for (int32_t block = plan.adapters[i].first_block; block >= 0;
+         block = plan.blocks[static_cast<size_t>(block)].next) {
+      ++blocks;
+    }
+    // enough groups for all threads, and few enough that their sums are small beside the rows
+    const int64_t most = std::max(kGroupBlocks, (blocks + kMostGroups - 1) / kMostGroups);
+    int64_t done = 0;
+    for (int32_t block = plan.adapters[i].first_block; block >= 0;
+         block = plan.blocks[static_cast<size_t>(block)].next, ++done) {
+      if (done % most == 0) {
+        groups.push_back({static_cast<int32_t>(i), block, 0, done / most});
+      }
+      ++groups.back().block_count;
+    }
+  }
+  return groups;
 }
 
 void check_base(const Tensor& x, const Tensor& weight, const Tensor* bias) {

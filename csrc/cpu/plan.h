@@ -19,6 +19,15 @@ struct Layout {
   const Tensor* layer;
 };
 
+// Neighbouring blocks of one adapter, whose gradients are summed by one task. Where an adapter's blocks are
+// cut into groups depends on that adapter's rows alone.
+struct BlockGroup {
+  int32_t adapter;
+  int32_t first_block;
+  int64_t block_count;
+  int64_t index;  // among the adapter's groups
+};
+
 struct Plan {
   std::vector<AdapterView> adapters;
   std::vector<RowBlock> blocks;
@@ -30,6 +39,8 @@ struct Plan {
 // Reads the layout; the adapters' operands are not set yet.
 Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows);
 std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a);
+
+std::vector<BlockGroup> groups_of(const Plan& plan);
 
 // Everything that the arguments must be before a kernel may trust them: the frozen part, and the adapters'.
 void check_base(const Tensor& x, const Tensor& weight, const Tensor* bias);

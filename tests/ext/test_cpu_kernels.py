@@ -70,8 +70,17 @@ def test_values_on_every_instruction_set(isa: str, name: str, dtype: torch.dtype
 @pytest.mark.parametrize("rank", [1, 3, 8, 17, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tails_of_tiles(isa: str, dtype: torch.dtype, rank: int) -> None:
-    """Columns beyond whole vectors, words and column tasks; rows beyond whole blocks."""
+    """Columns beyond whole vectors, words and tiles; rows beyond whole blocks."""
     case = make([rank], [131], [0], d_in=2115, d_out=323, dtype=dtype, p=0.3)
+    assert_right(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_several_groups_of_blocks(isa: str, dtype: torch.dtype) -> None:
+    """Adapters with many, few and no rows, some of them in pieces between the others'."""
+    case = make(
+        [16, 8, 40, 5], [300, 70, 250, 1, 33, 0], [0, 1, 0, 2, 1, 3], d_in=96, d_out=72, dtype=dtype, p=0.3
+    )
     assert_right(case)
 
 
