@@ -60,6 +60,21 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, "
       "bool need_da, bool need_db) -> (Tensor[] da, Tensor[] db)");
   library.def(
+      "lora_linear.table(Tensor x, Tensor weight, Tensor? bias, Tensor? packed, Tensor a, Tensor a_table, "
+      "Tensor b, Tensor b_table, Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, "
+      "Tensor? layer) -> (Tensor y, Tensor s)");
+  library.def(
+      "lora_add.table(Tensor x, Tensor(a!) y, Tensor a, Tensor a_table, Tensor b, Tensor b_table, "
+      "Tensor segments, Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer) -> Tensor");
+  library.def(
+      "lora_linear_backward.table(Tensor dy, Tensor x, Tensor weight, Tensor? packed, Tensor a, "
+      "Tensor a_table, Tensor(a!) da, Tensor b, Tensor b_table, Tensor(b!) db, Tensor s, Tensor segments, "
+      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer, bool need_dx) -> Tensor");
+  library.def(
+      "lora_add_backward.table(Tensor dy, Tensor x, Tensor(a!)? dx, Tensor a, Tensor a_table, "
+      "Tensor(b!) da, Tensor b, Tensor b_table, Tensor(c!) db, Tensor s, Tensor segments, Tensor scaling, "
+      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layer) -> ()");
+  library.def(
       "dropout_mask(Tensor segments, Tensor dropout_p, Tensor dropout_rng, Tensor layer, int rows, int "
       "columns) -> Tensor");
   library.def("base_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? packed) -> Tensor");
@@ -99,6 +114,10 @@ STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
   library.impl("lora_linear_backward", TORCH_BOX(&mlora::cpu::lora_linear_backward));
   library.impl("lora_add", TORCH_BOX(&mlora::cpu::lora_add));
   library.impl("lora_add_backward", TORCH_BOX(&mlora::cpu::lora_add_backward));
+  library.impl("lora_linear.table", TORCH_BOX(&mlora::cpu::lora_linear_table));
+  library.impl("lora_add.table", TORCH_BOX(&mlora::cpu::lora_add_table));
+  library.impl("lora_linear_backward.table", TORCH_BOX(&mlora::cpu::lora_linear_backward_table));
+  library.impl("lora_add_backward.table", TORCH_BOX(&mlora::cpu::lora_add_backward_table));
   library.impl("dropout_mask", TORCH_BOX(&mlora::cpu::dropout_mask));
   library.impl("adamw", TORCH_BOX(&mlora::cpu::adamw));
   library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
@@ -109,6 +128,8 @@ STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, MkldnnCPU, library) {
   library.impl("lora_linear", TORCH_BOX(&mlora::cpu::lora_linear));
   library.impl("lora_linear_backward", TORCH_BOX(&mlora::cpu::lora_linear_backward));
+  library.impl("lora_linear.table", TORCH_BOX(&mlora::cpu::lora_linear_table));
+  library.impl("lora_linear_backward.table", TORCH_BOX(&mlora::cpu::lora_linear_backward_table));
   library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
   library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));
 }

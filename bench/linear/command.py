@@ -4,8 +4,9 @@
     python bench/bench_linear.py --dtype bfloat16 --shapes 512x1024x1024x8 --out linear
 
 In one run, taking turns, medians: the frozen layer (`F.linear` and dX), the same by the library that
-mlora_ext chose, PEFT's layers in a loop, a loop of `addmm_`, ours, and ours with the frozen weight packed
-(`pack_base`: about three times its memory). First ours and the loops are checked against the fp64 oracle.
+mlora_ext chose, PEFT's layers in a loop, a loop of `addmm_` with dropout and without it ("p=0"), ours in any
+loop, ours as `Engine` trains ("held": adapters keep their gradients, in fp32), and ours with packed weights
+(`pack_base`: about three times their memory). First ours and the loops are checked against the fp64 oracle.
 At its turn each runs twice. The second call counts: in training, a layer's code has just run for the layer
 before. The first follows another contender, which has filled the caches with code and data of its own; its
 ratio stands under "1st". "limit" is the least time for the low-rank part alone: its bytes at the speed of a
@@ -17,6 +18,7 @@ processors.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ def check(dtype: torch.dtype) -> None:
     """
     entries = [
         Entry("ours", contenders.ours, own_masks=False),
+        Entry("ours, held", contenders.ours_held, own_masks=False),
         Entry(
             "ours, packed",
             lambda layer: contenders.ours(layer, PackedWeight.of(layer.weight)),
@@ -81,7 +84,9 @@ def bench(shape: Shape, dtype: torch.dtype, p: float, turns: int, bytes_per_seco
         "gemm": contenders.chosen_gemm(layer),
         "peft": peers.peft_loop(layer),
         "addmm": peers.addmm_loop(layer),
+        "addmm_without_dropout": peers.addmm_loop(replace(layer, p=0.0)),
         "ours": contenders.ours(layer),
+        "ours_held": contenders.ours_held(layer),
     }
     packed = PackedWeight.of(layer.weight)
     if packed.fused(layer.x).packed is not None:

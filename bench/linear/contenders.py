@@ -20,7 +20,8 @@ from mlora_ext.backends.selection import Backend
 from mlora_ext.frozen import base_gemm as gemm
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
-from mlora_ext.ops.functional import lora_linear_rows
+from mlora_ext.ops.functional import lora_linear_held, lora_linear_rows
+from mlora_ext.ops.held import Updates, hold
 
 Run = Callable[[], list[Tensor]]
 SCALING = 2.0
@@ -176,25 +177,57 @@ def chosen_gemm(layer: Layer) -> Run:
 
 
 def ours(layer: Layer, frozen: FrozenWeight | None = None, backend: Backend | None = None) -> Contender:
-    """`multi_lora_linear` on the operator's own tensors, built beforehand as a route does for all layers.
+    """`multi_lora_linear` in any loop: autograd has a node for every A and B.
 
     Args:
         layer: what to run.
         frozen: the layer's weight of another kind, as packed; None: the plain weight.
         backend: which one serves; None: the device's own.
     """
+    plan, weight = _plan(layer), frozen or PlainWeight.of(layer.weight)
+
+    def compute() -> Tensor:
+        return lora_linear_rows(layer.x, weight, None, layer.lora_a, layer.lora_b, *plan)  # type: ignore[arg-type]
+
+    around = nullcontext if backend is None else lambda: mx.use_backend(backend)
+    return Contender(layer.dy, compute, [layer.x, *layer.interleaved()], around)
+
+
+class _KeptGradients(Contender):
+    """Adapters keep their gradients, as in `Engine`; whoever steps them makes them zero."""
+
+    def gradients(self, y: Tensor, keep: bool = False) -> list[Tensor]:
+        x, *adapters = self.wanted
+        x.grad = None
+        y.backward(self.dy, retain_graph=keep)
+        return [tensor.grad for tensor in (x, *adapters) if tensor.grad is not None]
+
+
+def ours_held(layer: Layer) -> Contender:
+    """The way of `Engine`: adapters keep their gradients, fp32, and backward adds to them.
+
+    They are not made zero between calls, so only the first call's are those of the layer.
+    """
+    layer = layer.with_fp32_adapters()
+    for tensor in layer.interleaved():
+        tensor.grad = torch.zeros_like(tensor)
+    names = tuple(f"a{i}" for i in range(len(layer.lora_a)))
+    held = hold(names, [layer.lora_a], [layer.lora_b], [set()])  # type: ignore[arg-type, list-item]
+    assert held is not None
+    frozen, updates, plan = [PlainWeight.of(layer.weight)], Updates(), _plan(layer)
+
+    def compute() -> Tensor:
+        found = lora_linear_held(layer.x, frozen, [None], held, plan, updates)
+        assert found is not None
+        return found[0]
+
+    return _KeptGradients(layer.dy, compute, [layer.x, *layer.interleaved()])
+
+
+def _plan(layer: Layer) -> tuple[Tensor | None, ...]:
+    """The operator's own tensors, built beforehand as a route does for all layers."""
     count, device = len(layer.lora_a), layer.device
     table = mx.SegmentLayout.from_lengths(layer.lengths).table(device)
     scaling = torch.full((count,), SCALING, device=device)
     dropout = mx.LoRADropout(p=[layer.p] * count, seeds=list(range(count)))
-    p, rng, index = dropout.tensors(device) if layer.p else (None, None, None)
-
-    weight = frozen or PlainWeight.of(layer.weight)
-
-    def compute() -> Tensor:
-        return lora_linear_rows(
-            layer.x, weight, None, layer.lora_a, layer.lora_b, table, scaling, p, rng, index
-        )
-
-    around = nullcontext if backend is None else lambda: mx.use_backend(backend)
-    return Contender(layer.dy, compute, [layer.x, *layer.interleaved()], around)
+    return table, scaling, *(dropout.tensors(device) if layer.p else (None, None, None))

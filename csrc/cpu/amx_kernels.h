@@ -215,6 +215,9 @@ inline void amx_write_gradient(const GradientArgs& args) {
         _mm512_store_ps(row + k, _mm512_permutex2var_ps(even, low, odd));
         _mm512_store_ps(row + k + 16, _mm512_permutex2var_ps(even, high, odd));
       }
+      if (args.add) {
+        add_row(args.grad, j, c, n, row);
+      }
       write_row(row, n, args.grad, j, c);
     }
   }

@@ -194,6 +194,9 @@ inline void write_gradient(const GradientArgs& args) {
           total[k] += sums[group * args.next + k];
         }
       }
+      if (args.add) {
+        add_row(args.grad, j, c, n, total);
+      }
       write_row(total, n, args.grad, j, c);
     }
   }

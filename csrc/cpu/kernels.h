@@ -44,7 +44,7 @@ struct BackwardArgs {
   void* scratch;
 };
 
-// Columns [begin, end) of one gradient: the sums of its groups, added in their order.
+// Columns [begin, end) of one gradient: the sums of its groups, in their order.
 struct GradientArgs {
   const float* sums;
   int64_t groups;
@@ -54,6 +54,7 @@ struct GradientArgs {
   int64_t begin;
   int64_t end;
   MatrixView grad;  // [rank, cols]
+  bool add;         // to what is there
 };
 
 // What a product with an adapter's matrix sums along: the columns (x A^T, dy B) or the rank (s B^T, ds A).

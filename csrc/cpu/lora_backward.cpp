@@ -42,66 +42,61 @@ void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
               ", ", max_rank, "], got ", dtype_name(s.scalar_type()), " of shape ", shape_of(s));
 }
 
-// The gradient of A or of B: the sums of each adapter's groups, and the tensors that they become.
-class Gradient {
+// The gradients of A or of B: the sums of each adapter's groups, and the matrices that they become.
+class GradientSums {
  public:
-  // `tensors` is empty where the gradient is not wanted.
-  Gradient(const Kernels& table, const Plan& plan, const std::vector<BlockGroup>& groups, const Team& team,
-           const std::vector<Tensor>& tensors, bool transpose, Workspace& workspace)
-      : table_(table), workspace_(workspace), adapters_(tensors.size()) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      GradientArgs& args = adapters_[i].args;
-      args.rank = plan.adapters[i].rank;
-      args.cols = tensors[i].size(transpose ? 0 : 1);
-      args.end = args.cols;
-      args.grad = view_of(tensors[i], transpose);
-      args.next = table.sums_size(args.rank, args.cols);
-    }
+  // Without gradients: not wanted.
+  GradientSums(const Kernels& table, const Plan& plan, const std::vector<BlockGroup>& groups,
+               const Team& team, const Matrices& gradients, bool add, int64_t cols, Workspace& workspace)
+      : table_(table),
+        plan_(plan),
+        gradients_(gradients),
+        add_(add),
+        cols_(cols),
+        workspace_(workspace),
+        groups_(gradients.count()),
+        offsets_(gradients.count()) {
     for (const BlockGroup& group : groups) {
-      if (!tensors.empty()) {
-        ++adapters_[static_cast<size_t>(group.adapter)].args.groups;
+      if (!groups_.empty()) {
+        ++groups_[static_cast<size_t>(group.adapter)];
       }
     }
-    for (Adapter& adapter : adapters_) {
-      if (adapter.args.groups == 1) {
-        alone_bytes_ = std::max(alone_bytes_, adapter.args.next * kFloat);
-      } else if (adapter.args.groups > 1) {
-        adapter.offset = workspace.reserve(adapter.args.groups * adapter.args.next * kFloat);
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      if (groups_[i] == 1) {
+        alone_bytes_ = std::max(alone_bytes_, size_of(i) * kFloat);
+      } else if (groups_[i] > 1) {
+        offsets_[i] = workspace.reserve(groups_[i] * size_of(i) * kFloat);
       }
     }
     alone_bytes_ = (alone_bytes_ + 63) / 64 * 64;
     alone_ = workspace.reserve(alone_bytes_ * team.threads());
   }
 
-  float* sums_of(const BlockGroup& group, int64_t thread) const {
-    if (adapters_.empty()) {
+  float* of(const BlockGroup& group, int64_t thread) const {
+    if (groups_.empty()) {
       return nullptr;
     }
-    const Adapter& adapter = adapters_[static_cast<size_t>(group.adapter)];
-    const int64_t offset = adapter.args.groups == 1
-                               ? alone_ + thread * alone_bytes_
-                               : adapter.offset + group.index * adapter.args.next * kFloat;
+    const size_t i = static_cast<size_t>(group.adapter);
+    const int64_t offset =
+        groups_[i] == 1 ? alone_ + thread * alone_bytes_ : offsets_[i] + group.index * size_of(i) * kFloat;
     return reinterpret_cast<float*>(workspace_.at(offset));
   }
 
   // The only group of an adapter: its sums are in this thread's caches.
   void write_if_alone(const BlockGroup& group, int64_t thread) const {
-    if (!adapters_.empty() && adapters_[static_cast<size_t>(group.adapter)].args.groups == 1) {
-      GradientArgs args = adapters_[static_cast<size_t>(group.adapter)].args;
-      args.sums = sums_of(group, thread);
-      table_.write_gradient(args);
+    if (!groups_.empty() && groups_[static_cast<size_t>(group.adapter)] == 1) {
+      table_.write_gradient(args_of(static_cast<size_t>(group.adapter), of(group, thread)));
     }
   }
 
-  // What is still to be written: gradients of several groups, or of none.
+  // What is still to be written: gradients of several groups, and new ones of none, which are zero.
   void add_pieces(std::vector<GradientArgs>& pieces) const {
     constexpr int64_t kColumns = 512;
-    for (const Adapter& adapter : adapters_) {
-      if (adapter.args.groups != 1) {
-        GradientArgs piece = adapter.args;
-        piece.sums = reinterpret_cast<const float*>(workspace_.at(adapter.offset));
-        for (piece.begin = 0; piece.begin < piece.cols; piece.begin += kColumns) {
-          piece.end = std::min(piece.cols, piece.begin + kColumns);
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      if (groups_[i] > 1 || (groups_[i] == 0 && !add_)) {
+        GradientArgs piece = args_of(i, reinterpret_cast<const float*>(workspace_.at(offsets_[i])));
+        for (piece.begin = 0; piece.begin < cols_; piece.begin += kColumns) {
+          piece.end = std::min(cols_, piece.begin + kColumns);
           pieces.push_back(piece);
         }
       }
@@ -110,34 +105,58 @@ class Gradient {
 
  private:
   static constexpr int64_t kFloat = sizeof(float);
-  struct Adapter {
-    GradientArgs args{};
-    int64_t offset = 0;
-  };
+
+  int64_t size_of(size_t adapter) const { return table_.sums_size(plan_.adapters[adapter].rank, cols_); }
+  GradientArgs args_of(size_t adapter, const float* sums) const {
+    return {sums,
+            groups_[adapter],
+            size_of(adapter),
+            plan_.adapters[adapter].rank,
+            cols_,
+            0,
+            cols_,
+            gradients_.at(adapter),
+            add_};
+  }
 
   const Kernels& table_;
+  const Plan& plan_;
+  const Matrices& gradients_;
+  bool add_;
+  int64_t cols_;
   const Workspace& workspace_;
-  std::vector<Adapter> adapters_;
+  std::vector<int32_t> groups_;
+  std::vector<int64_t> offsets_;
   int64_t alone_bytes_ = 0;
   int64_t alone_ = 0;
 };
 
-// dA, dB, and dx, which holds dy W already and receives the low-rank part; empty: not wanted.
-void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s, const std::vector<Tensor>& lora_a,
-                       const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan, Tensor* dx,
-                       const std::vector<Tensor>& da, const std::vector<Tensor>& db) {
+// The gradients of A and B, one matrix per adapter or none; with `add`, to be added to what is there.
+struct Gradients {
+  Matrices a;
+  Matrices b;
+  bool add;
+};
+
+// dA, dB, and dx, which holds dy W already and receives the low-rank part; null: not wanted.
+void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, const Adapters& adapters,
+                       const Layout& layout, Tensor* dx, const Gradients& gradients) {
+  const Kernels& table = kernels(scalar_of(x.scalar_type()));
+  Plan plan = make_plan(layout, adapters.ranks, x.size(0));
+  check_intermediate(s_in, x, plan.max_rank);
+  const Tensor s = dense_rows(s_in);
   const Team team(plan.rank_rows * (x.size(1) + dy.size(1)));
   const std::vector<BlockGroup> groups = groups_of(plan);
   Workspace workspace;
   Operands operands(table, plan.adapters, workspace);
   if (dx) {
-    operands.add_a(lora_a, Along::kRank);
+    operands.add_a(adapters.a, x.size(1), Along::kRank);
   }
-  if (dx || !da.empty()) {
-    operands.add_b(lora_b, Along::kColumns);
+  if (dx || gradients.a.count() > 0) {
+    operands.add_b(adapters.b, dy.size(1), Along::kColumns);
   }
-  const Gradient gradient_a(table, plan, groups, team, da, false, workspace);
-  const Gradient gradient_b(table, plan, groups, team, db, true, workspace);
+  const GradientSums sums_a(table, plan, groups, team, gradients.a, gradients.add, x.size(1), workspace);
+  const GradientSums sums_b(table, plan, groups, team, gradients.b, gradients.add, dy.size(1), workspace);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
   const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
   workspace.allocate();
@@ -163,16 +182,16 @@ void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s, const
     mine.adapter = &plan.adapters[static_cast<size_t>(group.adapter)];
     mine.first_block = group.first_block;
     mine.block_count = group.block_count;
-    mine.da = gradient_a.sums_of(group, thread);
-    mine.db = gradient_b.sums_of(group, thread);
+    mine.da = sums_a.of(group, thread);
+    mine.db = sums_b.of(group, thread);
     mine.scratch = workspace.at(scratch + thread * scratch_bytes);
     table.backward(mine);
-    gradient_a.write_if_alone(group, thread);
-    gradient_b.write_if_alone(group, thread);
+    sums_a.write_if_alone(group, thread);
+    sums_b.write_if_alone(group, thread);
   });
   std::vector<GradientArgs> pieces;
-  gradient_a.add_pieces(pieces);
-  gradient_b.add_pieces(pieces);
+  sums_a.add_pieces(pieces);
+  sums_b.add_pieces(pieces);
   team.run(static_cast<int64_t>(pieces.size()),
            [&](int64_t task, int64_t) { table.write_gradient(pieces[static_cast<size_t>(task)]); });
 }
@@ -181,7 +200,7 @@ void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s, const
 
 std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backward(
     const Tensor& dy_in, const Tensor& x_in, const Tensor& weight, const std::vector<Tensor>& lora_a,
-    const std::vector<Tensor>& lora_b, const Tensor& s_in, const Tensor& segments, const Tensor& scaling,
+    const std::vector<Tensor>& lora_b, const Tensor& s, const Tensor& segments, const Tensor& scaling,
     const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
     const std::optional<Tensor>& layer, bool need_dx, bool need_da, bool need_db,
     const std::optional<Tensor>& packed) {
@@ -189,43 +208,68 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> lora_linear_backwar
   check_base(x_in, weight, nullptr);
   check_adapters(x_in, weight.size(0), lora_a, lora_b, layout);
   check_gradient(dy_in, x_in, weight.size(0));
-  const Kernels& table = kernels(scalar_of(x_in.scalar_type()));
-  Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0));
-  check_intermediate(s_in, x_in, plan.max_rank);
-  const Tensor x = dense_rows(x_in);
   const Tensor dy = dense_rows(dy_in);
-  const Tensor s = dense_rows(s_in);
-
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
   std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  Tensor dx = need_dx ? base_linear_dx(dy, weight, pointer(packed)) : empty_cpu({0}, {1}, x.scalar_type());
-  low_rank_backward(dy, x, s, lora_a, lora_b, table, plan, need_dx ? &dx : nullptr, da, db);
+  Tensor dx = need_dx ? base_linear_dx(dy, weight, pointer(packed)) : empty_cpu({0}, {1}, dy.scalar_type());
+  low_rank_backward(dy, dense_rows(x_in), s, adapters_of(lora_a, lora_b), layout, need_dx ? &dx : nullptr,
+                    Gradients{Matrices(da, false), Matrices(db, true), false});
   return {dx, da, db};
 }
 
+Tensor lora_linear_backward_table(const Tensor& dy_in, const Tensor& x, const Tensor& weight,
+                                  const std::optional<Tensor>& packed, const Tensor& a, const Tensor& a_table,
+                                  Tensor da, const Tensor& b, const Tensor& b_table, Tensor db,
+                                  const Tensor& s, const Tensor& segments, const Tensor& scaling,
+                                  const std::optional<Tensor>& dropout_p,
+                                  const std::optional<Tensor>& dropout_rng,
+                                  const std::optional<Tensor>& layer, bool need_dx) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  check_base(x, weight, nullptr);
+  check_layout(layout, a_table.size(0));
+  check_gradient(dy_in, x, weight.size(0));
+  const Tensor dy = dense_rows(dy_in);
+  Tensor dx = need_dx ? base_linear_dx(dy, weight, pointer(packed)) : empty_cpu({0}, {1}, dy.scalar_type());
+  low_rank_backward(dy, dense_rows(x), s, adapters_of(a, a_table, b, b_table), layout,
+                    need_dx ? &dx : nullptr,
+                    Gradients{gradients_of(da, a_table), gradients_of(db, b_table), true});
+  return dx;
+}
+
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> lora_add_backward(
-    const Tensor& dy_in, const Tensor& x_in, std::optional<Tensor> dx, const std::vector<Tensor>& lora_a,
-    const std::vector<Tensor>& lora_b, const Tensor& s_in, const Tensor& segments, const Tensor& scaling,
+    const Tensor& dy, const Tensor& x, std::optional<Tensor> dx, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const Tensor& s, const Tensor& segments, const Tensor& scaling,
     const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
     const std::optional<Tensor>& layer, bool need_da, bool need_db) {
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
-  MLORA_CHECK(dy_in.dim() == 2, "dy: expected a matrix, got shape ", shape_of(dy_in));
-  check_adapters(x_in, dy_in.size(1), lora_a, lora_b, layout);
-  check_gradient(dy_in, x_in, dy_in.size(1));
+  MLORA_CHECK(dy.dim() == 2, "dy: expected a matrix, got shape ", shape_of(dy));
+  check_adapters(x, dy.size(1), lora_a, lora_b, layout);
+  check_gradient(dy, x, dy.size(1));
   if (dx) {
-    check_product(*dx, "dx", x_in, x_in.size(1));
+    check_product(*dx, "dx", x, x.size(1));
   }
-  Plan plan = make_plan(layout, ranks_of(lora_a), x_in.size(0));
-  check_intermediate(s_in, x_in, plan.max_rank);
-  const Tensor x = dense_rows(x_in);
-  const Tensor dy = dense_rows(dy_in);
-  const Tensor s = dense_rows(s_in);
-
-  const Kernels& table = kernels(scalar_of(x.scalar_type()));
   std::vector<Tensor> da = need_da ? empty_gradients(lora_a) : std::vector<Tensor>();
   std::vector<Tensor> db = need_db ? empty_gradients(lora_b) : std::vector<Tensor>();
-  low_rank_backward(dy, x, s, lora_a, lora_b, table, plan, dx ? &*dx : nullptr, da, db);
+  low_rank_backward(dense_rows(dy), dense_rows(x), s, adapters_of(lora_a, lora_b), layout,
+                    dx ? &*dx : nullptr, Gradients{Matrices(da, false), Matrices(db, true), false});
   return {da, db};
+}
+
+void lora_add_backward_table(const Tensor& dy, const Tensor& x, std::optional<Tensor> dx, const Tensor& a,
+                             const Tensor& a_table, Tensor da, const Tensor& b, const Tensor& b_table,
+                             Tensor db, const Tensor& s, const Tensor& segments, const Tensor& scaling,
+                             const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
+                             const std::optional<Tensor>& layer) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  MLORA_CHECK(dy.dim() == 2, "dy: expected a matrix, got shape ", shape_of(dy));
+  check_layout(layout, a_table.size(0));
+  check_gradient(dy, x, dy.size(1));
+  if (dx) {
+    check_product(*dx, "dx", x, x.size(1));
+  }
+  low_rank_backward(dense_rows(dy), dense_rows(x), s, adapters_of(a, a_table, b, b_table), layout,
+                    dx ? &*dx : nullptr,
+                    Gradients{gradients_of(da, a_table), gradients_of(db, b_table), true});
 }
 
 }  // namespace mlora::cpu

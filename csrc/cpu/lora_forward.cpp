@@ -28,14 +28,18 @@ void zero_other_rows(const Plan& plan, Tensor& s) {
   zero_until(plan.rows);
 }
 
-// s = scaling drop(x) A^T, and y += s B^T, row block by row block.
-void add_low_rank(Tensor& y, Tensor& s, const Tensor& x, const std::vector<Tensor>& lora_a,
-                  const std::vector<Tensor>& lora_b, const Kernels& table, Plan& plan) {
+// s = scaling drop(x) A^T, and y += s B^T, row block by row block. Returns s.
+Tensor add_low_rank(const Tensor& y, const Tensor& x, const Adapters& adapters, const Layout& layout) {
+  const Kernels& table = kernels(scalar_of(x.scalar_type()));
+  Plan plan = make_plan(layout, adapters.ranks, x.size(0));
+  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
+  zero_other_rows(plan, s);
+
   const Team team(plan.rank_rows * (x.size(1) + y.size(1)));
   Workspace workspace;
   Operands operands(table, plan.adapters, workspace);
-  operands.add_a(lora_a, Along::kColumns);
-  operands.add_b(lora_b, Along::kRank);
+  operands.add_a(adapters.a, x.size(1), Along::kColumns);
+  operands.add_b(adapters.b, y.size(1), Along::kRank);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
   const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
   workspace.allocate();
@@ -57,6 +61,7 @@ void add_low_rank(Tensor& y, Tensor& s, const Tensor& x, const std::vector<Tenso
     mine.scratch = workspace.at(scratch + thread * scratch_bytes);
     table.forward(mine);
   });
+  return s;
 }
 
 }  // namespace
@@ -72,14 +77,25 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& x_in, const Tensor& weight,
   check_base(x_in, weight, pointer(bias));
   check_adapters(x_in, weight.size(0), lora_a, lora_b, layout);
   const Tensor x = dense_rows(x_in);
-  const Kernels& table = kernels(scalar_of(x.scalar_type()));
-  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0));
-
   Tensor y = base_linear(x, weight, pointer(bias), pointer(packed));
-  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
-  zero_other_rows(plan, s);
+  Tensor s = add_low_rank(y, x, adapters_of(lora_a, lora_b), layout);
+  return {y, s};
+}
 
-  add_low_rank(y, s, x, lora_a, lora_b, table, plan);
+std::tuple<Tensor, Tensor> lora_linear_table(const Tensor& x_in, const Tensor& weight,
+                                             const std::optional<Tensor>& bias,
+                                             const std::optional<Tensor>& packed, const Tensor& a,
+                                             const Tensor& a_table, const Tensor& b, const Tensor& b_table,
+                                             const Tensor& segments, const Tensor& scaling,
+                                             const std::optional<Tensor>& dropout_p,
+                                             const std::optional<Tensor>& dropout_rng,
+                                             const std::optional<Tensor>& layer) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  check_base(x_in, weight, pointer(bias));
+  check_layout(layout, a_table.size(0));
+  const Tensor x = dense_rows(x_in);
+  Tensor y = base_linear(x, weight, pointer(bias), pointer(packed));
+  Tensor s = add_low_rank(y, x, adapters_of(a, a_table, b, b_table), layout);
   return {y, s};
 }
 
@@ -90,12 +106,17 @@ Tensor lora_add(const Tensor& x_in, Tensor y, const std::vector<Tensor>& lora_a,
   const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
   check_product(y, "y", x_in, -1);
   check_adapters(x_in, y.size(1), lora_a, lora_b, layout);
-  const Tensor x = dense_rows(x_in);
-  Plan plan = make_plan(layout, ranks_of(lora_a), x.size(0));
-  Tensor s = empty_cpu(plan.rows, plan.max_rank, x.scalar_type());
-  zero_other_rows(plan, s);
-  add_low_rank(y, s, x, lora_a, lora_b, kernels(scalar_of(x.scalar_type())), plan);
-  return s;
+  return add_low_rank(y, dense_rows(x_in), adapters_of(lora_a, lora_b), layout);
+}
+
+Tensor lora_add_table(const Tensor& x, Tensor y, const Tensor& a, const Tensor& a_table, const Tensor& b,
+                      const Tensor& b_table, const Tensor& segments, const Tensor& scaling,
+                      const std::optional<Tensor>& dropout_p, const std::optional<Tensor>& dropout_rng,
+                      const std::optional<Tensor>& layer) {
+  const Layout layout{segments, scaling, pointer(dropout_p), pointer(dropout_rng), pointer(layer)};
+  check_product(y, "y", x, -1);
+  check_layout(layout, a_table.size(0));
+  return add_low_rank(y, dense_rows(x), adapters_of(a, a_table, b, b_table), layout);
 }
 
 }  // namespace mlora::cpu

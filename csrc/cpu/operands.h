@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "cpu/plan.h"
+#include "cpu/adapters.h"
 
 namespace mlora::cpu {
 
@@ -12,11 +12,11 @@ class Operands {
   Operands(const Kernels& kernels, std::vector<AdapterView>& adapters, Workspace& workspace)
       : kernels_(kernels), adapters_(adapters), workspace_(workspace) {}
 
-  void add_a(const std::vector<Tensor>& lora_a, Along along) {
-    add(lora_a, false, along, &AdapterView::a, &AdapterView::a_stride);
+  void add_a(const Matrices& a, int64_t cols, Along along) {
+    add(a, cols, along, &AdapterView::a, &AdapterView::a_stride);
   }
-  void add_b(const std::vector<Tensor>& lora_b, Along along) {
-    add(lora_b, true, along, &AdapterView::b, &AdapterView::b_stride);
+  void add_b(const Matrices& b, int64_t cols, Along along) {
+    add(b, cols, along, &AdapterView::b, &AdapterView::b_stride);
   }
 
   // Once the workspace is allocated: fills what could not be read in place.
@@ -29,8 +29,8 @@ class Operands {
     const void** operand;
   };
 
-  void add(const std::vector<Tensor>& matrices, bool transpose, Along along,
-           const void* AdapterView::* operand, int64_t AdapterView::* stride);
+  void add(const Matrices& matrices, int64_t cols, Along along, const void* AdapterView::* operand,
+           int64_t AdapterView::* stride);
 
   const Kernels& kernels_;
   std::vector<AdapterView>& adapters_;
@@ -38,15 +38,14 @@ class Operands {
   std::vector<Entry> entries_;
 };
 
-inline void Operands::add(const std::vector<Tensor>& matrices, bool transpose, Along along,
+inline void Operands::add(const Matrices& matrices, int64_t cols, Along along,
                           const void* AdapterView::* operand, int64_t AdapterView::* stride) {
-  for (size_t i = 0; i < matrices.size(); ++i) {
+  for (size_t i = 0; i < matrices.count(); ++i) {
     AdapterView& adapter = adapters_[i];
     if (adapter.first_block < 0) {
       continue;
     }
-    const MatrixView view = view_of(matrices[i], transpose);
-    const int64_t cols = matrices[i].size(transpose ? 0 : 1);
+    const MatrixView view = matrices.at(i);
     const int64_t packed = kernels_.packed_bytes(along, adapter.rank, cols);
     if (!packed && view.type == kernels_.compute && view.col_stride == 1) {
       adapter.*operand = view.data;

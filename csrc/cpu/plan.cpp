@@ -45,21 +45,41 @@ void check_dropout(const Layout& layout, int64_t adapters) {
               shape_of(layer));
 }
 
-Dropout dropout_of(const Layout& layout, int64_t adapter) {
-  Dropout dropout;
-  const double p = static_cast<const float*>(layout.dropout_p->const_data_ptr())[adapter];
-  const double threshold = std::nearbyint(p * 65536.0);
-  MLORA_CHECK(threshold >= 0.0 && threshold < 65536.0, "dropout_p[", adapter, "]: expected 0 <= p < 1, got ",
-              p);
-  const int64_t* rng = static_cast<const int64_t*>(layout.dropout_rng->const_data_ptr()) + 2 * adapter;
-  dropout.threshold = static_cast<uint32_t>(threshold);
-  dropout.keep_scale = static_cast<float>(1.0 / (1.0 - threshold / 65536.0));
-  dropout.key0 = static_cast<uint32_t>(rng[0]);
-  dropout.key1 = static_cast<uint32_t>(static_cast<uint64_t>(rng[0]) >> 32);
-  dropout.step = static_cast<uint32_t>(rng[1]);
-  dropout.layer = static_cast<uint32_t>(*static_cast<const int64_t*>(layout.layer->const_data_ptr()));
-  return dropout;
-}
+// The dropout of every adapter in one layer.
+class Dropouts {
+ public:
+  explicit Dropouts(const Layout& layout) {
+    if (layout.dropout_p) {
+      p_ = static_cast<const float*>(layout.dropout_p->const_data_ptr());
+      rng_ = static_cast<const int64_t*>(layout.dropout_rng->const_data_ptr());
+      layer_ = static_cast<uint32_t>(*static_cast<const int64_t*>(layout.layer->const_data_ptr()));
+    }
+  }
+
+  Dropout of(size_t adapter) const {
+    Dropout dropout;
+    if (!p_) {
+      return dropout;
+    }
+    const double p = p_[adapter];
+    const double threshold = std::nearbyint(p * 65536.0);
+    MLORA_CHECK(threshold >= 0.0 && threshold < 65536.0, "dropout_p[", adapter,
+                "]: expected 0 <= p < 1, got ", p);
+    const int64_t* rng = rng_ + 2 * adapter;
+    dropout.threshold = static_cast<uint32_t>(threshold);
+    dropout.keep_scale = static_cast<float>(1.0 / (1.0 - threshold / 65536.0));
+    dropout.key0 = static_cast<uint32_t>(rng[0]);
+    dropout.key1 = static_cast<uint32_t>(static_cast<uint64_t>(rng[0]) >> 32);
+    dropout.step = static_cast<uint32_t>(rng[1]);
+    dropout.layer = layer_;
+    return dropout;
+  }
+
+ private:
+  const float* p_ = nullptr;
+  const int64_t* rng_ = nullptr;
+  uint32_t layer_ = 0;
+};
 
 void check_rows(const Tensor& x) {
   MLORA_CHECK(x.is_cpu() && x.dim() == 2, "x: expected a CPU matrix [rows, d_in], got shape ", shape_of(x));
@@ -105,32 +125,25 @@ Team::Team(int64_t work, int64_t most) : threads_(1) {
   }
 }
 
-std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a) {
-  std::vector<int64_t> ranks;
-  ranks.reserve(lora_a.size());
-  for (const Tensor& matrix : lora_a) {
-    ranks.push_back(matrix.size(0));
-  }
-  return ranks;
-}
-
 Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows) {
   Plan plan;
   plan.rows = rows;
   plan.adapters.resize(ranks.size());
   std::vector<int32_t> last(ranks.size(), -1);
+  const Dropouts dropouts(layout);
+  const float* scaling = static_cast<const float*>(layout.scaling.const_data_ptr());
   for (size_t i = 0; i < ranks.size(); ++i) {
     AdapterView& adapter = plan.adapters[i];
     adapter.rank = ranks[i];
-    adapter.scaling = static_cast<const float*>(layout.scaling.const_data_ptr())[i];
-    if (layout.dropout_p) {
-      adapter.dropout = dropout_of(layout, static_cast<int64_t>(i));
-    }
+    adapter.scaling = scaling[i];
+    adapter.dropout = dropouts.of(i);
     plan.max_rank = std::max(plan.max_rank, adapter.rank);
   }
   const auto* table = static_cast<const Segment*>(layout.segments.const_data_ptr());
+  const int64_t segments = layout.segments.size(0);
+  plan.blocks.reserve(static_cast<size_t>(segments + rows / kBlockRows));
   int64_t cursor = 0;
-  for (int64_t i = 0; i < layout.segments.size(0); ++i) {
+  for (int64_t i = 0; i < segments; ++i) {
     if (table[i].begin >= table[i].end) {
       continue;
     }

@@ -38,7 +38,6 @@ struct Plan {
 
 // Reads the layout; the adapters' operands are not set yet.
 Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows);
-std::vector<int64_t> ranks_of(const std::vector<Tensor>& lora_a);
 
 std::vector<BlockGroup> groups_of(const Plan& plan);
 

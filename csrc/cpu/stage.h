@@ -101,6 +101,15 @@ void convert_row(const MatrixView& view, int64_t row, int64_t col, int64_t cols,
   }
 }
 
+// sums += columns of one row, for at most 256 of them.
+inline void add_row(const MatrixView& view, int64_t row, int64_t col, int64_t cols, float* sums) {
+  float values[256];
+  convert_row(view, row, col, cols, values);
+  for (int64_t c = 0; c < cols; ++c) {
+    sums[c] += values[c];
+  }
+}
+
 // One row of fp32 sums into a matrix of any dtype and strides.
 template <typename T>
 void write_row(const float* source, int64_t cols, T* target, int64_t stride) {

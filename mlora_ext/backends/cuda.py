@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gpu.factors import Factors
+from .factors import Factors
 from .gpu.kernels import Expand, Gradient, ReadDy, ReadX, Shrink
 from .gpu.plan import Plan, PlanSizes
 

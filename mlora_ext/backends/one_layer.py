@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..frozen.plain import PlainWeight
 from ..frozen.weight import FrozenWeight, FusedOperands
-from .gpu.operator import Batch, Into, Layer
+from .factors import Factors
+from .gpu.operator import Batch, Layer
 from .selection import Backend, gpu_operator
 
 PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
@@ -17,8 +18,9 @@ PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 PlanTensors = tuple[Tensor | None, ...]
 Wanted = tuple[bool, bool, bool]
 """Whether dx, dA and dB are wanted."""
-Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Gradients of lora_a and of lora_b."""
+Adapters = Sequence[Tensor] | Factors
+"""All A or all B: a matrix per adapter, or their table."""
+OPS = torch.ops.mlora_ext
 
 
 def forward(
@@ -33,13 +35,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns `(y, s)` for x `[T, D]`; `operands` is `frozen.fused(x)`."""
     with torch._C._AutoDispatchBelowAutograd():
-        if backend == "cpu" and operands is not None:
-            return torch.ops.mlora_ext.lora_linear.default(  # type: ignore[no-any-return]
-                x, operands.weight, bias, lora_a, lora_b, *plan, operands.packed
-            )
         if backend == "cpu":
-            y = frozen.matmul(x, bias)
-            return y, torch.ops.mlora_ext.lora_add.default(x, y, lora_a, lora_b, *plan)
+            return cpu_forward(x, frozen, operands, bias, lora_a, lora_b, plan)
         operator = gpu_operator(backend)  # type: ignore[arg-type]
         (y,), s = operator.forward(x, [Layer(frozen, bias, lora_b)], lora_a, Batch(*plan))  # type: ignore[arg-type]
         return y, s[0]
@@ -56,31 +53,72 @@ def backward(
     s: Tensor,
     plan: PlanTensors,
     wanted: Wanted,
-    into: Gradients | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor], Sequence[Tensor]]:
-    """Returns `(dx, da, db)` as far as they are wanted; with `into`, dA and dB are added to it instead.
+    """Returns `(dx, da, db)` as far as they are wanted.
 
     `operands` is the weight as it was saved for this pass; None: `frozen` makes the product.
     """
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":
-            dx: Tensor | None
-            if operands is not None:
-                dx, da, db = torch.ops.mlora_ext.lora_linear_backward.default(
-                    dy, x, operands.weight, lora_a, lora_b, s, *plan, *wanted, operands.packed_dx
-                )
-            else:
-                dx = frozen.matmul_dx(dy) if wanted[0] else None
-                da, db = torch.ops.mlora_ext.lora_add_backward.default(
-                    dy, x, dx, lora_a, lora_b, s, *plan, *wanted[1:]
-                )
-            if into is None:
-                return dx, da, db
-            torch._foreach_add_([*into[0], *into[1]], [*da, *db])
-            return dx, [], []
+            return cpu_backward(dy, x, frozen, operands, lora_a, lora_b, s, plan, wanted)
         held = frozen if operands is None else PlainWeight.of(operands.weight)
         layer, batch = Layer(held, None, lora_b), Batch(*plan)  # type: ignore[arg-type]
-        sums = Into() if into is None else Into(into[0], [into[1]])
         operator = gpu_operator(backend)  # type: ignore[arg-type]
-        dx, da, (db,) = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted, sums)
+        dx, da, (db,) = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted)
         return dx, da, db
+
+
+def cpu_forward(
+    x: Tensor,
+    frozen: FrozenWeight,
+    operands: FusedOperands | None,
+    bias: Tensor | None,
+    a: Adapters,
+    b: Adapters,
+    plan: PlanTensors,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(y, s)` by the compiled CPU kernels, below autograd."""
+    if operands is None:
+        y = frozen.matmul(x, bias)
+        if isinstance(a, Factors) and isinstance(b, Factors):
+            return y, OPS.lora_add.table(x, y, a.first, a.table, b.first, b.table, *plan)
+        return y, OPS.lora_add.default(x, y, a, b, *plan)
+    weight, packed, _ = operands
+    if isinstance(a, Factors) and isinstance(b, Factors):
+        return OPS.lora_linear.table(  # type: ignore[no-any-return]
+            x, weight, bias, packed, a.first, a.table, b.first, b.table, *plan
+        )
+    return OPS.lora_linear.default(x, weight, bias, a, b, *plan, packed)  # type: ignore[no-any-return]
+
+
+def cpu_backward(
+    dy: Tensor,
+    x: Tensor,
+    frozen: FrozenWeight,
+    operands: FusedOperands | None,
+    a: Adapters,
+    b: Adapters,
+    s: Tensor,
+    plan: PlanTensors,
+    wanted: Wanted,
+) -> tuple[Tensor | None, Sequence[Tensor], Sequence[Tensor]]:
+    """Returns `(dx, da, db)`, below autograd; tables of adapters get their gradients in place."""
+    dx: Tensor | None
+    tables: tuple[Tensor, ...] = ()
+    if isinstance(a, Factors) and isinstance(b, Factors):
+        assert a.into is not None
+        assert b.into is not None
+        tables = a.first, a.table, a.into[0], b.first, b.table, b.into[0]
+    if operands is None:
+        dx = frozen.matmul_dx(dy) if wanted[0] else None
+        if tables:
+            OPS.lora_add_backward.table(dy, x, dx, *tables, s, *plan)
+            return dx, (), ()
+        return dx, *OPS.lora_add_backward.default(dy, x, dx, a, b, s, *plan, *wanted[1:])
+    weight, _, packed = operands
+    if tables:
+        dx = OPS.lora_linear_backward.table(dy, x, weight, packed, *tables, s, *plan, wanted[0])
+        return dx, (), ()
+    return OPS.lora_linear_backward.default(  # type: ignore[no-any-return]
+        dy, x, weight, a, b, s, *plan, *wanted, packed
+    )

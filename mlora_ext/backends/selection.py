@@ -73,6 +73,8 @@ def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
     backend serves the device or dtype, and what to do.
     """
     name = _choice.name
+    if name is None and device.type == "cpu" and dtype in _DTYPES:
+        return "cpu"
     if name is None and device.type == "cuda":
         # A compiled graph calls the operator. Its kernel for CUDA tensors asks again when it runs.
         name = "triton" if torch.compiler.is_compiling() else _faster(device, dtype, shape)

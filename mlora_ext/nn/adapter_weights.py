@@ -55,6 +55,19 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     }
 
 
+def written_marks(model: nn.Module, name: str) -> list[set[str]]:
+    """Returns where each of an adapter's Parameters in this process is noted; see `mlora_ext.ops.held`.
+
+    In the order of `adapter_parameters`, without those on the meta device.
+    """
+    return [
+        layer.written
+        for layer in adapter_layers(model, name).values()
+        for parameter in layer.parameters_of(name).values()
+        if not parameter.is_meta
+    ]
+
+
 def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
     """Copies weights into an adapter after `check_weights` has checked all of them."""
     mine = adapter_layers(model, name)

@@ -86,6 +86,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         for parameter in layer.parameters_of(name):
             layer._modules[parameter].remove(name)  # type: ignore[union-attr, operator]
         del layer.specs[name]
+        layer.written.discard(name)
     del router.adapters[name]
     router.default = None if router.default == name else router.default
     regroup(model)

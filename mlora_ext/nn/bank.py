@@ -48,6 +48,9 @@ class AdapterBank(nn.Module):
         transposed: whether Parameters are transposed views of the rows.
         device: where pages are made.
         dtype: dtype of new adapters.
+
+    Attributes:
+        moves: counts how often a Parameter came, went or got other memory.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class AdapterBank(nn.Module):
         self.dtype = dtype
         self._pages: list[Tensor] = []
         self._places: dict[str, _Rows] = {}
+        self.moves = 0
         self.register_load_state_dict_post_hook(_adopt)
 
     def __contains__(self, name: str) -> bool:
@@ -100,6 +104,7 @@ class AdapterBank(nn.Module):
         # Straight into the dictionary: `add_module` refuses names that are methods, such as "train".
         self._modules[name] = AdapterSlot(nn.Parameter(view.data))
         self._places[name] = place
+        self.moves += 1
         return self.parameter_of(name)
 
     def remove(self, name: str) -> None:
@@ -110,6 +115,7 @@ class AdapterBank(nn.Module):
         parameter = self.parameter_of(name)
         parameter.data = parameter.data.clone()
         del self._modules[name], self._places[name]
+        self.moves += 1
         used = max((place.page + 1 for place in self._places.values()), default=0)
         del self._pages[used:]
 
@@ -149,6 +155,7 @@ class AdapterBank(nn.Module):
 
     def _rebind(self) -> None:
         """Points every Parameter at its rows again, after the pages have been replaced."""
+        self.moves += 1
         for name, place in self._places.items():
             _set_data(self._modules[name], self._view(place))
 
@@ -165,6 +172,7 @@ class AdapterBank(nn.Module):
                     self.parameter_of(name).grad = fn(gradient)
             probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         self.dtype, self.device = probe.dtype, probe.device
+        self.moves += 1
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdapterBank:
@@ -210,5 +218,6 @@ def _adopt(bank: AdapterBank, _: object = None) -> None:
             rows = bank._places.pop(name).rows
             bank._places[name] = bank._find(rows, data.dtype, data.device)
             view = bank._view(bank._places[name])
+        bank.moves += 1
         view.copy_(data)
         _set_data(bank._modules[name], view)

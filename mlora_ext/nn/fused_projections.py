@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..backends.selection import backend_for
 from ..ops.autograd import LayerOperands
-from ..ops.functional import lora_linear_fused
+from ..ops.functional import lora_linear_fused, lora_linear_held
+from .held_adapters import HeldByNames
 from .routing.route import RouteTensors
 from .routing.thread_guard import inside_backward
 
@@ -44,6 +45,7 @@ class FusedProjections:
         self.disappointed = 0
         self._waiting = {False: _Waiting(), True: _Waiting()}
         self._indices: Tensor | None = None
+        self._held = HeldByNames()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_waiting": {False: _Waiting(), True: _Waiting()}, "_indices": None}
@@ -89,8 +91,22 @@ class FusedProjections:
             for other in self.layers
         )
 
-    def _compute(self, x: Tensor, active: RouteTensors) -> list[Tensor]:
+    def _compute(self, x: Tensor, active: RouteTensors) -> Sequence[Tensor]:
         drops = self.layers[0].training and active.dropout_p is not None
+        plan = (
+            active.segments,
+            active.scaling,
+            active.dropout_p if drops else None,
+            active.dropout_rng if drops else None,
+            self._layer_indices() if drops else None,
+        )
+        router = self.layers[0].router
+        if router.accumulates and torch.is_grad_enabled():
+            held = self._held.get(active.names, self.layers, router.moves)
+            frozen, biases = [layer.frozen for layer in self.layers], [layer.bias for layer in self.layers]
+            ys = held and lora_linear_held(x, frozen, biases, held, plan, router.updates)
+            if ys:
+                return ys
         operands = [
             LayerOperands(
                 layer.frozen,
@@ -100,16 +116,7 @@ class FusedProjections:
             )
             for layer in self.layers
         ]
-        return lora_linear_fused(
-            x,
-            operands,
-            active.segments,
-            active.scaling,
-            active.dropout_p if drops else None,
-            active.dropout_rng if drops else None,
-            self._layer_indices() if drops else None,
-            self.layers[0].router.accumulates,
-        )
+        return lora_linear_fused(x, operands, *plan)
 
     @torch.inference_mode(False)
     def _layer_indices(self) -> Tensor:

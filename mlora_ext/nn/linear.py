@@ -13,8 +13,9 @@ from ..adapters.registry import adapter_kind
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..frozen.weight import FrozenWeight
-from ..ops.functional import lora_linear_rows, scaling_dtype
+from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
+from .held_adapters import HeldByNames
 from .routing.route import LayerGroup, RouteTensors, SharedInput
 from .routing.router import Router
 
@@ -62,6 +63,8 @@ class MultiLoRALinear(nn.Module):
         self.eager_dims: set[int] = set()
         self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
         self.plain_kinds = True
+        self.held = HeldByNames()
+        self.written: set[str] = set()
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
@@ -144,25 +147,25 @@ class MultiLoRALinear(nn.Module):
         if not active.names:
             return frozen_linear(x, self.frozen, self.bias)
         drops = self.training and active.dropout_p is not None
-        if self.plain_kinds:
-            lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in active.names]
-            lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in active.names]
-            scales = None
-        else:
-            lora_a, lora_b, scales = self._made_of(active.names)
-        y = lora_linear_rows(
-            x,
-            self.frozen,
-            self.bias if scales is None else None,
-            lora_a,
-            lora_b,
+        plan = (
             active.segments,
             active.scaling,
             active.dropout_p if drops else None,
             active.dropout_rng if drops else None,
-            self.layer if drops else None,
-            self.router.accumulates,
+            self._buffers["layer"] if drops else None,
         )
+        if self.plain_kinds:
+            if self.router.accumulates and torch.is_grad_enabled():
+                held = self.held.get(active.names, [self], self.router.moves)
+                own = [self.frozen], [self.bias]
+                ys = held and lora_linear_held(x, *own, held, plan, self.router.updates)
+                if ys:
+                    return ys[0]
+            lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in active.names]
+            lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in active.names]
+            return lora_linear_rows(x, self.frozen, self.bias, lora_a, lora_b, *plan)
+        lora_a, lora_b, scales = self._made_of(active.names)
+        y = lora_linear_rows(x, self.frozen, self.bias if scales is None else None, lora_a, lora_b, *plan)
         if scales is None:
             return y
         y = y * scales[active.owners()].view(y.shape)

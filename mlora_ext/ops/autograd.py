@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backends import one_layer
-from ..backends.gpu.operator import Batch, Into, Layer
-from ..backends.one_layer import PLAN, Gradients, PlanTensors
+from ..backends.gpu.operator import Batch, Layer
+from ..backends.one_layer import PLAN, PlanTensors
 from ..backends.selection import Backend, gpu_operator
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
@@ -42,13 +42,8 @@ def lora_linear(
     dropout_rng: Tensor | None,
     layer: Tensor | None,
     backend: Backend = "cpu",
-    accumulates: bool = False,
 ) -> Tensor:
-    """Returns `y [T, O]` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`.
-
-    With `accumulates`, and if all adapters are fp32 and have a `grad`, backward adds to it in place. This
-    bypasses hooks on their graph nodes, so callers may use only `Tensor.backward` without `inputs=`.
-    """
+    """Returns `y [T, O]` of `mlora_ext::lora_linear`, differentiable once in `x`, `lora_a` and `lora_b`."""
     check_library()
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
     if torch.compiler.is_compiling():
@@ -57,7 +52,7 @@ def lora_linear(
     operands = frozen.fused(x)
     if not torch.is_grad_enabled():
         return one_layer.forward(backend, x, frozen, operands, bias, lora_a, lora_b, plan)[0]
-    how = _How(frozen, operands, backend, accumulates)
+    how = _How(frozen, operands, backend)
     weight = None if operands is None else operands.weight
     return _LoRALinear.apply(x, weight, bias, plan, how, len(lora_a), *lora_a, *lora_b)
 
@@ -67,7 +62,6 @@ class _How:
     frozen: FrozenWeight
     operands: FusedOperands | None
     backend: Backend
-    accumulates: bool
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -99,11 +93,10 @@ class _LoRALinear(torch.autograd.Function):
         x, weight, s = ctx.saved_tensors
         wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
         how = ctx.how
-        into = _existing(ctx.lora_a, ctx.lora_b) if how.accumulates and all(needs[6:]) else None
         operands = None if weight is None else how.operands._replace(weight=weight)
         dx, da, db = one_layer.backward(
             how.backend, dense_rows(dy), x, how.frozen, operands,
-            ctx.lora_a, ctx.lora_b, s, ctx.plan, wanted, into,
+            ctx.lora_a, ctx.lora_b, s, ctx.plan, wanted,
         )  # fmt: skip
         none: Sequence[None] = (None,) * n
         return (dx if wanted[0] else None, None, None, None, None, None, *(da or none), *(db or none))
@@ -131,20 +124,19 @@ def lora_linear_fused(
     operands: Sequence[LayerOperands],
     plan: PlanTensors,
     backend: Backend,
-    accumulates: bool = False,
 ) -> Sequence[Tensor]:
     """Returns `y` of several layers that share x, adapters and plan; otherwise as `lora_linear`."""
     adapters = [a for layer in operands for a in layer.lora_a] + [
         b for layer in operands for b in layer.lora_b
     ]
-    return _LoRAFused.apply(x, operands, plan, backend, accumulates, *adapters)  # type: ignore[no-any-return]
+    return _LoRAFused.apply(x, operands, plan, backend, *adapters)  # type: ignore[no-any-return]
 
 
 class _LoRAFused(torch.autograd.Function):
     """As `_LoRALinear`, for several layers as one node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x, operands, plan, backend, accumulates, *adapters):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x, operands, plan, backend, *adapters):  # type: ignore[no-untyped-def]
         layers = [Layer(layer.frozen, layer.bias, layer.lora_b) for layer in operands]
         lora_a, batch = adapters[: len(adapters) // 2], Batch(*plan)
         with torch._C._AutoDispatchBelowAutograd():
@@ -154,7 +146,7 @@ class _LoRAFused(torch.autograd.Function):
             fused = [layer.frozen.fused(x) for layer in layers]
             ctx.save_for_backward(x, s, *(None if one is None else one.weight for one in fused))
             ctx.layers, ctx.lora_a, ctx.batch, ctx.backend = layers, lora_a, batch, backend
-            ctx.adapters, ctx.plan, ctx.accumulates = adapters, plan, accumulates
+            ctx.adapters, ctx.plan = adapters, plan
             ctx.versions = _versions(*adapters, *plan)
         return tuple(ys)
 
@@ -172,27 +164,22 @@ class _LoRAFused(torch.autograd.Function):
             )
         x, s, *weights = ctx.saved_tensors
         each = n // len(dys)
-        wanted = needs[0], True in needs[5 : 5 + n], True in needs[5 + n :]
+        wanted = needs[0], True in needs[4 : 4 + n], True in needs[4 + n :]
         layers = [
             ctx.layers[i] if weights[i] is None else replace(ctx.layers[i], frozen=PlainWeight.of(weights[i]))
             for i in used
         ]
         lora_a = [a for i in used for a in ctx.lora_a[i * each : (i + 1) * each]]
-        into = Into()
-        if ctx.accumulates and all(needs[5:]):
-            found = _existing(lora_a, [b for layer in layers for b in layer.lora_b])
-            if found is not None:
-                into = Into(found[0], [found[1][i : i + each] for i in range(0, len(lora_a), each)])
         batch = ctx.batch
         if len(used) < len(dys):
             s = s[used]
             batch = replace(batch, layers=None if batch.layers is None else batch.layers[used])
         rows = [dense_rows(dy) for dy in dys if dy is not None]
         with torch._C._AutoDispatchBelowAutograd():
-            dx, da, db = gpu_operator(ctx.backend).backward(rows, x, layers, lora_a, s, batch, wanted, into)
+            dx, da, db = gpu_operator(ctx.backend).backward(rows, x, layers, lora_a, s, batch, wanted)
         result: list[Tensor | None] = [dx if wanted[0] else None, *nothing[1:]]
         for place, i in enumerate(used):
-            a, b = 5 + i * each, 5 + n + i * each
+            a, b = 4 + i * each, 4 + n + i * each
             if da:
                 result[a : a + each] = da[place * each : (place + 1) * each]
             if db[place]:
@@ -214,23 +201,3 @@ def _changed(ctx: Any) -> str:
     now = _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
     name = next(name for name, new, old in zip(names, now, ctx.versions, strict=True) if new != old)
     return _CHANGED.format(name)
-
-
-def _existing(lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> Gradients | None:
-    """Returns the adapters' `grad` tensors, marked as modified, if backward may add to them, else None.
-
-    All must be fp32, dense and without hooks. Only fp32, because adding before rounding differs from adding
-    after it: an adapter's bits would depend on whether its batch-mates have gradients.
-    """
-    found = []
-    for parameter in (*lora_a, *lora_b):
-        grad = parameter.grad if parameter.is_leaf and parameter.dtype is torch.float32 else None
-        if grad is None or grad.dtype != torch.float32 or grad.is_sparse:
-            return None
-        if not (grad.is_contiguous() or grad.t().is_contiguous()):
-            return None
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return None
-        found.append(grad)
-    torch.autograd.graph.increment_version(found)
-    return found[: len(lora_a)], found[len(lora_a) :]

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..backends.one_layer import PlanTensors
 from ..backends.selection import backend_for
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight
-from . import autograd, reference
+from . import autograd, held, reference
 from .autograd import LayerOperands
 from .dropout import LoRADropout
+from .held import Call, HeldAdapters, Updates
 from .segments import SegmentLayout
 
 
@@ -81,12 +83,8 @@ def lora_linear_rows(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layer: Tensor | None,
-    accumulates: bool = False,
 ) -> Tensor:
-    """Runs `multi_lora_linear` on the operator's own tensors without checks; casts as autocast does.
-
-    With `accumulates`, backward may add to the `grad` of the adapters itself; see `autograd.lora_linear`.
-    """
+    """Runs `multi_lora_linear` on the operator's own tensors without checks; casts as autocast does."""
     if not lora_a:
         return frozen_linear(x, frozen, bias)
     if torch.is_autocast_enabled(x.device.type):
@@ -104,7 +102,7 @@ def lora_linear_rows(
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, frozen.dense(), bias, lora_a, lora_b, *plan)
     else:
-        y_TO = autograd.lora_linear(x_TD, frozen, bias, lora_a, lora_b, *plan, backend, accumulates)
+        y_TO = autograd.lora_linear(x_TD, frozen, bias, lora_a, lora_b, *plan, backend)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
@@ -116,7 +114,6 @@ def lora_linear_fused(
     dropout_p: Tensor | None,
     dropout_rng: Tensor | None,
     layers: Tensor | None,
-    accumulates: bool = False,
 ) -> list[Tensor]:
     """Returns `[..., d_out]` of several layers that share x, by a GPU backend that reads x once.
 
@@ -125,8 +122,27 @@ def lora_linear_fused(
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
     shape = (x_TD.shape[1], max(layer.frozen.shape[0] for layer in operands))
-    ys = autograd.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype, shape), accumulates)
+    ys = autograd.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype, shape))
     return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+
+def lora_linear_held(
+    x: Tensor,
+    frozen: Sequence[FrozenWeight],
+    biases: Sequence[Tensor | None],
+    adapters: HeldAdapters,
+    plan: PlanTensors,
+    updates: Updates,
+) -> Sequence[Tensor] | None:
+    """Returns `[..., d_out]` of each layer by `ops.held`, or None where autocast or the reference is on."""
+    if torch.is_autocast_enabled(x.device.type):
+        return None
+    x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    backend = backend_for(x.device, x.dtype, adapters.shape)
+    if backend == "reference":
+        return None
+    ys = held.lora_linear_held(x_TD, Call(frozen, biases, adapters, plan, backend, updates))
+    return ys if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
 def _check_base(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

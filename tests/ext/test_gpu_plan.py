@@ -9,7 +9,7 @@ from cases import make
 from plan_oracle import Row, plan_of
 
 import mlora_ext as mx
-from mlora_ext.backends.gpu.factors import factors_of
+from mlora_ext.backends.factors import factors_of
 from mlora_ext.backends.gpu.launches import Launch, backward_launches, forward_launches
 from mlora_ext.backends.gpu.plan import Plan, PlanCache, PlanSizes
 from mlora_ext.backends.selection import gpu_operator

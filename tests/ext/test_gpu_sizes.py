@@ -10,7 +10,7 @@ from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
-from mlora_ext.backends.gpu.factors import factors_of
+from mlora_ext.backends.factors import factors_of
 from mlora_ext.backends.gpu.operator import Batch, Layer, one_dtype
 from mlora_ext.backends.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
 from mlora_ext.backends.selection import gpu_operator

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .factors import Factors
+from ..factors import Factors
 from .plan import Plan, PlanSizes
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...frozen.weight import FrozenWeight
-from .factors import Factors, factors_of
+from ..factors import Factors, factors_of
 from .kernels import Dropout, Expand, Gradient, LaunchKernels, ReadDy, ReadX, Shrink
 from .launches import Launch, backward_launches, column_splits, forward_launches
 from .plan import SPLIT_TILES, Plan, PlanCache, PlanSizes
@@ -55,12 +55,12 @@ class Layer:
     Attributes:
         frozen: W `[O, D]`.
         bias: `[O]`, or None.
-        lora_b: per adapter `[O, r]`.
+        lora_b: per adapter `[O, r]`, or their table.
     """
 
     frozen: FrozenWeight
     bias: Tensor | None
-    lora_b: Matrices
+    lora_b: Matrices | Factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +86,14 @@ class GpuOperator:
         self._plans = PlanCache(kernels.plan)
 
     def forward(
-        self, x: Tensor, layers: Sequence[Layer], lora_a: Matrices, batch: Batch
+        self, x: Tensor, layers: Sequence[Layer], lora_a: Matrices | Factors, batch: Batch
     ) -> tuple[list[Tensor], Tensor]:
         """Returns `y [T, O]` of every layer, and s `[L, T, R]`.
 
         Rows of x `[T, D]` may have any stride; their elements are dense. `lora_a` holds `[r, D]` of every
         adapter of the first layer, then of the second, and so on.
         """
-        if not lora_a:
+        if not batch.scaling.numel():
             ys = [layer.frozen.matmul(x, layer.bias) for layer in layers]
             return ys, x.new_empty(len(layers), x.shape[0], 0)
         call = _Forward(self._kernels, self._plan(batch, x), x, layers, lora_a, batch)
@@ -106,7 +106,7 @@ class GpuOperator:
         dys: Sequence[Tensor],
         x: Tensor,
         layers: Sequence[Layer],
-        lora_a: Matrices,
+        lora_a: Matrices | Factors,
         s: Tensor,
         batch: Batch,
         wanted: tuple[bool, bool, bool],
@@ -114,10 +114,11 @@ class GpuOperator:
     ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
         """Returns dx `[T, D]`, dA in the order of `lora_a`, and dB by layer.
 
-        dx is empty if not wanted. dA and dB are empty lists if they are not wanted or went into `into`.
+        dx is empty if not wanted. dA and dB are empty lists if they are not wanted or went into existing
+        gradients.
         """
         need_dx, need_da, need_db = wanted
-        if not lora_a:
+        if not batch.scaling.numel():
             dx = x.new_zeros(x.shape if need_dx else 0)
             for dy, layer in zip(dys, layers, strict=True):
                 if need_dx:
@@ -154,11 +155,11 @@ class _Forward(_Call):
         plan: Plan,
         x: Tensor,
         layers: Sequence[Layer],
-        lora_a: Matrices,
+        lora_a: Matrices | Factors,
         batch: Batch,
     ) -> None:
         self.kernels, self.plan, self.x, self.layers, self.batch = kernels, plan, x, layers, batch
-        self.a = factors_of(one_dtype(lora_a), transposed=False)
+        self.a = _table(lora_a, False)
         self.y = [x.new_empty(x.shape[0], layer.frozen.shape[0]) for layer in layers]
         self.s = x.new_empty(len(layers), x.shape[0], self.a.max_rank)
         self.partial = _partial_rows(self.s, x.shape[1])
@@ -171,7 +172,7 @@ class _Forward(_Call):
         self.kernels.reduce_rows(self.partial, self.s)
 
     def expand(self, layer: int) -> None:
-        b = factors_of(one_dtype(self.layers[layer].lora_b), transposed=True)
+        b = _table(self.layers[layer].lora_b, True)
         self.kernels.expand(Expand(self.s[layer], b, self.plan, self.layers[layer].bias, self.y[layer]))
 
     def base_gemm(self, layer: int) -> None:
@@ -186,7 +187,7 @@ class _Backward(_Call):
         dys: Sequence[Tensor],
         x: Tensor,
         layers: Sequence[Layer],
-        lora_a: Matrices,
+        lora_a: Matrices | Factors,
         s: Tensor,
         batch: Batch,
         wanted: tuple[bool, bool, bool],
@@ -195,16 +196,13 @@ class _Backward(_Call):
         self.kernels, self.plan, self.dys, self.x = kernels, plan, dys, x
         self.layers, self.s, self.batch = layers, s, batch
         self.need_dx, self.need_da, self.need_db = wanted
-        self.a = factors_of(one_dtype(lora_a), transposed=False, gradients=into.da)
+        self.a = _table(lora_a, False, into.da)
         dbs: Sequence[Matrices | None] = into.db or [None] * len(layers)
-        self.b = [
-            factors_of(one_dtype(layer.lora_b), transposed=True, gradients=db)
-            for layer, db in zip(layers, dbs, strict=True)
-        ]
+        self.b = [_table(layer.lora_b, True, db) for layer, db in zip(layers, dbs, strict=True)]
         self.dx = x.new_empty(x.shape if self.need_dx else 0)
-        self.add_da, self.add_db = into.add and into.da is not None, into.add and into.db is not None
-        self.da_buffer, self.da = _memory(self.a, self.need_da, into.da)
-        memory = [_memory(b, self.need_db, db) for b, db in zip(self.b, dbs, strict=True)]
+        self.add_da, self.add_db = (into.add and one.into is not None for one in (self.a, self.b[0]))
+        self.da_buffer, self.da = _memory(self.a, self.need_da)
+        memory = [_memory(b, self.need_db) for b in self.b]
         self.db_buffers, self.db = [buffer for buffer, _ in memory], [views for _, views in memory]
         self.ds = torch.empty_like(s)
         self.partial_ds = [_partial_rows(self.ds[i : i + 1], dy.shape[1]) for i, dy in enumerate(dys)]
@@ -247,10 +245,18 @@ class _Backward(_Call):
         return Gradient(out, torch.empty(shape, dtype=torch.float32, device=self.x.device), add)
 
 
-def _memory(factors: Factors, wanted: bool, existing: Matrices | None) -> tuple[Tensor, list[Tensor]]:
+def _table(
+    matrices: Matrices | Factors, transposed: bool, gradients: Sequence[Tensor] | None = None
+) -> Factors:
+    if isinstance(matrices, Factors):
+        return matrices
+    return factors_of(one_dtype(matrices), transposed=transposed, gradients=gradients)
+
+
+def _memory(factors: Factors, wanted: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns the buffer of gradients, and the gradients that are new."""
-    if existing is not None:
-        return existing[0], []
+    if factors.into is not None:
+        return factors.into[0], []
     return factors.gradients(wanted)
 
 
@@ -260,9 +266,11 @@ def _partial_rows(out: Tensor, width: int) -> Tensor:
     return out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
-def _as(matrices: Matrices, gradients: list[Tensor]) -> list[Tensor]:
+def _as(matrices: Matrices | Factors, gradients: list[Tensor]) -> list[Tensor]:
     """Returns the gradients, which have the one dtype of the factors, in the dtypes of their matrices."""
-    if all(matrix.dtype is gradients[0].dtype for matrix in matrices[: len(gradients)]):
+    if isinstance(matrices, Factors) or all(
+        matrix.dtype is gradients[0].dtype for matrix in matrices[: len(gradients)]
+    ):
         return gradients
     return [gradient.to(matrix.dtype) for gradient, matrix in zip(gradients, matrices, strict=True)]
 

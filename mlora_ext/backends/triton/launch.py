@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu.factors import Factors
+from ..factors import Factors
 from ..gpu.kernels import Expand, Gradient, ReadDy, ReadX, Shrink
 from ..gpu.launches import column_splits
 from ..gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS, Plan, PlanSizes

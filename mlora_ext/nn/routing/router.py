@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...frozen.weight import FrozenKind, FrozenWeight
 from ...ops.functional import scaling_dtype
+from ...ops.held import Updates
 from ...ops.segments import SegmentLayout
 from .in_flight import ForwardsInFlight, attach_token
 from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, SharedInput, only_used
@@ -57,8 +58,10 @@ class Router:
         default: the adapter of every row in a forward that names none; None: the model's only one.
         disabled: whether forwards that begin now leave all adapters out, whatever names they get.
         frozen_kind: makes the weights of layers that are converted later; None: plain.
-        accumulates: whether backward may add to adapters' `grad` in place, which skips hooks on them; only
-            for loops that call `Tensor.backward`.
+        accumulates: whether backward may add to adapters' `grad` in place. Who sets it calls only
+            `Tensor.backward`, without `inputs=`, and tells `moved` and `updates.record` what they ask for.
+        moves: counts calls of `moved`.
+        updates: counts updates of adapters in place.
         fused_projections: groups of layers that share their input.
         observer: if set, layers show it their inputs and leave adapters out.
         places: where samples lie in the layers' inputs, by kind of call.
@@ -73,6 +76,8 @@ class Router:
         self.disabled = False
         self.frozen_kind: FrozenKind | None = None
         self.accumulates = False
+        self.moves = 0
+        self.updates = Updates()
         self.fused_projections: Sequence[SharedInput] = ()
         self.thread_guard = ThreadGuard()
         self.active: Route | None = None
@@ -167,8 +172,13 @@ class Router:
     def regroup(self, groups: list[LayerGroup]) -> None:
         """Takes over new groups after adapters were added or removed."""
         self.groups = groups
+        self.moved()
         self.forget_places()
         self._set(self.active, self._entered_in_backward)
+
+    def moved(self) -> None:
+        """Call it after an adapter's `grad`, `requires_grad`, hooks or frozen weight became other objects."""
+        self.moves += 1
 
     def forget_places(self) -> None:
         """Forgets where samples lie, so that the next mixed batch is examined anew."""

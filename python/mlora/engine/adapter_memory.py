@@ -88,7 +88,7 @@ class AdapterMemory:
 
     def at_rest(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's states at each stage between micro-batches."""
-        return tuple(state.weights + state.moments for state in self._known[name].states)
+        return tuple(state.total for state in self._known[name].states)
 
     def moments(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's optimizer states at each stage."""

@@ -193,6 +193,12 @@ class FullWorker(StageWorker):
             self._full(name).drops = False
         return super()._forecast(tokens, in_flight, sharing)
 
+    def _changed(self, name: str) -> None:
+        """Does nothing: autograd itself notices changed weights."""
+
+    def _hold_gradients(self, names: Sequence[str]) -> None:
+        """Does nothing: gradients come and go, since they are as large as the model."""
+
     def _full(self, name: str) -> FullAdamW:
         optimizer = self._optimizers[name]
         assert isinstance(optimizer, FullAdamW)

@@ -26,7 +26,7 @@ from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
-from mlora_ext.nn.adapter_weights import write_weights
+from mlora_ext.nn.adapter_weights import write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
 
@@ -89,8 +89,6 @@ class StageWorker(Hooks, nn.Module):
         names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
         for name in names:
             self._in_flight[name] -= 1
-            if memory is not None:
-                self._optimizers[name].drop_blank_gradients()
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
         note = {"squares": squares, **memory_now}
@@ -194,13 +192,14 @@ class StageWorker(Hooks, nn.Module):
         """Makes each adapter's update."""
         for name, update in updates.items():
             self._optimizers[name].apply(Update(**update))
+            self._changed(name)
 
     def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
-        parameters = self._own_parameters(name)
+        parameters, gradients = self._own_parameters(name), self._optimizers[name].gradients()
         return {
             "weights": {key: p.detach().clone() for key, p in parameters.items()},
-            "gradients": {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None},
+            "gradients": {key: gradients[i].clone() for i, key in enumerate(parameters) if i in gradients},
             "moments": self._optimizers[name].state_dict(),
         }
 
@@ -209,15 +208,30 @@ class StageWorker(Hooks, nn.Module):
 
         `updates` is how many the optimizer has made; `seed` is of the adapter's dropout.
         """
-        parameters = self._own_parameters(name)
         self._optimizers[name].load_state_dict(updates, state["moments"])
         self._optimizers[name].drop_gradients()
+        if state["gradients"]:
+            self._hold_gradients([name])
         with torch.no_grad():
-            for key, parameter in parameters.items():
+            for key, parameter in self._own_parameters(name).items():
                 parameter.copy_(state["weights"][key])
                 if key in state["gradients"]:
-                    parameter.grad = torch.empty_like(parameter).copy_(state["gradients"][key])
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(state["gradients"][key])
+        self._changed(name)
         router_of(self.base.model).adapters[name].seed = seed
+
+    def _changed(self, name: str) -> None:
+        """Notes that an adapter's weights were changed in place."""
+        router_of(self.base.model).updates.record(name)
+
+    def _hold_gradients(self, names: Sequence[str]) -> None:
+        """Gives adapters that are owned here their gradients, which last from here on."""
+        for name in names:
+            if name not in self._optimizers or self._optimizers[name].holds_gradients:
+                continue
+            if self._optimizers[name].hold_gradients(name, written_marks(self.base.model, name)):
+                router_of(self.base.model).moved()
 
     def _own_parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Returns those of an adapter's Parameters that are on this stage."""
@@ -251,9 +265,9 @@ class StageWorker(Hooks, nn.Module):
         """
         base, names = self.base, rows["names"]
         self._update(updates)
+        if torch.is_grad_enabled():
+            self._hold_gradients(names)
         if measure is not None:
-            for name in names:
-                self._optimizers[name].hold_gradients()
             self._measured[measure].restart(() if received is None else (received,))
         if torch.is_grad_enabled():
             self._latest = names

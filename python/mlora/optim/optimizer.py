@@ -46,7 +46,9 @@ class Optimizer(ABC):
         self.state: list[list[Tensor]] = [[] for _ in parameters]
         self.steps = 0
         self._names = list(parameters)
-        self._blank: list[tuple[Tensor, Tensor]] = []
+        self._cleared: list[int] = []  # versions of held gradients when they were zeroed; empty: none is held
+        self._written: Sequence[set[str]] = ()
+        self._adapter = ""
 
     def begin(self) -> None:  # noqa: B027 - some have no state
         """Makes `state` before a step, if it is not there yet."""
@@ -80,9 +82,15 @@ class Optimizer(ABC):
         """Returns the bytes that a step takes temporarily, for Parameters of these shapes. Default: 0."""
         return 0
 
+    def gradients(self) -> dict[int, Tensor]:
+        """Returns the gradients that backward has added to, by the index of their Parameter."""
+        return {
+            i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None and not self._is_blank(i)
+        }
+
     def squares(self) -> Tensor:
         """Returns the sum of the squares of the gradients: `[]` fp64, on their device."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = list(self.gradients().values())
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).double().square()
@@ -92,32 +100,63 @@ class Optimizer(ABC):
         """Makes an update, and drops the gradients."""
         if update.taken:
             self.begin()
-            index = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-            gradients: list[Tensor] = [self.parameters[i].grad for i in index]  # type: ignore[misc]
-            if index:
-                self.step(index, gradients, update.learning_rate, update.scale, self.steps)
+            found = self.gradients()
+            if found:
+                step = list(found), list(found.values()), update.learning_rate, update.scale, self.steps
+                self.step(*step)
             self.steps += 1
         self.drop_gradients()
 
+    @torch.no_grad()
     def drop_gradients(self) -> None:
-        """Drops all gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._blank = []
+        """Drops all gradients. Held ones stay, as zeros that count as none until backward adds to them."""
+        if not self.holds_gradients:
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        found = self.gradients()
+        if found:
+            torch._foreach_zero_(list(found.values()))
+        for i, gradient in found.items():
+            self._clear(i, gradient)
 
-    def hold_gradients(self) -> None:
-        """Makes the missing gradients, of zeros, so that backward finds room for all of them."""
-        for parameter in self.parameters:
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether every Parameter has a gradient that lasts."""
+        return bool(self._cleared)
+
+    def hold_gradients(self, adapter: str = "", written: Sequence[set[str]] = ()) -> bool:
+        """Gives every Parameter a gradient that lasts, so that backward can add to it without autograd.
+
+        Args:
+            adapter: the adapter's name.
+            written: of each Parameter, the names of the adapters to whose gradients backward has added, see
+                `mlora_ext.ops.held`; empty: backward adds by autograd alone.
+
+        Returns:
+            Whether gradients were made. They are held from then on.
+        """
+        if self.holds_gradients or not self.parameters:
+            return False
+        self._adapter, self._written = adapter, written
+        had = [parameter.grad is not None for parameter in self.parameters]
+        self._cleared = [-1] * len(had)
+        for i, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-                self._blank.append((parameter, parameter.grad))
+                self._clear(i, parameter.grad)
+        return not all(had)
 
-    def drop_blank_gradients(self) -> None:
-        """Drops gradients of `hold_gradients` that no backward added to; their Parameters are not updated."""
-        for parameter, gradient in self._blank:
-            if parameter.grad is gradient and gradient._version == 0:
-                parameter.grad = None
-        self._blank = []
+    def _clear(self, index: int, gradient: Tensor) -> None:
+        self._cleared[index] = gradient._version
+        if self._written:
+            self._written[index].discard(self._adapter)
+
+    def _is_blank(self, index: int) -> bool:
+        gradient = self.parameters[index].grad
+        if not self.holds_gradients or gradient is None or gradient._version != self._cleared[index]:
+            return False
+        return not self._written or self._adapter not in self._written[index]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Returns copies of `state` by Parameter name; leaves out Parameters without state."""

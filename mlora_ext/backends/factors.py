@@ -1,6 +1,7 @@
 """Addresses of the adapters' matrices and gradients: one table per side of the layer, cached by content.
 
-A factor is A `[r, D]` or B `[O, r]`; the kernels see either as `F [r, d]` with any strides.
+A factor is A `[r, D]` or B `[O, r]`; kernels see either as `F [r, d]` with any strides. CPU kernels read the
+same tables (csrc/cpu/adapters.h).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Factors:
         rows_dense: whether every column stride, also of the gradients, is 1.
         alignment: a power of two, at most 16, that divides every offset and rank stride.
         shapes: shape, strides and offset in one buffer of each gradient.
+        into: existing gradients that backward adds to, or None.
     """
 
     matrices: Sequence[Tensor]
@@ -42,6 +44,7 @@ class Factors:
     rows_dense: bool
     alignment: int
     shapes: _Shapes
+    into: Sequence[Tensor] | None = None
 
     @property
     def first(self) -> Tensor:
@@ -70,7 +73,7 @@ def factors_of(
     existing = None if gradients is None else _addresses(gradients)
     assert gradients is None or all(gradient.dtype is first.dtype for gradient in gradients)
     size, device = first.element_size(), first.device
-    return Factors(matrices, *_described(_addresses(matrices), existing, transposed, size, device))
+    return Factors(matrices, *_described(_addresses(matrices), existing, transposed, size, device), gradients)
 
 
 def _addresses(matrices: Sequence[Tensor]) -> _Addresses:

@@ -1,0 +1,188 @@
+"""Host time of a layer with adapters, forward and backward, for 1, 8 and 64 adapters.
+
+    python bench/bench_host.py                                   # results/host-cpu.{json,txt}
+    PYTHONPATH=OTHER/CHECKOUT python bench/bench_host.py --out before
+
+A model is a chain of 32 x 7 linear layers of width 64, rank 8, dropout 0.1, on one thread. It is trained as
+the engine does it: adapters keep their gradients. Without rows, kernels and products have nothing to do: what
+is left is Python, autograd and the calls of the operator. `cpu` is the compiled backend. `gpu` is what
+`triton` and `cuda` share, with kernels that do nothing; Triton's own dispatch comes on top. `cpu, 64 rows`
+does everything. `frozen` is the same chain of `nn.Linear`. Counts of adapters take turns; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig
+from shared import machine
+from shared.results import RESULTS, write_json
+from torch import Tensor, nn
+
+import mlora_ext as mx
+from mlora_ext.backends import selection
+from mlora_ext.backends.gpu.operator import GpuOperator
+from mlora_ext.backends.gpu.plan import Plan, PlanSizes
+from mlora_ext.nn.routing.router import router_of
+
+LAYERS, WIDTH, RANK = 32 * 7, 64, 8
+COUNTS = (1, 8, 64)
+_CALLERS = ("mlora_ext.backends.one_layer", "mlora_ext.ops.autograd", "mlora_ext.ops.held")
+
+
+class NoKernels:
+    """Launches that do nothing; see `gpu.kernels.LaunchKernels`."""
+
+    def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
+        return Plan.empty(sizes, segments.device)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+@contextmanager
+def stubbed_gpu() -> Iterator[None]:
+    """Serves CPU tensors with the host's part of the GPU backends."""
+    operator = GpuOperator(NoKernels())  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        for place in _CALLERS:
+            with suppress(ImportError):  # an earlier version
+                caller = importlib.import_module(place)
+                stack.enter_context(patch.object(caller, "gpu_operator", lambda name: operator))
+        stack.enter_context(patch.object(selection, "_refusal", lambda name, device: None))
+        stack.enter_context(patch.object(selection._choice, "name", "cuda"))
+        yield
+
+
+class Chain(nn.Module):
+    """Linear layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Trained:
+    """A chain with so many adapters, and one step of it."""
+
+    def __init__(self, adapters: int, rows: int) -> None:
+        names = [f"a{i}" for i in range(adapters)]
+        config = LoraConfig(r=RANK, lora_dropout=0.1, target_modules="all-linear")
+        self.names = names
+        self.model = mx.convert_model(Chain(), dict.fromkeys(names, config)).train()
+        router = router_of(self.model)
+        router.accumulates = True
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        getattr(router, "moved", int)()
+        each = [rows // adapters + (i < rows % adapters) for i in range(adapters)]
+        self.layout = mx.SegmentLayout.from_lengths(each)
+        self.x, self.dy = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+    def step(self) -> tuple[float, float]:
+        """Returns seconds of forward and of backward."""
+        with mx.route(self.model, self.layout, names=self.names):
+            return timed(self.model, self.x, self.dy)
+
+
+class Frozen:
+    """The chain without adapters, whose input needs a gradient."""
+
+    def __init__(self, rows: int) -> None:
+        self.model = Chain().requires_grad_(False)
+        self.x, self.dy = torch.randn(rows, WIDTH, requires_grad=True), torch.randn(rows, WIDTH)
+
+    def step(self) -> tuple[float, float]:
+        """Returns seconds of forward and of backward."""
+        return timed(self.model, self.x, self.dy)
+
+
+def timed(model: nn.Module, x: Tensor, dy: Tensor) -> tuple[float, float]:
+    """Returns seconds of forward and of backward."""
+    start = time.perf_counter()
+    y = model(x)
+    middle = time.perf_counter()
+    y.backward(dy)
+    return middle - start, time.perf_counter() - middle
+
+
+def measure(rows: int, around: Callable[[], Any], rounds: int) -> dict[str, dict[str, float]]:
+    """Returns µs of a layer's forward, backward and both, by the number of adapters and for `frozen`."""
+    cases: dict[str, Trained | Frozen] = {str(count): Trained(count, rows) for count in COUNTS}
+    cases["frozen"] = Frozen(rows)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    with around():
+        for turn in range(rounds + 2):
+            for name, case in cases.items():
+                seconds = case.step()
+                if turn > 1:
+                    found[name].append(seconds)
+    return {name: _medians(turns) for name, turns in found.items()}
+
+
+def _medians(turns: list[tuple[float, float]]) -> dict[str, float]:
+    forward, backward = zip(*turns, strict=True)
+    both = [sum(turn) for turn in turns]
+    parts = {"forward": forward, "backward": backward, "both": both}
+    return {name: 1e6 * statistics.median(values) / LAYERS for name, values in parts.items()}
+
+
+def lines_of(title: str, found: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Yields the rows of the table."""
+    one = found[str(COUNTS[0])]["both"]
+    for name, us in found.items():
+        what = name if name == "frozen" else f"{name} adapters"
+        more = "" if name == "frozen" else f"{us['both'] / one:11.2f}"
+        step = 1e-3 * LAYERS * us["both"]
+        yield (
+            f"{title:14} {what:12} {us['forward']:10.1f} {us['backward']:10.1f} {us['both']:8.1f} "
+            f"{step:12.1f} {more}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--out", default="host-cpu", help="name in results/, or a path")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cases: dict[str, tuple[int, Callable[[], Any]]] = {
+        "cpu": (0, nullcontext),
+        "gpu": (0, stubbed_gpu),
+        "cpu, 64 rows": (64, nullcontext),
+    }
+    info = machine.describe()
+    lines = [
+        f"{info['processor']}, 1 thread, torch {info['torch']}, commit {info['commit']}",
+        f"{'':27} {'forward µs':>10} {'backward':>10} {'layer':>8} {'224 layers ms':>12} {'to 1':>11}",
+    ]
+    print("\n".join(lines))
+    results = {}
+    with machine.OtherProcesses() as others:
+        for title, (rows, around) in cases.items():
+            results[title] = measure(rows, around, arguments.rounds)
+            for line in lines_of(title, results[title]):
+                lines.append(line)
+                print(line, flush=True)
+    lines.append(f"other processes took {100 * (others.share or 0):.1f}% of the machine")
+    print(lines[-1])
+    out = Path(arguments.out) if "/" in arguments.out else RESULTS / arguments.out
+    write_json(out.with_suffix(".json"), {"machine": info, "us_per_layer": results}, indent=2)
+    out.with_suffix(".txt").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,202 @@
+"""The operator where adapters keep their gradients: its host time does not grow with the adapters.
+
+Autograd sees x and one anchor, and backward adds to the gradients itself, as `Router.accumulates` allows. The
+tables of addresses are made once and serve until an adapter or a gradient lies elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..backends import one_layer
+from ..backends.factors import Factors, factors_of
+from ..backends.gpu.operator import Batch, Layer
+from ..backends.one_layer import PlanTensors
+from ..backends.selection import Backend, gpu_operator
+from ..frozen.plain import PlainWeight
+from ..frozen.rows import dense_rows
+from ..frozen.weight import FrozenWeight, FusedOperands
+
+
+@dataclass
+class Updates:
+    """Counts the updates of adapters in place, so that backward notices one after its forward pass."""
+
+    count: int = 0
+    latest: dict[str, int] = field(default_factory=dict)
+
+    def record(self, name: str) -> None:
+        """Counts an update of one adapter."""
+        self.count += 1
+        self.latest[name] = self.count
+
+    def refuse(self, names: Sequence[str], since: int) -> None:
+        """Raises RuntimeError, naming it, if one of these adapters was updated after the count `since`."""
+        for name in names:
+            if self.latest.get(name, 0) > since:
+                raise RuntimeError(
+                    f"adapter {name!r} was changed in place between forward and backward, for example by an "
+                    "optimizer step; run backward before you change it"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldAdapters:
+    """Adapters of one layer, or of several that share x, as tables of addresses.
+
+    Attributes:
+        names: of the adapters.
+        a: A of all adapters of the first layer, then of the second, and so on.
+        b: B of all adapters, by layer.
+        written: of each layer, the names of adapters to whose gradients backward has added; whoever clears
+            a gradient takes its name out.
+    """
+
+    names: tuple[str, ...]
+    a: Factors
+    b: Sequence[Factors]
+    written: Sequence[set[str]]
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """d_in, and the largest d_out."""
+        return self.a.width, max(b.width for b in self.b)
+
+    def mark(self) -> None:
+        """Notes that backward adds to all gradients."""
+        for names in self.written:
+            names.update(self.names)
+
+
+def hold(
+    names: tuple[str, ...],
+    lora_a: Sequence[Sequence[nn.Parameter]],
+    lora_b: Sequence[Sequence[nn.Parameter]],
+    written: Sequence[set[str]],
+) -> HeldAdapters | None:
+    """Returns tables of adapters, or None where autograd must add to the gradients.
+
+    Every Parameter must be fp32 and have a dense fp32 gradient and no hook. Only fp32, because adding before
+    rounding differs from adding after it.
+
+    Args:
+        names: of the adapters.
+        lora_a: of each layer, its adapters' `[r, d_in]`.
+        lora_b: of each layer, its adapters' `[d_out, r]`.
+        written: see `HeldAdapters`.
+    """
+    every = [p for layer in (*lora_a, *lora_b) for p in layer]
+    if not every or not all(map(_holds, every)):
+        return None
+    a = _table([p for layer in lora_a for p in layer], False)
+    return HeldAdapters(names, a, [_table(layer, True) for layer in lora_b], written)
+
+
+def _table(parameters: Sequence[nn.Parameter], transposed: bool) -> Factors:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return factors_of([p.detach() for p in parameters], transposed=transposed, gradients=gradients)
+
+
+def _holds(parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if gradient is None or not parameter.requires_grad or type(gradient) is not Tensor:
+        return False
+    if parameter.dtype != torch.float32 or gradient.dtype != torch.float32 or gradient.is_sparse:
+        return False
+    if not (gradient.is_contiguous() or gradient.t().is_contiguous()):
+        return False
+    return not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class Call(NamedTuple):
+    """What a call needs beside x.
+
+    Attributes:
+        frozen: W `[d_out, d_in]` of each layer.
+        biases: `[d_out]` or None, of each layer.
+        adapters: of the layers.
+        plan: the tensors of `one_layer.PLAN`.
+        backend: which computes; several layers need one for GPUs.
+        updates: the counts of the adapters' updates in place.
+    """
+
+    frozen: Sequence[FrozenWeight]
+    biases: Sequence[Tensor | None]
+    adapters: HeldAdapters
+    plan: PlanTensors
+    backend: Backend
+    updates: Updates
+
+
+def lora_linear_held(x: Tensor, call: Call) -> Sequence[Tensor]:
+    """Returns `y` of one layer, or of several that share x; backward adds to the adapters' gradients.
+
+    Args:
+        x: `[T, d_in]`, dense rows, in a dtype that the backend serves.
+        call: everything else.
+    """
+    return _Held.apply(x, _anchor(), call)  # type: ignore[no-any-return]
+
+
+@cache
+@torch.inference_mode(False)
+def _anchor() -> Tensor:
+    """Returns a tensor that requires a gradient: the graph holds a layer even if its x needs none."""
+    return torch.empty(0, requires_grad=True)
+
+
+class _Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, anchor, call):  # type: ignore[no-untyped-def]
+        frozen, biases, held, plan, backend, updates = call
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.since = call, updates.count
+        with torch._C._AutoDispatchBelowAutograd():
+            if backend == "cpu":
+                ctx.operands = operands = frozen[0].fused(x)
+                y, s = one_layer.cpu_forward(x, frozen[0], operands, biases[0], held.a, held.b[0], plan)
+                ctx.save_for_backward(x, s, None if operands is None else operands.weight)
+                return (y,)
+            layers = [Layer(*layer) for layer in zip(frozen, biases, held.b, strict=True)]
+            ys, s = gpu_operator(backend).forward(x, layers, held.a, Batch(*plan))
+        weights = [one.fused(x) for one in frozen]
+        ctx.save_for_backward(x, s, *(None if one is None else one.weight for one in weights))
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None):  # type: ignore[no-untyped-def]
+        frozen, _, held, plan, backend, updates = ctx.call
+        if dys[0] is None and not any(dy is not None for dy in dys):
+            return None, None, None
+        if updates.count != ctx.since:
+            updates.refuse(held.names, ctx.since)
+        x, s, *weights = ctx.saved_tensors
+        held.mark()
+        need_dx = ctx.needs_input_grad[0]
+        wanted = need_dx, True, True
+        with torch._C._AutoDispatchBelowAutograd():
+            if backend == "cpu":
+                (dy,) = map(dense_rows, dys)  # type: ignore[arg-type]
+                operands = None if weights[0] is None else FusedOperands(weights[0], *ctx.operands[1:])
+                dx, _, _ = one_layer.cpu_backward(
+                    dy, x, frozen[0], operands, held.a, held.b[0], s, plan, wanted
+                )
+            else:
+                layers = [
+                    Layer(one if weight is None else PlainWeight.of(weight), None, b)
+                    for one, weight, b in zip(frozen, weights, held.b, strict=True)
+                ]
+                rows = [
+                    x.new_zeros(len(x), b.width) if dy is None else dense_rows(dy)
+                    for dy, b in zip(dys, held.b, strict=True)
+                ]
+                dx, _, _ = gpu_operator(backend).backward(rows, x, layers, held.a, s, Batch(*plan), wanted)
+        return dx if need_dx else None, None, None
