@@ -23,32 +23,57 @@ inline int64_t amx_packed_bytes(Along along, int64_t rank, int64_t cols) {
   return tiles * kTileBytes;
 }
 
+// One tile, or two, of an adapter's matrix: ranks from `rank`, columns [c, end).
+template <typename T>
+void amx_pack_tile(Along along, const T* rows, int64_t stride, int64_t ranks, int64_t c, int64_t end,
+                   uint32_t* target) {
+  if (along == Along::kColumns) {
+    pack_along_columns(rows, stride, ranks, c, end, target);
+  } else {
+    pack_along_rank(rows, stride, ranks, c, end, target);
+  }
+}
+
 // Rows of A, or of B transposed, as tiles of B: along the columns [columns / 32][rank / 16], along the rank
 // [columns / 32][rank / 32][even, odd].
 inline void amx_pack(const PackArgs& args) {
-  constexpr int64_t kColumns = 512;
-  BF16 rows[kTileColumns * kColumns];
-  uint32_t* target = static_cast<uint32_t*>(args.target);
-  const int64_t high = args.along == Along::kColumns ? kTileRows : kTileColumns;
-  for (int64_t c = args.begin; c < args.end; c += kColumns) {
-    const int64_t n = args.end - c < kColumns ? args.end - c : kColumns;
-    for (int64_t j = 0; j < args.rank; j += high) {
-      const int64_t count = args.rank - j < high ? args.rank - j : high;
-      for (int64_t i = 0; i < count; ++i) {
-        convert_row(args.source, j + i, c, n, rows + i * kColumns);
-      }
-      if (args.along == Along::kColumns) {
-        const int64_t panels = panels_of(args.rank);
-        stage_ranks(rows, kColumns, count, n, panels,
-                    target + (c / kTileColumns * panels + j / high) * kTileUnits);
+  const auto& [source, along, rank, cols, begin, end, memory] = args;
+  const int64_t high = along == Along::kColumns ? kTileRows : kTileColumns;
+  const int64_t size = along == Along::kColumns ? kTileUnits : 2 * kTileUnits;
+  uint32_t* target = static_cast<uint32_t*>(memory) + begin / kTileColumns * tiles_of(rank, high) * size;
+  for (int64_t c = begin; c < end; c += kTileColumns) {
+    for (int64_t j = 0; j < rank; j += high, target += size) {
+      const int64_t offset = j * source.row_stride;
+      if (source.col_stride == 1 && source.type == Scalar::kBFloat16) {
+        amx_pack_tile(along, static_cast<const BF16*>(source.data) + offset, source.row_stride, rank - j, c,
+                      end, target);
+      } else if (source.col_stride == 1 && source.type == Scalar::kFloat) {
+        amx_pack_tile(along, static_cast<const float*>(source.data) + offset, source.row_stride, rank - j, c,
+                      end, target);
       } else {
-        const int64_t steps = steps_of(args.rank);
-        stage_pairs(rows, kColumns, count, n, nullptr, 0, steps,
-                    target + (c / kTileColumns * steps + j / high) * 2 * kTileUnits);
+        BF16 rows[kTileColumns * kTileColumns];
+        const int64_t n = end - c < kTileColumns ? end - c : kTileColumns;
+        for (int64_t i = 0; i < high && j + i < rank; ++i) {
+          convert_row(source, j + i, c, n, rows + i * kTileColumns);
+        }
+        amx_pack_tile(along, rows, kTileColumns, rank - j, 0, n, target);
       }
     }
   }
 }
+
+// The lines of rows that are fetched while their keep bits are computed.
+struct FetchRows {
+  const BF16* rows;
+  int64_t stride;
+  void operator()(int64_t row, int64_t count, int64_t word) const {
+    for (int64_t i = row; i < row + count; ++i) {
+      const BF16* columns = rows + i * stride + word * kWordColumns;
+      __builtin_prefetch(columns);
+      __builtin_prefetch(columns + kTileColumns);
+    }
+  }
+};
 
 // sums [rows / 16][rank / 16] (+)= columns [c, c + n) of drop(rows) F^T, for one block of rows.
 inline void amx_shrink(const BF16* rows, int64_t stride, int64_t count, int64_t c, int64_t n,
@@ -141,6 +166,7 @@ inline void amx_forward(const ForwardArgs& args) {
   const int64_t rank = adapter.rank;
   constexpr int64_t kWords = kStagedColumns / kWordColumns;
   Scratch scratch(args.scratch);
+  const BF16* x = static_cast<const BF16*>(args.x) + block.begin * args.x_stride;
   float* sums = scratch.take<float>(kBlockRows * padded(rank, kTileRows));
   BF16* staged = scratch.take<BF16>(kBlockRows * kStagedColumns);
   uint64_t* bits = scratch.take<uint64_t>(kBlockRows * kWords);
@@ -149,7 +175,7 @@ inline void amx_forward(const ForwardArgs& args) {
     const uint64_t* keep = nullptr;
     if (adapter.dropout.threshold) {
       keep_bits_block(adapter.dropout, block.philox_row, block.rows, c / kWordColumns, words_of(n), bits,
-                      kWords);
+                      kWords, FetchRows{x + c, args.x_stride});
       keep = bits;
     }
     amx_shrink(static_cast<const BF16*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows, c,
@@ -241,8 +267,8 @@ inline void amx_backward(const BackwardArgs& args) {
   int32_t index = args.first_block;
   for (int64_t count = 0; count < args.block_count; ++count, index = args.blocks[index].next) {
     const RowBlock& block = args.blocks[index];
-    const int64_t row_steps = steps_of(block.rows);
     const BF16* dy = static_cast<const BF16*>(args.dy) + block.begin * args.dy_stride;
+    const BF16* x = static_cast<const BF16*>(args.x) + block.begin * args.x_stride;
     if (args.db) {
       stage_transposed(static_cast<const BF16*>(args.s) + block.begin * args.s_stride, args.s_stride,
                        block.rows, rank, left);
@@ -253,7 +279,7 @@ inline void amx_backward(const BackwardArgs& args) {
         amx_shrink(dy, args.dy_stride, block.rows, c, n, adapter.b, panels, nullptr, 0, staged, sums);
       }
       if (args.db) {
-        stage_pairs(dy + c, args.dy_stride, block.rows, n, nullptr, 0, row_steps, pairs);
+        stage_pairs(dy + c, args.dy_stride, block.rows, n, nullptr, 0, pairs);
         amx_add_outer(left, rank, block.rows, pairs, n, args.db + amx_sums_size(rank, c), count > 0);
       }
     }
@@ -268,12 +294,11 @@ inline void amx_backward(const BackwardArgs& args) {
       const uint64_t* keep = nullptr;
       if (adapter.dropout.threshold) {
         keep_bits_block(adapter.dropout, block.philox_row, block.rows, c / kWordColumns, words_of(n), bits,
-                        kWords);
+                        kWords, FetchRows{x + c, args.x_stride});
         keep = bits;
       }
       if (args.da) {
-        stage_pairs(static_cast<const BF16*>(args.x) + block.begin * args.x_stride + c, args.x_stride,
-                    block.rows, n, keep, kWords, row_steps, pairs);
+        stage_pairs(x + c, args.x_stride, block.rows, n, keep, kWords, pairs);
         amx_add_outer(left, rank, block.rows, pairs, n, args.da + amx_sums_size(rank, c), count > 0);
       }
       if (args.dx) {

@@ -148,6 +148,17 @@ inline __m512i load_kept(const BF16* row, int64_t c, int64_t cols, const uint64_
   return _mm512_maskz_loadu_epi16(mask, row + c);
 }
 
+inline __m512i load_columns(const BF16* row, int64_t c, int64_t cols) {
+  return load_kept(row, c, cols, nullptr);
+}
+
+inline __m512i load_columns(const float* row, int64_t c, int64_t cols) {
+  const __mmask32 valid = cols - c < 32 ? Simd::first32(cols - c) : ~__mmask32{0};
+  const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(valid), row + c);
+  const __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(valid >> 16), row + c + 16);
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
 // Rows as tiles of A: [rows / 16][columns / 32].
 inline void stage_tiles(const BF16* rows, int64_t stride, int64_t count, int64_t cols, const uint64_t* keep,
                         int64_t keep_stride, BF16* target) {
@@ -162,23 +173,28 @@ inline void stage_tiles(const BF16* rows, int64_t stride, int64_t count, int64_t
   }
 }
 
-// Pairs of rows as tiles of B: [columns / 32][steps][even, odd], one step for 32 rows.
-inline void stage_pairs(const BF16* rows, int64_t stride, int64_t count, int64_t cols, const uint64_t* keep,
-                        int64_t keep_stride, int64_t steps, uint32_t* target) {
+// Two rows of 32 columns as units of a tile's row: the even columns, and a tile further the odd ones.
+inline void store_pair(__m512i first, __m512i second, uint32_t* target) {
   const __m512i low = _mm512_set1_epi32(0xffff);
+  // 0xE4 selects the first operand where the third is set, and the second elsewhere
+  _mm512_store_si512(target, _mm512_ternarylogic_epi32(first, _mm512_slli_epi32(second, 16), low, 0xE4));
+  _mm512_store_si512(target + kTileUnits,
+                     _mm512_ternarylogic_epi32(_mm512_srli_epi32(first, 16), second, low, 0xE4));
+}
+
+// Pairs of rows as tiles of B: [columns / 32][rows / 32][even, odd].
+inline void stage_pairs(const BF16* rows, int64_t stride, int64_t count, int64_t cols, const uint64_t* keep,
+                        int64_t keep_stride, uint32_t* target) {
   const int64_t pairs = padded(count, kTileColumns) / 2;
   for (int64_t p = 0; p < pairs; ++p) {
     const BF16* first = rows + 2 * p * stride;
     const uint64_t* bits = keep ? keep + 2 * p * keep_stride : nullptr;
     const uint64_t* next_bits = keep ? bits + keep_stride : nullptr;
     uint32_t* out = target + p / kTileRows * 2 * kTileUnits + p % kTileRows * 16;
-    for (int64_t c = 0; c < cols; c += kTileColumns, out += steps * 2 * kTileUnits) {
-      const __m512i a = 2 * p < count ? load_kept(first, c, cols, bits) : _mm512_setzero_si512();
-      const __m512i b =
-          2 * p + 1 < count ? load_kept(first + stride, c, cols, next_bits) : _mm512_setzero_si512();
-      // 0xE4 selects the first operand where the third is set, and the second elsewhere
-      _mm512_store_si512(out, _mm512_ternarylogic_epi32(a, _mm512_slli_epi32(b, 16), low, 0xE4));
-      _mm512_store_si512(out + kTileUnits, _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, low, 0xE4));
+    for (int64_t c = 0; c < cols; c += kTileColumns, out += pairs / kTileRows * 2 * kTileUnits) {
+      store_pair(2 * p < count ? load_kept(first, c, cols, bits) : _mm512_setzero_si512(),
+                 2 * p + 1 < count ? load_kept(first + stride, c, cols, next_bits) : _mm512_setzero_si512(),
+                 out);
     }
   }
 }
@@ -210,19 +226,28 @@ inline void transpose(__m512i* r) {
   }
 }
 
-// Rows [rank, cols] as tiles of B whose sum runs along the columns: [columns / 32][rank / 16], of which these
-// are the ones of panel `panel`.
-inline void stage_ranks(const BF16* rows, int64_t stride, int64_t count, int64_t cols, int64_t panels,
-                        uint32_t* target) {
-  for (int64_t c = 0; c < cols; c += kTileColumns, target += panels * kTileUnits) {
-    __m512i r[16];
-    for (int64_t j = 0; j < 16; ++j) {
-      r[j] = j < count ? load_kept(rows + j * stride, c, cols, nullptr) : _mm512_setzero_si512();
-    }
-    transpose(r);
-    for (int64_t j = 0; j < 16; ++j) {
-      _mm512_store_si512(target + j * 16, r[j]);
-    }
+// Ranks [first, first + 16) and columns [c, c + 32) as a tile of B whose sum runs along the columns.
+template <typename T>
+void pack_along_columns(const T* rows, int64_t stride, int64_t ranks, int64_t c, int64_t cols,
+                        uint32_t* tile) {
+  __m512i r[16];
+  for (int64_t j = 0; j < 16; ++j) {
+    r[j] = j < ranks ? load_columns(rows + j * stride, c, cols) : _mm512_setzero_si512();
+  }
+  transpose(r);
+  for (int64_t j = 0; j < 16; ++j) {
+    _mm512_store_si512(tile + j * 16, r[j]);
+  }
+}
+
+// Ranks [first, first + 32) and columns [c, c + 32) as two tiles of B whose sum runs along the rank: even
+// columns, odd columns.
+template <typename T>
+void pack_along_rank(const T* rows, int64_t stride, int64_t ranks, int64_t c, int64_t cols, uint32_t* tiles) {
+  for (int64_t j = 0; j < kTileColumns; j += 2, tiles += 16) {
+    store_pair(j < ranks ? load_columns(rows + j * stride, c, cols) : _mm512_setzero_si512(),
+               j + 1 < ranks ? load_columns(rows + (j + 1) * stride, c, cols) : _mm512_setzero_si512(),
+               tiles);
   }
 }
 

@@ -174,21 +174,29 @@ inline void philox_words(const PhiloxRows& rows, const PhiloxColumns& columns, i
   }
 }
 
-// rows <= kBlockRows
-inline void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, int64_t word_begin,
-                            int64_t words, uint64_t* bits, int64_t stride) {
+struct FetchNothing {
+  void operator()(int64_t, int64_t, int64_t) const {}
+};
+
+// rows <= kBlockRows. `fetch(row, count, word)` may fetch what is needed next: this takes arithmetic only.
+template <class Fetch = FetchNothing>
+void keep_bits_block(const Dropout& dropout, uint32_t row, int64_t rows, int64_t word_begin, int64_t words,
+                     uint64_t* bits, int64_t stride, const Fetch& fetch = {}) {
   const PhiloxRows row_state(dropout, row, rows);
   const __m512i threshold = _mm512_set1_epi16(static_cast<int16_t>(dropout.threshold));
   for (int64_t w = 0; w < words; ++w) {
     const PhiloxColumns columns(row_state, dropout, static_cast<uint32_t>((word_begin + w) * 8));
     int64_t i = 0;
     for (; i + 6 <= rows; i += 6) {
+      fetch(i, 6, w);
       philox_words<6>(row_state, columns, i, threshold, bits + i * stride + w, stride);
     }
     for (; i + 4 <= rows; i += 4) {
+      fetch(i, 4, w);
       philox_words<4>(row_state, columns, i, threshold, bits + i * stride + w, stride);
     }
     for (; i < rows; ++i) {
+      fetch(i, 1, w);
       philox_words<1>(row_state, columns, i, threshold, bits + i * stride + w, stride);
     }
   }
