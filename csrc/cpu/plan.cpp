@@ -102,8 +102,11 @@ void check_segment(const Segment& segment, int64_t index, int64_t cursor, int64_
               "]: expected an adapter in [-1, ", adapters, "), got ", segment.adapter);
 }
 
-void add_blocks(const Segment& segment, Plan& plan, std::vector<int32_t>& last) {
+void add_blocks(const Segment& segment, const Dropouts& dropouts, Plan& plan, std::vector<int32_t>& last) {
   AdapterView& adapter = plan.adapters[static_cast<size_t>(segment.adapter)];
+  if (adapter.first_block < 0) {
+    adapter.dropout = dropouts.of(static_cast<size_t>(segment.adapter));
+  }
   int32_t& tail = last[static_cast<size_t>(segment.adapter)];
   for (int64_t begin = segment.begin; begin < segment.end; begin += kBlockRows) {
     const int64_t rows = std::min(kBlockRows, segment.end - begin);
@@ -136,7 +139,6 @@ Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t 
     AdapterView& adapter = plan.adapters[i];
     adapter.rank = ranks[i];
     adapter.scaling = scaling[i];
-    adapter.dropout = dropouts.of(i);
     plan.max_rank = std::max(plan.max_rank, adapter.rank);
   }
   const auto* table = static_cast<const Segment*>(layout.segments.const_data_ptr());
@@ -150,7 +152,7 @@ Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t 
     check_segment(table[i], i, cursor, rows, static_cast<int64_t>(ranks.size()));
     cursor = table[i].end;
     if (table[i].adapter >= 0) {
-      add_blocks(table[i], plan, last);
+      add_blocks(table[i], dropouts, plan, last);
     }
   }
   return plan;
