@@ -149,7 +149,7 @@ if [ "$device" = cuda ]; then
     tests/mlora/planning/test_limit_gpu.py || true
   phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     bench/pipeline_overlap.py --out "$out/pipeline" || true
-  options=(linears adapters decoder ablation choose operators step --check)
+  options=(linears adapters decoder ablation operators step --check)
 else
   note "build" "NOT RUN" 0 "--device cpu takes what is built"
   note "memory limit" "NOT RUN" 0 "tests/mlora measures it on a CPU"

@@ -116,7 +116,7 @@ def no_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A build without the CUDA kernels, also where an earlier test has loaded the emulator of tests/cuda."""
     monkeypatch.setattr(backend, "_has_kernel", lambda key: False)
     backend.gpu_operator.cache_clear()
-    backend._faster.cache_clear()
+    backend._on_a_gpu.cache_clear()
     yield
     backend.gpu_operator.cache_clear()
-    backend._faster.cache_clear()
+    backend._on_a_gpu.cache_clear()

@@ -3,11 +3,10 @@
     python bench/suite.py                              # every section, on the GPU if there is one
     python bench/suite.py linears --models llama-2-7b --check --out results
     python bench/suite.py --quick                      # tiny sizes: tries the suite, shows nothing
-    python bench/suite.py choose --show                # the table of backends, as it is
 
 Sections: `operators` forward and backward apart; `linears` every linear layer of the models; `decoder` one
 Llama decoder layer; `step` a training step of a small Llama; `adapters` 1 to 64 of them on the same rows;
-`ablation` with and without in-place scatter; `choose` triton against cuda, shape by shape.
+`ablation` with and without in-place scatter.
 
 All contenders of a row take turns in one process. Before anything is timed, each is compared with the
 operator in fp64 on a small layer; with `--check` at every shape that is timed too. What was wrong is not
@@ -27,7 +26,7 @@ import torch
 from shared import machine
 from shared.results import write_json
 
-from microbench import choose, decoder, layers, plots, report, step
+from microbench import decoder, layers, plots, report, step
 from microbench.entries import entries, small_checks
 from microbench.options import complete, parser
 from microbench.settings import Deadline, Findings, Section, Settings, failures, first_line
@@ -39,7 +38,6 @@ SECTIONS: dict[str, Section] = {
     "ablation": layers.ablation,
     "decoder": decoder.decoder,
     "step": step.step,
-    "choose": choose.choose,
 }
 SHARES = {"linears": 4}
 """Of the time that is left, against 1 for every other section that has not begun."""
@@ -132,12 +130,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "python bench/su
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
         found.error(f"SECTION: expected of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
-    if (options.show or options.write) and options.sections != ["choose"]:
-        found.error("--show and --write: expected the section choose alone")
-    if options.show and options.write:
-        found.error("--show and --write: expected one of them")
-    if options.source and not options.write:
-        found.error("--from: expected --write beside it")
     try:
         return dispatch(options, " ".join([program, *given]))
     except (ValueError, OSError) as error:
@@ -145,24 +137,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "python bench/su
 
 
 def dispatch(options: argparse.Namespace, command: str) -> int:
-    """Show or write the table, or measure; returns the exit code."""
-    if options.show:
-        print("\n".join(choose.table()))
-        return 0
-    if options.source:
-        print(f"{choose.write(choose.result_of(options.source))} entries written")
-        return 0
+    """Measures; returns the exit code."""
     warnings.simplefilter("ignore")
     if options.threads:
         torch.set_num_threads(options.threads)
     settings, skipped = complete(options)
     sections = options.sections or list(SECTIONS)
-    reason = choose.missing(settings)
-    if reason and sections == ["choose"]:
-        raise ValueError(f"choose: {reason}")
-    if reason and "choose" in sections:
-        sections.remove("choose")
-        skipped["choose"] = reason
     if options.out:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -173,6 +153,4 @@ def dispatch(options: argparse.Namespace, command: str) -> int:
     about = machine.describe(command, options.commit)
     print(json.dumps(about, indent=1))
     data = run(sections, settings, skipped, machine=about, limit=options.time_limit, out=options.out)
-    if options.write:
-        print(f"{choose.write(data)} entries written")
     return 1 if data["failed"] or not data["rows"] else 0

@@ -68,9 +68,6 @@ def parser(program: str, about: str, sections: Iterable[str]) -> argparse.Argume
     add("--commit", help="of a source folder that is no git checkout, for the results")
     add("--check", action="store_true", help="compare every contender at every shape that is timed")
     add("--quick", action="store_true", help="tiny sizes, few rounds")
-    add("--show", "--print", action="store_true", help="with `choose`: print the table, measure nothing")
-    add("--write", action="store_true", help="with `choose`: write the table that the package carries")
-    add("--from", dest="source", type=Path, metavar="JSON", help="with `choose --write`: an earlier result")
     return found
 
 

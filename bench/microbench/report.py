@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from shared.shapes import MODELS
 from shared.tables import cell, dtype_name
 
-from microbench.choose import architecture
 from microbench.entries import FROZEN
 from microbench.settings import Findings, Settings
 
@@ -125,7 +125,7 @@ def result(
         "device": str(settings.device),
         "dtypes": [dtype_name(dtype) for dtype in settings.dtypes],
     }
-    place = {"architecture": architecture(settings.device)} if settings.device.type == "cuda" else {}
+    place = {"architecture": _architecture(settings.device)} if settings.device.type == "cuda" else {}
     return {
         "machine": {**machine, **place},
         "settings": options,
@@ -138,3 +138,9 @@ def result(
         "layers": whole_layers(findings.rows),
         "rows": findings.rows,
     }
+
+
+def _architecture(device: torch.device) -> str:
+    """`sm_90` and the like."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -86,6 +86,11 @@ inline Adapters adapters_of(const Tensor& a, const Tensor& a_table, const Tensor
   const int64_t count = a_table.size(0);
   const TableRow* a_rows = table_rows(a_table, "a_table", count);
   const TableRow* b_rows = table_rows(b_table, "b_table", count);
+  for (const Tensor* first : {&a, &b}) {
+    MLORA_CHECK(first->is_cpu() && first->dim() == 2 && is_scalar(first->scalar_type()),
+                "a, b: expected the first adapter's CPU matrices, got ", dtype_name(first->scalar_type()),
+                " of shape ", shape_of(*first));
+  }
   const size_t size = static_cast<size_t>(count);
   Adapters adapters{{}, Matrices(a, a_rows, size, false), Matrices(b, b_rows, size, false)};
   adapters.ranks.reserve(size);

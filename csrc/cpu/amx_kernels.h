@@ -8,9 +8,15 @@ namespace mlora::cpu::MLORA_ISA {
 constexpr int64_t kStagedColumns = 256;  // of x or dy, that are laid out at once
 constexpr int64_t kAddedColumns = 64;    // of y or dx, that are added to at once
 
-inline int64_t steps_of(int64_t elements) { return tiles_of(elements, kTileColumns); }
-inline int64_t panels_of(int64_t rank) { return tiles_of(rank, kTileRows); }
+inline int64_t steps_of(int64_t elements) { return units_of(elements, kTileColumns); }
+inline int64_t panels_of(int64_t rank) { return units_of(rank, kTileRows); }
 
+static_assert(kBlockRows == 4 * kTileRows, "multiply_column takes up to four tiles of rows");
+static_assert(kAddedColumns == kWordColumns, "one word of keep bits for the columns that are added at once");
+static_assert(kStagedColumns % kAddedColumns == 0);
+
+// Sums, rows and tiles of s or ds, transposed ones; tiles and pairs of the staged columns, keep bits, added
+// columns.
 inline int64_t amx_scratch_bytes(int64_t max_rank) {
   const int64_t ranks = padded(max_rank, kTileRows) * 6 + padded(max_rank, kTileColumns) * 4;
   const int64_t staged = kStagedColumns * 4 + kStagedColumns / 8 + 2 * kAddedColumns * 4;
@@ -40,7 +46,7 @@ inline void amx_pack(const PackArgs& args) {
   const auto& [source, along, rank, cols, begin, end, memory] = args;
   const int64_t high = along == Along::kColumns ? kTileRows : kTileColumns;
   const int64_t size = along == Along::kColumns ? kTileUnits : 2 * kTileUnits;
-  uint32_t* target = static_cast<uint32_t*>(memory) + begin / kTileColumns * tiles_of(rank, high) * size;
+  uint32_t* target = static_cast<uint32_t*>(memory) + begin / kTileColumns * units_of(rank, high) * size;
   for (int64_t c = begin; c < end; c += kTileColumns) {
     for (int64_t j = 0; j < rank; j += high, target += size) {
       const int64_t offset = j * source.row_stride;
@@ -62,12 +68,12 @@ inline void amx_pack(const PackArgs& args) {
   }
 }
 
-// The lines of rows that are fetched while their keep bits are computed.
+// The lines of rows that are fetched while their keep bits are computed; no rows: nothing.
 struct FetchRows {
   const BF16* rows;
   int64_t stride;
   void operator()(int64_t row, int64_t count, int64_t word) const {
-    for (int64_t i = row; i < row + count; ++i) {
+    for (int64_t i = row; rows && i < row + count; ++i) {
       const BF16* columns = rows + i * stride + word * kWordColumns;
       __builtin_prefetch(columns);
       __builtin_prefetch(columns + kTileColumns);
@@ -83,7 +89,7 @@ inline void amx_shrink(const BF16* rows, int64_t stride, int64_t count, int64_t 
   const int64_t steps = steps_of(n);
   const char* b = static_cast<const char*>(factor) + c / kTileColumns * panels * kTileBytes;
   for (int64_t p = 0; p < panels; ++p) {
-    multiply_column(tiles_of(count, kTileRows), {staged, steps, 1}, {b + p * kTileBytes, 0, panels}, steps,
+    multiply_column(units_of(count, kTileRows), {staged, steps, 1}, {b + p * kTileBytes, 0, panels}, steps,
                     sums + p * kTileUnits, panels, c > 0);
   }
 }
@@ -136,7 +142,7 @@ inline void amx_expand(const BF16* s, int64_t count, int64_t rank, const void* f
       for (int64_t g = 0; g < steps_of(width(c)); ++g) {
         const char* b = static_cast<const char*>(factor) + (c / kTileColumns + g) * steps * 2 * kTileBytes;
         for (int64_t odd = 0; odd < 2; ++odd) {
-          multiply_column(tiles_of(m, kTileRows), a, {b + odd * kTileBytes, 0, 2}, steps,
+          multiply_column(units_of(m, kTileRows), a, {b + odd * kTileBytes, 0, 2}, steps,
                           sums + (2 * g + odd) * kTileUnits, 2 * kGroups, false);
         }
       }
@@ -265,7 +271,7 @@ inline void amx_backward(const BackwardArgs& args) {
   BF16* staged = scratch.take<BF16>(kBlockRows * kStagedColumns);
   uint64_t* bits = scratch.take<uint64_t>(kBlockRows * kWords);
   int32_t index = args.first_block;
-  for (int64_t count = 0; count < args.block_count; ++count, index = args.blocks[index].next) {
+  for (int64_t i = 0; i < args.block_count; ++i, index = args.blocks[index].next) {
     const RowBlock& block = args.blocks[index];
     const BF16* dy = static_cast<const BF16*>(args.dy) + block.begin * args.dy_stride;
     const BF16* x = static_cast<const BF16*>(args.x) + block.begin * args.x_stride;
@@ -280,7 +286,7 @@ inline void amx_backward(const BackwardArgs& args) {
       }
       if (args.db) {
         stage_pairs(dy + c, args.dy_stride, block.rows, n, nullptr, 0, pairs);
-        amx_add_outer(left, rank, block.rows, pairs, n, args.db + amx_sums_size(rank, c), count > 0);
+        amx_add_outer(left, rank, block.rows, pairs, n, args.db + amx_sums_size(rank, c), i > 0);
       }
     }
     if (!args.dx && !args.da) {
@@ -294,12 +300,12 @@ inline void amx_backward(const BackwardArgs& args) {
       const uint64_t* keep = nullptr;
       if (adapter.dropout.threshold) {
         keep_bits_block(adapter.dropout, block.philox_row, block.rows, c / kWordColumns, words_of(n), bits,
-                        kWords, FetchRows{x + c, args.x_stride});
+                        kWords, FetchRows{args.da ? x + c : nullptr, args.x_stride});
         keep = bits;
       }
       if (args.da) {
         stage_pairs(x + c, args.x_stride, block.rows, n, keep, kWords, pairs);
-        amx_add_outer(left, rank, block.rows, pairs, n, args.da + amx_sums_size(rank, c), count > 0);
+        amx_add_outer(left, rank, block.rows, pairs, n, args.da + amx_sums_size(rank, c), i > 0);
       }
       if (args.dx) {
         amx_expand(ds, block.rows, rank,

@@ -16,7 +16,6 @@ constexpr int64_t kTileUnits = 256;   // 32-bit units in a tile
 constexpr int64_t kTileBytes = 1024;
 
 inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-inline int64_t tiles_of(int64_t size, int64_t in_a_tile) { return (size + in_a_tile - 1) / in_a_tile; }
 
 alignas(64) constexpr uint8_t kTileConfig[64] = {
     1,  0,  0,  0,  0,  0,  0,  0,  0,  0, 0,  0, 0,  0, 0,  0,  // palette
@@ -162,7 +161,7 @@ inline __m512i load_columns(const float* row, int64_t c, int64_t cols) {
 // Rows as tiles of A: [rows / 16][columns / 32].
 inline void stage_tiles(const BF16* rows, int64_t stride, int64_t count, int64_t cols, const uint64_t* keep,
                         int64_t keep_stride, BF16* target) {
-  const int64_t steps = tiles_of(cols, kTileColumns);
+  const int64_t steps = units_of(cols, kTileColumns);
   for (int64_t i = 0; i < padded(count, kTileRows); ++i) {
     BF16* out = target + (i / kTileRows * steps * kTileRows + i % kTileRows) * kTileColumns;
     const uint64_t* bits = keep ? keep + i * keep_stride : nullptr;

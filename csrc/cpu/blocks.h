@@ -103,4 +103,8 @@ struct RankOperand {
         stride(Op::kUnits == 1 ? row_stride : (cols + 31) / 32 * 32) {}
 };
 
+inline void keep_bits(const Dropout& dropout, uint32_t row, int64_t words, uint64_t* bits) {
+  keep_bits_block(dropout, row, 1, 0, words, bits, words);
+}
+
 }  // namespace mlora::cpu::MLORA_ISA

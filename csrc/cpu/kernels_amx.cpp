@@ -11,14 +11,6 @@
 
 namespace mlora::cpu {
 
-namespace amx {
-
-inline void keep_bits(const Dropout& dropout, uint32_t row, int64_t words, uint64_t* bits) {
-  keep_bits_block(dropout, row, 1, 0, words, bits, words);
-}
-
-}  // namespace amx
-
 extern const Kernels kKernels_amx = {.compute = Scalar::kBFloat16,
                                      .scratch_bytes = amx::amx_scratch_bytes,
                                      .packed_bytes = amx::amx_packed_bytes,

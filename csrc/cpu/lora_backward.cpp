@@ -146,7 +146,7 @@ void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
   check_intermediate(s_in, x, plan.max_rank);
   const Tensor s = dense_rows(s_in);
   const Team team(plan.rank_rows * (x.size(1) + dy.size(1)));
-  const std::vector<BlockGroup> groups = groups_of(plan);
+  const std::vector<BlockGroup> groups = groups_of(plan, x.size(1) + dy.size(1));
   Workspace workspace;
   Operands operands(table, plan.adapters, workspace);
   if (dx) {

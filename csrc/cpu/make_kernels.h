@@ -45,10 +45,6 @@ void pack(const PackArgs& args) {
   }
 }
 
-inline void keep_bits(const Dropout& dropout, uint32_t row, int64_t words, uint64_t* bits) {
-  keep_bits_block(dropout, row, 1, 0, words, bits, words);
-}
-
 template <class Op, typename T>
 constexpr Kernels make_kernels() {
   return Kernels{.compute = Op::kUnits == 1 ? Scalar::kFloat : Scalar::kBFloat16,

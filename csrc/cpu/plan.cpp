@@ -8,9 +8,10 @@ namespace {
 
 // Below this many multiply-adds, waking the other threads costs more than it saves.
 constexpr int64_t kParallelWork = int64_t{1} << 19;
-// Blocks of a group at least, and groups of an adapter at most.
+// Blocks of a group at least, groups of an adapter at most, and bytes of their sums at most.
 constexpr int64_t kGroupBlocks = 4;
 constexpr int64_t kMostGroups = 16;
+constexpr int64_t kMostSums = int64_t{8} << 20;
 
 void check_vector(const Tensor& tensor, const char* name, int64_t size, ScalarType type) {
   MLORA_CHECK(tensor.is_cpu() && tensor.dim() == 1 && tensor.size(0) == size &&
@@ -158,7 +159,7 @@ Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t 
   return plan;
 }
 
-std::vector<BlockGroup> groups_of(const Plan& plan) {
+std::vector<BlockGroup> groups_of(const Plan& plan, int64_t columns) {
   std::vector<BlockGroup> groups;
   for (size_t i = 0; i < plan.adapters.size(); ++i) {
     int64_t blocks = 0;
@@ -166,8 +167,10 @@ std::vector<BlockGroup> groups_of(const Plan& plan) {
          block = plan.blocks[static_cast<size_t>(block)].next) {
       ++blocks;
     }
-    // enough groups for all threads, and few enough that their sums are small beside the rows
-    const int64_t most = std::max(kGroupBlocks, (blocks + kMostGroups - 1) / kMostGroups);
+    // several groups for several threads, but sums of at most an eighth of the rows' bytes in 16 bits
+    const int64_t rank = std::max<int64_t>(plan.adapters[i].rank, 1);
+    const int64_t groups_at_most = std::clamp<int64_t>(kMostSums / (rank * columns * 4), 1, kMostGroups);
+    const int64_t most = std::max({kGroupBlocks, rank / 4, (blocks + groups_at_most - 1) / groups_at_most});
     int64_t done = 0;
     for (int32_t block = plan.adapters[i].first_block; block >= 0;
          block = plan.blocks[static_cast<size_t>(block)].next, ++done) {

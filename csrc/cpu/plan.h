@@ -39,7 +39,8 @@ struct Plan {
 // Reads the layout; the adapters' operands are not set yet.
 Plan make_plan(const Layout& layout, const std::vector<int64_t>& ranks, int64_t rows);
 
-std::vector<BlockGroup> groups_of(const Plan& plan);
+// `columns` of the layer: d_in + d_out.
+std::vector<BlockGroup> groups_of(const Plan& plan, int64_t columns);
 
 // Everything that the arguments must be before a kernel may trust them: the frozen part, and the adapters'.
 void check_base(const Tensor& x, const Tensor& weight, const Tensor* bias);

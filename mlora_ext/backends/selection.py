@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from .measured import faster_backend
-
 if TYPE_CHECKING:
     from .gpu.operator import GpuOperator
 
 Backend = Literal["reference", "cpu", "triton", "cuda"]
-_RANK, _ROWS = 32, 8192
-"""Size for which every batch looks up the faster GPU backend: otherwise an adapter's bits would depend on its
-batch-mates."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,10 +61,10 @@ def _using(name: Backend) -> Iterator[None]:
         _choice.name = before
 
 
-def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int] = (4096, 4096)) -> Backend:
-    """Returns the backend for a layer of shape `(d_in, d_out)`: as `use_backend` says, else by device.
+def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Returns the backend of a layer: as `use_backend` says, else by device.
 
-    That is `cpu` on a CPU, and on a GPU the faster one by its architecture's table. ValueError says why no
+    That is `cpu` on a CPU; on a GPU `triton`, or `cuda` where triton is not installed. ValueError says why no
     backend serves the device or dtype, and what to do.
     """
     name = _choice.name
@@ -77,7 +72,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
         return "cpu"
     if name is None and device.type == "cuda":
         # A compiled graph calls the operator. Its kernel for CUDA tensors asks again when it runs.
-        name = "triton" if torch.compiler.is_compiling() else _faster(device, dtype, shape)
+        name = "triton" if torch.compiler.is_compiling() else _on_a_gpu()
     elif name is None and device.type == "cpu":
         name = "cpu"
     if name == "reference":
@@ -96,14 +91,8 @@ def backend_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 
 
 @cache
-def _faster(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Backend:
-    """Returns the GPU backend that the table prefers, or the other one if this installation lacks it."""
-    major, minor = torch.cuda.get_device_capability(device)
-    name = str(dtype).removeprefix("torch.")
-    if faster_backend(f"sm_{major}{minor}", name, *shape, rank=_RANK, rows=_ROWS) == "cuda" and _has_kernel(
-        "CUDA"
-    ):
-        return "cuda"
+def _on_a_gpu() -> Backend:
+    """Returns the GPU backend that this installation has; triton if it has both."""
     try:
         gpu_operator("triton")
     except ValueError:

@@ -83,6 +83,9 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     router = router_of(model)
     router.check_names("name", [name])
     for layer in adapter_layers(model, name).values():
+        layer.held.forget()
+        if layer.fused_projections is not None:
+            layer.fused_projections.forget_adapters()
         for parameter in layer.parameters_of(name):
             layer._modules[parameter].remove(name)  # type: ignore[union-attr, operator]
         del layer.specs[name]

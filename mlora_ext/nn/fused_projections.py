@@ -55,6 +55,10 @@ class FusedProjections:
         for waiting in self._waiting.values():
             waiting.outputs, waiting.of = {}, ()
 
+    def forget_adapters(self) -> None:
+        """Drops the tables of adapters; routes that are left may keep this object."""
+        self._held.forget()
+
     def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
         """Returns `y` of one layer, or None if it has to compute alone."""
         recomputes = inside_backward()

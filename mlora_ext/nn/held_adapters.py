@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..ops.held import HeldAdapters, hold
 from .bank import AdapterBank
 
-_KEPT = 16
+_KEPT = 64
 
 
 class HoldingLayer(Protocol):
@@ -46,7 +46,7 @@ class HeldByNames:
             self._moves = moves
         if names not in self._held:
             if len(self._held) >= _KEPT:
-                self._held.clear()
+                self._held.pop(next(iter(self._held)))
             self._held[names] = hold(
                 names,
                 [[layer.lora_A.parameter_of(name) for name in names] for layer in layers],
@@ -54,6 +54,10 @@ class HeldByNames:
                 [layer.written for layer in layers],
             )
         return self._held[names]
+
+    def forget(self) -> None:
+        """Drops all tables, which keep Parameters' and gradients' memory."""
+        self._held.clear()
 
     def __getstate__(self) -> dict[str, object]:
         return {"_held": {}, "_moves": -1}

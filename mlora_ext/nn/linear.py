@@ -155,7 +155,8 @@ class MultiLoRALinear(nn.Module):
             self._buffers["layer"] if drops else None,
         )
         if self.plain_kinds:
-            if self.router.accumulates and torch.is_grad_enabled():
+            holds = self.router.accumulates and torch.is_grad_enabled()
+            if holds and not torch.compiler.is_compiling():
                 held = self.held.get(active.names, [self], self.router.moves)
                 own = [self.frozen], [self.bias]
                 ys = held and lora_linear_held(x, *own, held, plan, self.router.updates)

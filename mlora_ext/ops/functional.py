@@ -96,8 +96,7 @@ def lora_linear_rows(
             break
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layer)
-    d_out, d_in = frozen.shape
-    backend = backend_for(x.device, x.dtype, (d_in, d_out))
+    backend = backend_for(x.device, x.dtype)
     if backend == "reference":
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, frozen.dense(), bias, lora_a, lora_b, *plan)
@@ -121,8 +120,7 @@ def lora_linear_fused(
     """
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     plan = (segments, scaling, dropout_p, dropout_rng, layers)
-    shape = (x_TD.shape[1], max(layer.frozen.shape[0] for layer in operands))
-    ys = autograd.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype, shape))
+    ys = autograd.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype))
     return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
@@ -138,7 +136,7 @@ def lora_linear_held(
     if torch.is_autocast_enabled(x.device.type):
         return None
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
-    backend = backend_for(x.device, x.dtype, adapters.shape)
+    backend = backend_for(x.device, x.dtype)
     if backend == "reference":
         return None
     ys = held.lora_linear_held(x_TD, Call(frozen, biases, adapters, plan, backend, updates))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ..backends.selection import Backend, gpu_operator
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight, FusedOperands
+from ..library import check_library
 
 
 @dataclass
@@ -64,15 +65,11 @@ class HeldAdapters:
     b: Sequence[Factors]
     written: Sequence[set[str]]
 
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """d_in, and the largest d_out."""
-        return self.a.width, max(b.width for b in self.b)
-
-    def mark(self) -> None:
-        """Notes that backward adds to all gradients."""
-        for names in self.written:
-            names.update(self.names)
+    def mark(self, dys: Sequence[Tensor | None]) -> None:
+        """Notes that backward adds to the gradients of layers whose output was used."""
+        for names, dy in zip(self.written, dys, strict=True):
+            if dy is not None:
+                names.update(self.names)
 
 
 def hold(
@@ -92,6 +89,7 @@ def hold(
         lora_b: of each layer, its adapters' `[d_out, r]`.
         written: see `HeldAdapters`.
     """
+    check_library()
     every = [p for layer in (*lora_a, *lora_b) for p in layer]
     if not every or not all(map(_holds, every)):
         return None
@@ -162,12 +160,14 @@ class _Held(torch.autograd.Function):
             if backend == "cpu":
                 ctx.operands = operands = frozen[0].fused(x)
                 y, s = one_layer.cpu_forward(x, frozen[0], operands, biases[0], held.a, held.b[0], plan)
-                ctx.save_for_backward(x, s, None if operands is None else operands.weight)
+                ctx.save_for_backward(x, None if operands is None else operands.weight, s)
                 return (y,)
             layers = [Layer(*layer) for layer in zip(frozen, biases, held.b, strict=True)]
             ys, s = gpu_operator(backend).forward(x, layers, held.a, Batch(*plan))
-        weights = [one.fused(x) for one in frozen]
-        ctx.save_for_backward(x, s, *(None if one is None else one.weight for one in weights))
+        fused = [one.fused(x) for one in frozen]
+        weights = [None if one is None else one.weight for one in fused]
+        # what `autograd` saves, in its order: a checkpoint may recompute by its way
+        ctx.save_for_backward(x, *((weights[0], s[0]) if len(frozen) == 1 else (s, *weights)))
         return tuple(ys)
 
     @staticmethod
@@ -178,8 +178,9 @@ class _Held(torch.autograd.Function):
             return None, None, None
         if updates.count != ctx.since:
             updates.refuse(held.names, ctx.since)
-        x, s, *weights = ctx.saved_tensors
-        held.mark()
+        x, *saved = ctx.saved_tensors
+        s, weights = (saved[0], saved[1:]) if len(frozen) > 1 else (saved[1], saved[:1])
+        held.mark(dys)
         need_dx = ctx.needs_input_grad[0]
         wanted = need_dx, True, True
         with torch._C._AutoDispatchBelowAutograd():
@@ -198,5 +199,6 @@ class _Held(torch.autograd.Function):
                     x.new_zeros(len(x), b.width) if dy is None else dense_rows(dy)
                     for dy, b in zip(dys, held.b, strict=True)
                 ]
+                s = s if len(frozen) > 1 else s.unsqueeze(0)
                 dx, _, _ = gpu_operator(backend).backward(rows, x, layers, held.a, s, Batch(*plan), wanted)
         return dx if need_dx else None, None, None

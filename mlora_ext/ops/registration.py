@@ -22,7 +22,7 @@ from . import fake
 
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
     layer, batch = Layer(PlainWeight.of(weight), bias, lora_b), Batch(*rest[: len(PLAN)])
-    (y,), s = _of_device(x, weight).forward(x, [layer], lora_a, batch)
+    (y,), s = _of_device(x).forward(x, [layer], lora_a, batch)
     return y, s[0]
 
 
@@ -33,15 +33,14 @@ def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-
     db = [fake.gradient_of(b) for b in one_dtype(lora_b)] if wanted[2] else []
     into = Into(da or None, [db] if db else None, add=False)
     layer, batch = Layer(PlainWeight.of(weight), None, lora_b), Batch(*plan)
-    operator = _of_device(x, weight)
+    operator = _of_device(x)
     dx, *_ = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted, into)
     da = [gradient.to(a.dtype) for gradient, a in zip(da, lora_a, strict=False)]
     return dx, da, [gradient.to(b.dtype) for gradient, b in zip(db, lora_b, strict=False)]
 
 
-def _of_device(x: Tensor, weight: Tensor) -> GpuOperator:
-    shape = (weight.shape[1], weight.shape[0])
-    return gpu_operator(backend_for(x.device, x.dtype, shape))  # type: ignore[arg-type]
+def _of_device(x: Tensor) -> GpuOperator:
+    return gpu_operator(backend_for(x.device, x.dtype))  # type: ignore[arg-type]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -18,8 +18,6 @@ def test_mlora_bench_passes_its_arguments_on() -> None:
     assert done.exit_code == 0
     assert done.stdout.startswith("usage: mlora bench")
     assert "linears" in done.stdout
-    done = CliRunner().invoke(app, ["bench", "choose", "--show"], catch_exceptions=False)
-    assert done.exit_code == 0
     done = CliRunner().invoke(app, ["bench", "nonsense"], catch_exceptions=False)
     assert done.exit_code == 2
 
@@ -156,7 +154,7 @@ def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> Non
     assert tests.startswith("-m pytest -m gpu ")
     assert limit.endswith("tests/mlora/planning/test_limit_gpu.py")
     assert "--nproc-per-node 2 bench/pipeline_overlap.py --out" in pipeline
-    assert suite.startswith("bench/suite.py linears adapters decoder ablation choose operators step --check")
+    assert suite.startswith("bench/suite.py linears adapters decoder ablation operators step --check")
     assert suite_tests.endswith("tests/bench/test_suite_gpu.py")
     assert sanitizer == "bench/sanitize.py --backend cuda"
     table = [" ".join(line.split()[:3]) for line in done.stdout.splitlines()]

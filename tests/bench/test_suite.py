@@ -168,9 +168,6 @@ def test_time_limit_is_told_of(tmp_path: Path) -> None:
     [
         (["nonsense"], "SECTION: expected of operators, linears"),
         (["--backend", "cuda"], "--backend: backend 'cuda': this build has no CUDA kernels"),
-        (["choose"], "choose: expected a CUDA device and the backends triton and cuda, got cpu with cpu"),
-        (["linears", "--write"], "expected the section choose alone"),
-        (["--from", "x.json"], "--from: expected --write"),
         (["--rows", "0"], "expected an integer of at least 1, got 0"),
         (["--dropout", "1"], "expected a probability"),
     ],
@@ -189,13 +186,6 @@ def test_fewer_rows_than_adapters_is_told_of(tmp_path: Path) -> None:
     data = results(tmp_path)
     assert [row["adapters"] for row in data["rows"]] == [1]
     assert data["skipped"] == {"quick q/o, 2 rows": "fewer rows than adapters (4)"}
-
-
-def test_choose_among_others_is_skipped(tmp_path: Path) -> None:
-    assert suite("choose", "linears", "--layouts", "balanced", "--out", tmp_path) == 0
-    data = results(tmp_path)
-    assert data["skipped"]["choose"].startswith("expected a CUDA device and the backends triton and cuda")
-    assert {row["section"] for row in data["rows"]} == {"linears"}
 
 
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import torch
 from cases import make
 
 import mlora_ext as mx
-from mlora_ext.backends import measured as choice
 from mlora_ext.backends import selection as backend
 from mlora_ext.backends.selection import backend_for
 from mlora_ext.frozen.plain import PlainWeight
@@ -19,33 +18,27 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def no_memory():
-    backend._faster.cache_clear()
+    backend._on_a_gpu.cache_clear()
     yield
-    backend._faster.cache_clear()
+    backend._on_a_gpu.cache_clear()
 
 
-def test_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+def test_by_device() -> None:
     assert backend_for(CPU, torch.float32) == "cpu"
-    assert backend_for(GPU, torch.bfloat16) == "triton", "nothing has been measured"
+    assert backend_for(GPU, torch.bfloat16) == "triton"
     with pytest.raises(ValueError, match="no backend serves device 'meta'"):
         backend_for(torch.device("meta"), torch.float32)
 
 
-def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By shape, never by the batch."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ValueError(f"no {name}")
+
     monkeypatch.setattr(backend, "_has_kernel", lambda key: key == "CUDA")
-    entries = [
-        choice.MeasuredShape("bfloat16", 4096, 4096, 16, 8192, 2.0, 1.0),
-        choice.MeasuredShape("bfloat16", 512, 512, 16, 8192, 1.0, 2.0),
-    ]
-    monkeypatch.setattr(choice, "packaged", lambda: {"sm_90": entries})
-    assert backend_for(GPU, torch.bfloat16, (4096, 5000)) == "cuda"
-    assert backend_for(GPU, torch.bfloat16, (512, 512)) == "triton"
-    assert backend_for(GPU, torch.float32, (4096, 4096)) == "triton"
-    with mx.use_backend("triton"):
-        assert backend_for(GPU, torch.bfloat16, (4096, 4096)) == "triton"
+    with monkeypatch.context() as without:
+        without.setattr(backend, "gpu_operator", missing)
+        assert backend._on_a_gpu() == "cuda"
+    assert backend._on_a_gpu() == "cuda", "asked once"
 
 
 @pytest.mark.usefixtures("no_cuda_kernels")

@@ -72,6 +72,26 @@ def test_row_counts_recompile_nothing(model: torch.nn.Module) -> None:
                 torch.testing.assert_close(one, other)
 
 
+def test_compiled_layers_leave_held_gradients_to_autograd(model: torch.nn.Module) -> None:
+    """A graph has no place for additions behind autograd's back."""
+    layer, rows = model.model.layers[0], 12
+    x, rotary = (
+        torch.randn(1, rows, 32),
+        model.model.rotary_emb(torch.zeros(1), torch.arange(rows).unsqueeze(0)),
+    )
+    block = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with mx.route(model, random_layout(rows), NAMES, steps=[1, 2, 3]):
+        expected = run(layer, model, x, rotary)
+        model.mlora_router.accumulates = True
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        model.mlora_router.moved()
+        for one, other in zip(run(block, model, x, rotary), expected, strict=True):
+            torch.testing.assert_close(one, other)
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 def test_inductor(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default backend: compiled to C++, once for all layouts, steps and layers."""
     # The cache on the disk takes no note of ATEN_CPU_CAPABILITY: it returns code for another instruction set

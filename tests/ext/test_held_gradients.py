@@ -1,6 +1,8 @@
 """Gradients that adapters keep: backward adds to them itself, and the numbers are autograd's."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 import mlora_ext as mx
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
+from mlora_ext.nn.bank import AdapterBank
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.ops.functional import lora_linear_held
 from mlora_ext.ops.held import HeldAdapters, Updates, hold
@@ -111,27 +114,25 @@ def test_gradients_anywhere_in_memory() -> None:
         assert_same_up_to_rounding(leaf.grad, grad, "gradient")
 
 
-@pytest.mark.parametrize(
-    "why",
-    ["one has none", "one has a hook", "one is frozen", "post-accumulate hook", "shared memory", "bf16"],
-)
+@pytest.mark.parametrize("why", ["missing", "hook", "frozen", "post-accumulate hook", "expanded", "bf16"])
 def test_left_to_autograd(why: str) -> None:
     """Where somebody listens, or adding in place would be another number."""
-    case = with_gradients(make([4, 7], [6, 5], [0, 1]))
-    parameter = case.lora_a[1]
-    if why == "has none":
-        parameter.grad = None
-    elif why == "has a hook":
-        parameter.register_hook(lambda grad: grad)
-    elif why == "post-accumulate hook":
-        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    elif why == "shared memory":
-        parameter.grad = torch.zeros(1, 1).expand(parameter.shape)
-    elif why == "bf16":
-        case = with_gradients(make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16))
-    else:
-        parameter.requires_grad_(False)
-    assert held_of(case) is None
+    made = with_gradients(make([4, 7], [6, 5], [0, 1]))
+    parameter = made.lora_a[1]
+    match why:
+        case "missing":
+            parameter.grad = None
+        case "hook":
+            parameter.register_hook(lambda grad: grad)
+        case "post-accumulate hook":
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+        case "expanded":
+            parameter.grad = torch.zeros(1, 1).expand(parameter.shape)
+        case "frozen":
+            parameter.requires_grad_(False)
+        case _:
+            made = with_gradients(make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16))
+    assert held_of(made) is None
 
 
 def test_an_update_between_forward_and_backward_is_refused() -> None:
@@ -221,3 +222,39 @@ def test_tables_follow_their_parameters(how: str, backend: str) -> None:
     train(model, ids)
     found = {key: grad for key, grad in gradients(model).items() if ".c." not in key}
     assert_same(found, expected)
+
+
+def test_a_removed_adapter_leaves_no_memory_behind() -> None:
+    """Also in layers that keep no adapter, whose tables nobody asks for again."""
+    some = LoraConfig(r=3, target_modules=["q_proj"])
+    model = converted(1, a=LoraConfig(r=3, target_modules="all-linear"), b=some).train()
+    model.mlora_router.accumulates = True
+    train(zeroed(model), token_ids(2, 5))
+    gone = [
+        weakref.ref(p.grad.untyped_storage())
+        for name, p in model.named_parameters()
+        if ".a." in name and p.grad is not None
+    ]
+    pages = [weakref.ref(page) for bank in banks(model, "up_proj") for page in bank._pages]
+    mx.remove_adapter(model, "a")
+    gc.collect()
+    assert gone
+    assert pages
+    assert not [ref for ref in (*gone, *pages) if ref() is not None]
+
+
+def banks(model: nn.Module, layer: str) -> list[AdapterBank]:
+    found = [module for name, module in model.named_modules() if name.endswith(layer)]
+    return [bank for one in found for bank in (one.lora_A, one.lora_B)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    ids, model = token_ids(2, 5), held_model()
+    train(model, ids)
+    expected = gradients(model)
+    zeroed(model)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    train(model, ids)
+    assert_same(gradients(model), expected)

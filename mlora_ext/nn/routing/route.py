@@ -36,6 +36,9 @@ class SharedInput(Protocol):
     def forget(self) -> None:
         """Drops outputs that no layer has taken: a route has been left."""
 
+    def forget_adapters(self) -> None:
+        """Drops what is kept of adapters: one of them goes."""
+
 
 @dataclass(eq=False)
 class RouteTensors:

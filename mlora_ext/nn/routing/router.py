@@ -177,7 +177,7 @@ class Router:
         self._set(self.active, self._entered_in_backward)
 
     def moved(self) -> None:
-        """Call it after an adapter's `grad`, `requires_grad`, hooks or frozen weight became other objects."""
+        """Call it after an adapter's `grad`, `requires_grad` or hooks became other objects."""
         self.moves += 1
 
     def forget_places(self) -> None:

@@ -35,7 +35,6 @@ from mlora_ext.adapters.kind import LayerSpec
 from mlora_ext.adapters.registry import adapter_kind
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
-from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:
@@ -227,7 +226,6 @@ class DryStage:
         base = take_apart(model, cut)
         if self._options.gradient_checkpointing:
             base.checkpoint_activations()
-        router_of(model).accumulates = True
         return base
 
     def _hidden(self, shape: Mapping[str, Sequence[int]]) -> Tensor:

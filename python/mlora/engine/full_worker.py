@@ -196,9 +196,6 @@ class FullWorker(StageWorker):
     def _changed(self, name: str) -> None:
         """Does nothing: autograd itself notices changed weights."""
 
-    def _hold_gradients(self, names: Sequence[str]) -> None:
-        """Does nothing: gradients come and go, since they are as large as the model."""
-
     def _full(self, name: str) -> FullAdamW:
         optimizer = self._optimizers[name]
         assert isinstance(optimizer, FullAdamW)

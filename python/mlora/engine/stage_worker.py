@@ -163,8 +163,10 @@ class StageWorker(Hooks, nn.Module):
         return "active"
 
     def own(self, name: str, optim: OptimConfig) -> None:
-        """Takes charge of an adapter that is on the model."""
-        self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
+        """Takes charge of an adapter that is on the model, and gives it gradients that last."""
+        optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
+        optimizer.hold_gradients(name, written_marks(self.base.model, name))
+        router_of(self.base.model).moved()
 
     def _create(
         self,
@@ -210,8 +212,6 @@ class StageWorker(Hooks, nn.Module):
         """
         self._optimizers[name].load_state_dict(updates, state["moments"])
         self._optimizers[name].drop_gradients()
-        if state["gradients"]:
-            self._hold_gradients([name])
         with torch.no_grad():
             for key, parameter in self._own_parameters(name).items():
                 parameter.copy_(state["weights"][key])
@@ -224,14 +224,6 @@ class StageWorker(Hooks, nn.Module):
     def _changed(self, name: str) -> None:
         """Notes that an adapter's weights were changed in place."""
         router_of(self.base.model).updates.record(name)
-
-    def _hold_gradients(self, names: Sequence[str]) -> None:
-        """Gives adapters that are owned here their gradients, which last from here on."""
-        for name in names:
-            if name not in self._optimizers or self._optimizers[name].holds_gradients:
-                continue
-            if self._optimizers[name].hold_gradients(name, written_marks(self.base.model, name)):
-                router_of(self.base.model).moved()
 
     def _own_parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Returns those of an adapter's Parameters that are on this stage."""
@@ -265,8 +257,6 @@ class StageWorker(Hooks, nn.Module):
         """
         base, names = self.base, rows["names"]
         self._update(updates)
-        if torch.is_grad_enabled():
-            self._hold_gradients(names)
         if measure is not None:
             self._measured[measure].restart(() if received is None else (received,))
         if torch.is_grad_enabled():

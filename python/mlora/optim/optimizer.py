@@ -110,7 +110,7 @@ class Optimizer(ABC):
     @torch.no_grad()
     def drop_gradients(self) -> None:
         """Drops all gradients. Held ones stay, as zeros that count as none until backward adds to them."""
-        if not self.holds_gradients:
+        if not self._cleared:
             for parameter in self.parameters:
                 parameter.grad = None
             return
@@ -120,32 +120,20 @@ class Optimizer(ABC):
         for i, gradient in found.items():
             self._clear(i, gradient)
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether every Parameter has a gradient that lasts."""
-        return bool(self._cleared)
-
-    def hold_gradients(self, adapter: str = "", written: Sequence[set[str]] = ()) -> bool:
+    def hold_gradients(self, adapter: str = "", written: Sequence[set[str]] = ()) -> None:
         """Gives every Parameter a gradient that lasts, so that backward can add to it without autograd.
 
         Args:
             adapter: the adapter's name.
             written: of each Parameter, the names of the adapters to whose gradients backward has added, see
                 `mlora_ext.ops.held`; empty: backward adds by autograd alone.
-
-        Returns:
-            Whether gradients were made. They are held from then on.
         """
-        if self.holds_gradients or not self.parameters:
-            return False
         self._adapter, self._written = adapter, written
-        had = [parameter.grad is not None for parameter in self.parameters]
-        self._cleared = [-1] * len(had)
+        self._cleared = [-1] * len(self.parameters)
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 self._clear(i, parameter.grad)
-        return not all(had)
 
     def _clear(self, index: int, gradient: Tensor) -> None:
         self._cleared[index] = gradient._version
@@ -154,7 +142,7 @@ class Optimizer(ABC):
 
     def _is_blank(self, index: int) -> bool:
         gradient = self.parameters[index].grad
-        if not self.holds_gradients or gradient is None or gradient._version != self._cleared[index]:
+        if not self._cleared or gradient is None or gradient._version != self._cleared[index]:
             return False
         return not self._written or self._adapter not in self._written[index]
 
