@@ -128,7 +128,7 @@ def test_a_graphs_kernel_with_adapters_of_two_dtypes(
     backend: str, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """What a compiled graph calls on a GPU gives gradients in the adapters' own dtypes."""
-    monkeypatch.setattr(registration, "_of_device", lambda x, weight: gpu_operator(backend))
+    monkeypatch.setattr(registration, "_of_device", lambda x: gpu_operator(backend))
     case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16, p=0.2)
     for matrices in (case.lora_a, case.lora_b):
         matrices[wide] = matrices[wide].detach().float().requires_grad_()
