@@ -184,8 +184,7 @@ inline void amx_forward(const ForwardArgs& args) {
                       kWords, FetchRows{x + c, args.x_stride});
       keep = bits;
     }
-    amx_shrink(static_cast<const BF16*>(args.x) + block.begin * args.x_stride, args.x_stride, block.rows, c,
-               n, adapter.a, panels_of(rank), keep, kWords, staged, sums);
+    amx_shrink(x, args.x_stride, block.rows, c, n, adapter.a, panels_of(rank), keep, kWords, staged, sums);
   }
   BF16* s = static_cast<BF16*>(args.s) + block.begin * args.s_stride;
   write_rows(sums, block.rows, rank, adapter.scaling * adapter.dropout.keep_scale, s, args.s_stride);

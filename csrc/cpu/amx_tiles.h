@@ -41,18 +41,20 @@ struct TileGrid {
   const char* at(int64_t tiles) const { return static_cast<const char*>(data) + tiles * kTileBytes; }
 };
 
-// gcc does not know that loading a tile reads memory.
-inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
+// Clears the four tiles of sums, after all stores: gcc does not know that loading a tile reads memory.
+inline void begin_product() {
+  __asm__ volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
 
 // A column of kHeights tiles: c[h] (+)= sum over steps of a[h] b.
 template <int kHeights>
 void multiply_column(const TileGrid& a, const TileGrid& b, int64_t steps, float* c, int64_t c_next,
                      bool add) {
-  finish_stores();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  begin_product();
   if (add) {
     _tile_loadd(0, c, 64);
     if constexpr (kHeights > 1) _tile_loadd(1, c + c_next * kTileUnits, 64);
@@ -103,12 +105,8 @@ inline void multiply_column(int64_t heights, const TileGrid& a, const TileGrid& 
 template <int kGroups>
 void multiply_row(const TileGrid& a, const TileGrid& b, int64_t b_group, int64_t steps, float* c,
                   int64_t c_group, bool add) {
-  finish_stores();
+  begin_product();
   float* c2 = c + c_group * kTileUnits;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
   if (add) {
     _tile_loadd(0, c, 64);
     _tile_loadd(1, c + kTileUnits, 64);

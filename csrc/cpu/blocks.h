@@ -92,6 +92,9 @@ void scale_row(const float* sums, int64_t n, float scale, T* target) {
   }
 }
 
+// Columns of packed pairs of rows.
+inline int64_t padded_columns(int64_t cols) { return (cols + 31) / 32 * 32; }
+
 // An adapter's matrix as the units along the rank that Expand reads: rows in place, or pairs of rows, packed.
 template <class Op>
 struct RankOperand {
@@ -100,7 +103,7 @@ struct RankOperand {
 
   RankOperand(const void* rows, int64_t row_stride, int64_t cols)
       : data(static_cast<const typename Op::Unit*>(rows)),
-        stride(Op::kUnits == 1 ? row_stride : (cols + 31) / 32 * 32) {}
+        stride(Op::kUnits == 1 ? row_stride : padded_columns(cols)) {}
 };
 
 inline void keep_bits(const Dropout& dropout, uint32_t row, int64_t words, uint64_t* bits) {

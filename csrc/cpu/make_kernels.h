@@ -7,8 +7,6 @@
 
 namespace mlora::cpu::MLORA_ISA {
 
-inline int64_t padded_columns(int64_t cols) { return (cols + 31) / 32 * 32; }
-
 // Pairs of rows are packed where a product sums along the rank; everything else is read as dense rows.
 template <class Op>
 int64_t packed_bytes(Along along, int64_t rank, int64_t cols) {

@@ -20,7 +20,7 @@ struct Layout {
 };
 
 // Neighbouring blocks of one adapter, whose gradients are summed by one task. Where an adapter's blocks are
-// cut into groups depends on that adapter's rows alone.
+// cut into groups depends on its own rows and rank, and on the layer's shape.
 struct BlockGroup {
   int32_t adapter;
   int32_t first_block;

@@ -97,13 +97,7 @@ class FusedProjections:
 
     def _compute(self, x: Tensor, active: RouteTensors) -> Sequence[Tensor]:
         drops = self.layers[0].training and active.dropout_p is not None
-        plan = (
-            active.segments,
-            active.scaling,
-            active.dropout_p if drops else None,
-            active.dropout_rng if drops else None,
-            self._layer_indices() if drops else None,
-        )
+        plan = active.plan(self._layer_indices() if drops else None)
         router = self.layers[0].router
         if router.accumulates and torch.is_grad_enabled():
             held = self._held.get(active.names, self.layers, router.moves)

@@ -147,13 +147,7 @@ class MultiLoRALinear(nn.Module):
         if not active.names:
             return frozen_linear(x, self.frozen, self.bias)
         drops = self.training and active.dropout_p is not None
-        plan = (
-            active.segments,
-            active.scaling,
-            active.dropout_p if drops else None,
-            active.dropout_rng if drops else None,
-            self._buffers["layer"] if drops else None,
-        )
+        plan = active.plan(self._buffers["layer"] if drops else None)
         if self.plain_kinds:
             holds = self.router.accumulates and torch.is_grad_enabled()
             if holds and not torch.compiler.is_compiling():

@@ -61,6 +61,18 @@ class RouteTensors:
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
 
+    def plan(
+        self, layer: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the operator's arguments of `one_layer.PLAN`.
+
+        Args:
+            layer: index of the layer, or of each of several that share x; None = nothing is dropped.
+        """
+        if layer is None:
+            return self.segments, self.scaling, None, None, None
+        return self.segments, self.scaling, self.dropout_p, self.dropout_rng, layer
+
     def owners(self) -> Tensor:
         """Returns `[rows]` int64: the index in `names` of each row's adapter, -1 for none."""
         begins, ends, adapters, _ = self.segments.unbind(1)

@@ -120,13 +120,13 @@ class Optimizer(ABC):
         for i, gradient in found.items():
             self._clear(i, gradient)
 
-    def hold_gradients(self, adapter: str = "", written: Sequence[set[str]] = ()) -> None:
+    def hold_gradients(self, adapter: str, written: Sequence[set[str]]) -> None:
         """Gives every Parameter a gradient that lasts, so that backward can add to it without autograd.
 
         Args:
             adapter: the adapter's name.
             written: of each Parameter, the names of the adapters to whose gradients backward has added, see
-                `mlora_ext.ops.held`; empty: backward adds by autograd alone.
+                `mlora_ext.ops.held`.
         """
         self._adapter, self._written = adapter, written
         self._cleared = [-1] * len(self.parameters)
@@ -137,14 +137,13 @@ class Optimizer(ABC):
 
     def _clear(self, index: int, gradient: Tensor) -> None:
         self._cleared[index] = gradient._version
-        if self._written:
-            self._written[index].discard(self._adapter)
+        self._written[index].discard(self._adapter)
 
     def _is_blank(self, index: int) -> bool:
         gradient = self.parameters[index].grad
         if not self._cleared or gradient is None or gradient._version != self._cleared[index]:
             return False
-        return not self._written or self._adapter not in self._written[index]
+        return self._adapter not in self._written[index]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Returns copies of `state` by Parameter name; leaves out Parameters without state."""
