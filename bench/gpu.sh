@@ -78,9 +78,8 @@ sanitizer() {
   fi
   lines=$(wc -l <"$log")
   # without PyTorch's cache, so that every tensor is an allocation of its own
-  # the compiled kernels; those of Triton have been compared with the oracle before
   phase "$1" $((left * $2 / 100)) "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" bench/sanitize.py --backend cuda && return
+    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" bench/sanitize.py && return
   if tail -n +"$((lines + 1))" "$log" | grep -q "Device not supported"; then
     unset 'table[-1]'
     failed=$before_sanitizer

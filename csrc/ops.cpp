@@ -88,25 +88,20 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "-> float");
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
+  library.def("cuda_plan(Tensor segments, int rows, int adapters, int tiles, int splits) -> Tensor");
+  library.def("cuda_capture(Tensor tensor) -> int");
   library.def(
-      "cuda_plan(Tensor segments, int total_rows, Tensor(a!) tiles, Tensor(b!) splits, Tensor(c!) groups) "
-      "-> ()");
+      "cuda_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor(a!)[] products, Tensor a, "
+      "Tensor a_table, Tensor[] b, Tensor[] b_tables, int max_rank, Tensor plan, int tiles, int splits, "
+      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, bool save_masks) "
+      "-> (Tensor[] y, Tensor s, Tensor keep)");
   library.def(
-      "cuda_shrink(Tensor rows, Tensor factor, Tensor table, Tensor tiles, Tensor scaling, "
-      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, Tensor(a!) out) -> ()");
-  library.def("cuda_reduce_rows(Tensor partial, Tensor(a!) out) -> ()");
-  library.def(
-      "cuda_expand(Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor? bias, Tensor(a!) y) -> ()");
-  library.def(
-      "cuda_read_dy(Tensor dy, Tensor s, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
-      "Tensor scaling, Tensor(a!)? ds, Tensor(b!)? gradient, Tensor(c!)? partial, bool add) -> ()");
-  library.def(
-      "cuda_read_x(Tensor x, Tensor ds, Tensor factor, Tensor table, Tensor tiles, Tensor splits, "
-      "Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, Tensor(a!)? dx, Tensor(b!)? gradient, "
-      "Tensor(c!)? partial, bool add) -> ()");
-  library.def(
-      "cuda_reduce_gradients(Tensor table, Tensor groups, Tensor(a!) gradient, Tensor partial, bool add) "
-      "-> ()");
+      "cuda_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor(a!)? product, Tensor a, Tensor "
+      "a_table, "
+      "Tensor(b!)? da, Tensor[] b, Tensor[] b_tables, Tensor(c!)[] db, int max_rank, Tensor s, Tensor keep, "
+      "Tensor plan, int tiles, int splits, int slots, Tensor scaling, Tensor? dropout_p, Tensor? "
+      "dropout_rng, "
+      "Tensor? layers, bool need_dx, bool add) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {

@@ -21,11 +21,12 @@ from triton.compiler import ASTSource
 
 import mlora_ext as mx
 from gpu import code_cuda
-from mlora_ext.backends.gpu.operator import Batch, GpuOperator, Layer
-from mlora_ext.backends.triton import launch
+from mlora_ext.backends import one_layer
+from mlora_ext.backends.interface import Layer
+from mlora_ext.backends.triton import operator
 from mlora_ext.frozen.plain import PlainWeight
 
-KERNELS = ("plan", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
+KERNELS = ("plan_kernel", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 ARCHITECTURES = (80, 90)
 _WARP = 32
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -73,40 +74,38 @@ class Launch:
     options: dict[str, int | bool]
 
 
-def launches_of(variant: Variant, architecture: int, rows: int = 128) -> list[Launch]:
+def launches_of(variant: Variant, rows: int = 1100, other_rank: int = 8) -> list[Launch]:
     """The launches of one forward and backward call, none of which is made.
 
     Args:
         variant: what is called.
-        architecture: 80 or 90; decides the configuration.
-        rows: of x, more than 64.
+        rows: of x, more than 1088: then the second adapter has several splits.
+        other_rank: rank of the first adapter.
 
     Returns:
         A launch of every kernel.
     """
     made: list[Launch] = []
-    d_in, d_out, ranks = 4096, 4096, (8, variant.rank)
+    d_in, d_out, ranks = 4096, 4096, (other_rank, variant.rank)
     x, dy = torch.zeros(rows, d_in, dtype=variant.dtype), torch.zeros(rows, d_out, dtype=variant.dtype)
     pages = [torch.zeros(sum(ranks), d, dtype=variant.adapter_dtype) for d in (d_in, d_out)]
     a, b = list(pages[0].split(ranks)), [rows.t() for rows in pages[1].split(ranks)]
     layout = mx.SegmentLayout.from_lengths([64, rows - 64])
     drop = mx.LoRADropout([0.1, 0.1], [1, 2]).tensors("cpu") if variant.dropout else (None, None, None)
-    batch = Batch(layout.table(), torch.ones(2), *drop)
-    layer = Layer(PlainWeight.of(torch.zeros(d_out, d_in, dtype=variant.dtype)), None, b)
-    with _recorded(made, architecture), _NoBaseProducts():
-        operator = GpuOperator(launch.Kernels())
-        _, s = operator.forward(x, [layer], a, batch)
-        operator.backward([dy], x, [layer], a, s, batch, (True, True, True))
+    weight = torch.zeros(d_out, d_in, dtype=variant.dtype)
+    layers, plan = [Layer(PlainWeight.of(weight), weight)], (layout.table(), torch.ones(2), *drop)
+    with _recorded(made), _NoBaseProducts():
+        _, saved = one_layer.forward_of("triton", x, layers, a, [b], plan)
+        one_layer.backward_of("triton", [dy], x, layers, a, [b], saved, plan, (True, True, True))
     return made
 
 
 @contextmanager
-def _recorded(made: list[Launch], architecture: int) -> Iterator[None]:
-    module: Any = launch
-    before = {name: getattr(module, name) for name in (*KERNELS, "_architecture")}
+def _recorded(made: list[Launch]) -> Iterator[None]:
+    module: Any = operator
+    before = {name: getattr(module, name) for name in KERNELS}
     for name in KERNELS:
         setattr(module, name, _Recorder(before[name], made))
-    module._architecture = lambda device: f"sm_{architecture}"
     try:
         yield
     finally:
@@ -192,11 +191,11 @@ def report(
     Raises:
         RuntimeError: if the kernels were defined for Triton's interpreter.
     """
-    if launch.INTERPRETED:
+    if operator.INTERPRETED:
         raise RuntimeError("the kernels were defined for Triton's interpreter: unset TRITON_INTERPRET")
     with tempfile.TemporaryDirectory() as folder:
         for variant in variants:
-            for launched in launches_of(variant, architecture):
+            for launched in launches_of(variant):
                 kernel = compiled(launched, architecture)
                 file = Path(folder) / "kernel.cubin"
                 file.write_bytes(kernel.asm["cubin"])

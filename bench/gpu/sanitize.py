@@ -17,8 +17,8 @@ from linear.oracle import ALLOWED, errors
 from torch import Tensor
 
 import mlora_ext as mx
-from mlora_ext.backends.gpu.operator import Batch, Layer
-from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.backends import one_layer
+from mlora_ext.backends.interface import Layer
 from mlora_ext.frozen.plain import PlainWeight
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
@@ -44,31 +44,31 @@ def results(shape: Shape, dtype: torch.dtype, p: float, inputs: list[Tensor]) ->
     return [y.detach(), *torch.autograd.grad(y, [x, *adapters], dy)]
 
 
-def shared_results(dtype: torch.dtype, device: str, backend: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Two layers that share x, in one call and alone: s and the gradients of A and B, which must be equal."""
+def shared_results(dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Two layers that share x, in one call of `cuda` and alone: s and gradients, which must be equal."""
     ranks, widths, d_in = [5, 16, 100], (40, 56), 72
     layout = mx.SegmentLayout.from_lengths([37, 9, 1061], [0, -1, 2])
     x = torch.randn(1107, d_in, device=device).to(dtype)
     dys = [torch.randn(1107, d_out, device=device).to(dtype) for d_out in widths]
-    layers = [
-        Layer(
-            PlainWeight.of(torch.zeros(d_out, d_in, dtype=dtype, device=device)),
-            None,
-            [torch.randn(d_out, rank, device=device).to(dtype) for rank in ranks],
-        )
-        for d_out in widths
-    ]
+    weights = [torch.zeros(d_out, d_in, dtype=dtype, device=device) for d_out in widths]
+    layers = [Layer(PlainWeight.of(weight), weight) for weight in weights]
+    b = [[torch.randn(d_out, rank, device=device).to(dtype) for rank in ranks] for d_out in widths]
     a = [[torch.randn(rank, d_in, device=device).to(dtype) for rank in ranks] for _ in widths]
     drop = mx.LoRADropout([0.1] * 3, [1, 2, 3]).tensors(device)
     table, scaling = layout.table(device), torch.ones(3, device=device)
-    operator, every = gpu_operator(backend), (True, True, True)  # type: ignore[arg-type]
 
     def run(which: list[int]) -> list[Tensor]:
-        batch = Batch(table, scaling, drop[0], drop[1], torch.tensor(which, device=device))
-        some, lora_a = [layers[i] for i in which], [matrix for i in which for matrix in a[i]]
-        _, s = operator.forward(x, some, lora_a, batch)
-        _, da, db = operator.backward([dys[i] for i in which], x, some, lora_a, s, batch, every)
-        return [*da, *(matrix for layer in db for matrix in layer), s]
+        plan = (table, scaling, drop[0], drop[1], torch.tensor(which, device=device))
+        some, lora_a, lora_b = (
+            [layers[i] for i in which],
+            [m for i in which for m in a[i]],
+            [b[i] for i in which],
+        )
+        _, saved = one_layer.forward_of("cuda", x, some, lora_a, lora_b, plan)
+        _, da, db = one_layer.backward_of(
+            "cuda", [dys[i] for i in which], x, some, lora_a, lora_b, saved, plan, (True, True, True)
+        )
+        return [*da, *(matrix for layer in db for matrix in layer), saved[0]]
 
     with torch.no_grad():
         together, first, second = run([0, 1]), run([0]), run([1])
@@ -124,8 +124,8 @@ def main() -> int:
             failed += bool(faults)
             for fault in faults or ["right"]:
                 print(f"{backend}, {dtype}, p={p}, {shape[0]} rows: {fault}", flush=True)
-        for dtype in ALLOWED if backend != "cpu" else ():
-            together, alone = shared_results(dtype, device, backend)
+        for dtype in ALLOWED if backend == "cuda" else ():
+            together, alone = shared_results(dtype, device)
             same = all(map(torch.equal, together, alone))
             ran, failed = ran + 1, failed + (not same)
             print(f"{backend}, {dtype}, layers that share x: {'right' if same else 'other bits'}", flush=True)

@@ -5,9 +5,10 @@
 
 A model is a chain of 32 x 7 linear layers of width 64, rank 8, dropout 0.1, on one thread. It is trained as
 the engine does it: adapters keep their gradients. Without rows, kernels and products have nothing to do: what
-is left is Python, autograd and the calls of the operator. `cpu` is the compiled backend. `gpu` is what
-`triton` and `cuda` share, with kernels that do nothing; Triton's own dispatch comes on top. `cpu, 64 rows`
-does everything. `frozen` is the same chain of `nn.Linear`. Counts of adapters take turns; medians.
+is left is Python, autograd and the calls of the operator. `cpu` is the compiled backend. `cuda` is its code
+for the host, built for this CPU, with launches left out; `triton` likewise, with kernels that do nothing: its
+own dispatch comes on top. `cpu, 64 rows` does everything. `frozen` is the same chain of `nn.Linear`. Counts
+of adapters take turns; medians.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,36 +33,36 @@ from torch import Tensor, nn
 
 import mlora_ext as mx
 from mlora_ext.backends import selection
-from mlora_ext.backends.gpu.operator import GpuOperator
-from mlora_ext.backends.gpu.plan import Plan, PlanSizes
+from mlora_ext.backends.selection import Backend
 from mlora_ext.nn.routing.router import router_of
 
 LAYERS, WIDTH, RANK = 32 * 7, 64, 8
 COUNTS = (1, 8, 64)
-_CALLERS = ("mlora_ext.backends.one_layer", "mlora_ext.ops.autograd", "mlora_ext.ops.held")
+_TRITON = ("plan_kernel", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 
 
-class NoKernels:
-    """Launches that do nothing; see `gpu.kernels.LaunchKernels`."""
+class NoKernel:
+    """A Triton kernel that does nothing."""
 
-    def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        return Plan.empty(sizes, segments.device)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments: None
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **named: None
 
 
 @contextmanager
-def stubbed_gpu() -> Iterator[None]:
-    """Serves CPU tensors with the host's part of the GPU backends."""
-    operator = GpuOperator(NoKernels())  # type: ignore[arg-type]
+def stubbed(name: Backend) -> Iterator[None]:
+    """Serves CPU tensors with the host's part of a GPU backend."""
     with ExitStack() as stack:
-        for place in _CALLERS:
-            with suppress(ImportError):  # an earlier version
-                caller = importlib.import_module(place)
-                stack.enter_context(patch.object(caller, "gpu_operator", lambda name: operator))
+        if name == "cuda":
+            sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "cuda"))
+            emulated = importlib.import_module("emulated")
+            emulated.load()
+            stack.enter_context(emulated.without_kernels())
+        else:
+            operator = importlib.import_module("mlora_ext.backends.triton.operator")
+            for kernel in _TRITON:
+                stack.enter_context(patch.object(operator, kernel, NoKernel()))
         stack.enter_context(patch.object(selection, "_refusal", lambda name, device: None))
-        stack.enter_context(patch.object(selection._choice, "name", "cuda"))
+        stack.enter_context(patch.object(selection._choice, "name", name))
         yield
 
 
@@ -165,7 +168,8 @@ def main() -> None:
     torch.set_num_threads(1)
     cases: dict[str, tuple[int, Callable[[], Any]]] = {
         "cpu": (0, nullcontext),
-        "gpu": (0, stubbed_gpu),
+        "cuda": (0, partial(stubbed, "cuda")),
+        "triton": (0, partial(stubbed, "triton")),
         "cpu, 64 rows": (64, nullcontext),
     }
     info = machine.describe()

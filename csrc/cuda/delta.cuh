@@ -6,10 +6,10 @@
 #pragma once
 
 #include "cuda/fragments.cuh"
+#include "cuda/kernels.h"
 
 namespace mlora::cuda {
 
-constexpr int kBlockColumns = 64;
 constexpr int kDeltaBlocks = 4;
 using Delta = Fragment<1, kDeltaBlocks>;
 
@@ -22,24 +22,20 @@ __device__ inline void add_delta(Delta& sum, SharedTile<T, kRanks> s, SharedTile
   add_product<Ranks::kDepth, true, false, kRanks>(sum, s, delta_row(), factor, delta_column(), 0, ranks);
 }
 
-// keep[h]: keep bytes of the warp's four blocks of eight columns, in this lane's row h.
-__device__ inline void drop(Delta& sum, const uint32_t (&keep)[2], float keep_scale) {
+// sum += what is kept of part. keep[h]: the word of the warp's 32 columns, in this lane's row h.
+__device__ inline void add_kept(Delta& sum, const Delta& part, const uint32_t (&keep)[2]) {
 #pragma unroll
-  for (int n = 0; n < kDeltaBlocks; ++n) {
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t own = keep[half] >> (fragment_column() / 2);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bit = keep[i / 2] >> (8 * n + fragment_column() + i % 2) & 1u;
-      sum.value[0][n][i] = bit != 0 ? sum.value[0][n][i] * keep_scale : 0.0f;
+    for (int n = 0; n < kDeltaBlocks; ++n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const bool kept = (own & (1u << (4 * n + 16 * odd))) != 0;
+        sum.value[0][n][2 * half + odd] += kept ? part.value[0][n][2 * half + odd] : 0.0f;
+      }
     }
   }
-}
-
-template <typename T>
-__device__ inline uint32_t pack(float low, float high) {
-  T first, second;
-  from_float(low, first);
-  from_float(high, second);
-  return static_cast<uint32_t>(first.bits) | static_cast<uint32_t>(second.bits) << 16;
 }
 
 // Lane t of four holds column t of a 4 x 4 matrix of words and gets its row t.
@@ -65,7 +61,7 @@ __device__ inline void add_existing(Delta& sum, const T* out, int64_t stride, in
     row += delta_row();
     column += delta_column();
     if (row < rows && column < columns) {
-      value += to_float(out[row * stride + column]);
+      value += to_float(read(out + row * stride + column));
     }
   });
 }
@@ -78,7 +74,9 @@ __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows,
       row += delta_row();
       column += delta_column();
       if (row < rows && column < columns) {
-        from_float(value, out[row * stride + column]);
+        T rounded;
+        from_float(value, rounded);
+        write(out + row * stride + column, rounded);
       }
     });
     return;
@@ -94,20 +92,20 @@ __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows,
           struct alignas(8) Pair {
             float low, high;
           };
-          *reinterpret_cast<Pair*>(out + row * stride + column) = {sum.value[0][n][2 * half],
-                                                                   sum.value[0][n][2 * half + 1]};
+          write(reinterpret_cast<Pair*>(out + row * stride + column),
+                Pair{sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]});
         }
       }
     } else {
       Bytes16 words;
 #pragma unroll
       for (int n = 0; n < kDeltaBlocks; ++n) {
-        words.word[n] = pack<T>(sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]);
+        words.word[n] = pack(T{}, sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]);
       }
       transpose_words(words.word);
       const int column = delta_column() + 8 * (lane_index() % 4);
       if (row < rows && column < columns) {
-        *reinterpret_cast<Bytes16*>(out + row * stride + column) = words;
+        write(reinterpret_cast<Bytes16*>(out + row * stride + column), words);
       }
     }
   }

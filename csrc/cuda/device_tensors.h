@@ -1,14 +1,23 @@
 // What the launchers need of torch's tensors on a device: checks, the queue, views for the kernels.
 #pragma once
 
+#include <array>
 #include <optional>
 
 #include "cuda/kernels.h"
 #include "tensors.h"
+#ifdef MLORA_EMULATE
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#endif
 
-// Weak: a CPU-only torch does not have it, and this library must load there too.
+// Weak: a CPU-only torch does not have them, and this library must load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle out,
+                                                                          AtenTensorHandle self,
+                                                                          AtenTensorHandle mat1,
+                                                                          AtenTensorHandle mat2, double beta,
+                                                                          double alpha);
 
 namespace mlora::cuda {
 
@@ -44,65 +53,70 @@ inline void check_table(const Tensor& tensor, const char* name, int64_t columns,
               shape_of(tensor));
 }
 
-inline Rows dense_rows(void* data, int64_t stride, size_t number_size) {
+inline bool is_aligned(const void* data, int64_t stride, size_t number_size) {
   const int64_t row_bytes = stride * static_cast<int64_t>(number_size);
-  return {data, stride, reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0};
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
+}
+
+inline void check_rows(const Tensor& matrix, const char* name, int64_t rows, int64_t columns,
+                       ScalarType type) {
+  MLORA_CHECK(on_device(matrix) && matrix.dim() == 2 && matrix.size(0) == rows && matrix.size(1) == columns &&
+                  matrix.scalar_type() == type && (columns == 1 || matrix.stride(1) == 1),
+              name, ": expected ", dtype_name(type), " rows of shape [", rows, ", ", columns,
+              "], dense within a row, on the device; got ", dtype_name(matrix.scalar_type()), " of shape ",
+              shape_of(matrix));
+  MLORA_CHECK(rows <= INT32_MAX && columns <= INT32_MAX, name, ": too large, ", shape_of(matrix));
 }
 
 // A matrix of rows at any distance, whose numbers are dense within a row.
-inline Rows rows_of(const Tensor& matrix, const char* name) {
-  MLORA_CHECK(on_device(matrix) && matrix.dim() == 2 && is_scalar(matrix.scalar_type()) &&
-                  (matrix.size(1) == 1 || matrix.stride(1) == 1),
-              name, ": expected a matrix of dense rows on the device, got ", dtype_name(matrix.scalar_type()),
-              " of shape ", shape_of(matrix));
-  MLORA_CHECK(matrix.size(0) <= INT32_MAX && matrix.size(1) <= INT32_MAX, name, ": too large, ",
-              shape_of(matrix));
-  return dense_rows(matrix.mutable_data_ptr(), matrix.stride(0), matrix.element_size());
+inline Rows rows_of(const Tensor& matrix) {
+  const void* data = matrix.const_data_ptr();
+  return {data, matrix.stride(0), is_aligned(data, matrix.stride(0), matrix.element_size())};
 }
 
-// `table` has the rows of `layers` layers, one after the other.
-inline FactorTable factor_of(const Tensor& factor, const Tensor& table, int64_t layers,
-                             ScalarType rows_type) {
-  check_table(table, "table", 8, ScalarType::Long);
-  MLORA_CHECK(layers > 0 && table.size(0) % layers == 0, "table: expected rows of ", layers,
-              " layers, got shape ", shape_of(table));
-  MLORA_CHECK(
-      on_device(factor) && (factor.scalar_type() == rows_type || factor.scalar_type() == ScalarType::Float),
-      "factor: expected dtype ", dtype_name(rows_type), " (that of the rows) or Float, got ",
-      dtype_name(factor.scalar_type()));
-  return {factor.const_data_ptr(), static_cast<const FactorRow*>(table.const_data_ptr()),
-          static_cast<int>(table.size(0) / layers), scalar_of(factor.scalar_type())};
+inline OutRows out_rows_of(const Tensor& matrix) {
+  void* data = matrix.mutable_data_ptr();
+  return {data, matrix.stride(0), is_aligned(data, matrix.stride(0), matrix.element_size())};
 }
 
-inline const Tile* tiles_of(const Tensor& tiles) {
-  check_table(tiles, "tiles", 4, ScalarType::Int);
-  return static_cast<const Tile*>(tiles.const_data_ptr());
-}
-
-inline const Split* splits_of(const Tensor& splits) {
-  check_table(splits, "splits", 4, ScalarType::Int);
-  return static_cast<const Split*>(splits.const_data_ptr());
-}
-
-struct DropoutInputs {
-  std::optional<Tensor> p, rng, layers;
-};
-
-inline DropoutTables dropout_of(const DropoutInputs& inputs, int64_t adapters, int64_t layers) {
-  const auto& [p, rng, indices] = inputs;
-  MLORA_CHECK(p.has_value() == rng.has_value() && p.has_value() == indices.has_value(),
-              "dropout_p, dropout_rng and layers: give all three or none");
-  if (!p) {
-    return {};
+inline Tensor empty_like_device(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
+  std::array<int64_t, 4> strides{};
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes.begin()[i];
   }
-  check_dense(*p, "dropout_p", 1, ScalarType::Float);
-  check_table(*rng, "dropout_rng", 2, ScalarType::Long);
-  check_dense(*indices, "layers", indices->dim(), ScalarType::Long);
-  MLORA_CHECK(p->size(0) == adapters && rng->size(0) == adapters && indices->numel() == layers,
-              "dropout_p, dropout_rng, layers: expected ", adapters, " adapters and ", layers,
-              " layers, got shapes ", shape_of(*p), ", ", shape_of(*rng), ", ", shape_of(*indices));
-  return {static_cast<const float*>(p->const_data_ptr()), static_cast<const int64_t*>(rng->const_data_ptr()),
-          static_cast<const int64_t*>(indices->const_data_ptr())};
+  AtenTensorHandle handle = nullptr;
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
+                                                  strides.data(), dtype, device_type, like.get_device_index(),
+                                                  &handle));
+  return Tensor(handle);
+}
+
+// out += a b, by the vendor's library.
+inline void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
+#ifdef MLORA_EMULATE
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+#else
+  MLORA_CHECK(aoti_torch_cuda_addmm_out, "this torch was built without CUDA");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+#endif
+}
+
+// The adapters' matrices of one side of `layers` layers: `first` is the first one, `table` says where the
+// others lie.
+inline FactorTable factor_of(const Tensor& first, const Tensor& table, const char* name, int64_t rows,
+                             ScalarType type) {
+  check_table(table, name, 8, ScalarType::Long);
+  MLORA_CHECK(table.size(0) == rows, name, ": expected ", rows, " rows, got ", table.size(0));
+  MLORA_CHECK(on_device(first) && (first.scalar_type() == type || first.scalar_type() == ScalarType::Float),
+              name, ": expected matrices of dtype ", dtype_name(type), " (that of x) or Float, got ",
+              dtype_name(first.scalar_type()));
+  return {first.const_data_ptr(), static_cast<const FactorRow*>(table.const_data_ptr()), 0,
+          scalar_of(first.scalar_type())};
 }
 
 }  // namespace mlora::cuda

@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(kMaskThreads)
   }
   for (int64_t row = segment.begin + block_y(); row < segment.end; row += grid_y()) {
     const uint32_t philox_row = segment.philox_row + static_cast<uint32_t>(row - segment.begin);
-    const uint32_t keep = keep_byte(philox(segment.dropout, philox_row, static_cast<uint32_t>(counter)),
+    const uint32_t keep = keep_bits(philox(segment.dropout, philox_row, static_cast<uint32_t>(counter)),
                                     segment.dropout.threshold);
     for (int i = 0; i < kCounterColumns && column + i < columns; ++i) {
-      mask[row * columns + column + i] = (keep >> i & 1u) != 0;
+      mask[row * columns + column + i] = (keep >> (i / 2 + i % 2 * 16) & 1u) != 0;
     }
   }
 }
@@ -33,8 +33,7 @@ int launch_dropout_mask(const MaskSegment& segment, int64_t columns, bool* mask,
   const int64_t rows = segment.end - segment.begin;
   const int64_t counters = ceil_div(columns, kCounterColumns);
   const Grid grid = {ceil_div(counters, kMaskThreads), rows < kMostBlocks ? rows : kMostBlocks};
-  return launch(dropout_mask_kernel, grid, kMaskThreads, 0, queue.stream, queue.device, segment, columns,
-                mask);
+  return launch(dropout_mask_kernel, grid, kMaskThreads, 0, queue, segment, columns, mask);
 }
 
 }  // namespace mlora::cuda

@@ -1,64 +1,80 @@
 // Dropout of a tile of rows in shared memory: each thread clears what is dropped of the chunks that it loads.
 #pragma once
 
-#include "cuda/philox.h"
+#include "cuda/kernels.h"
 #include "cuda/shared_tile.cuh"
 
 namespace mlora::cuda {
 
-// Keep bytes of the chunks that load_rows lets this thread fill.
+// Where the keep bits of 32 columns, from `column` on, of a row lie; see `keep_bits` for their order. Words
+// of more columns hold the bits of counter after counter: 4 bits of even columns each, and 16 higher of odd
+// ones.
+__device__ inline int64_t word_place(int64_t rows_total, int columns, int layer, int64_t row, int column) {
+  const int words = ceil_div(columns, kWordColumns);
+  return (int64_t{layer} * rows_total + row) * words + column / kWordColumns;
+}
+
+// Keep bits of the chunks that load_rows lets this thread fill.
 template <typename T, int kRows, int kColumns>
 struct KeepBits {
   using Own = OwnChunks<T, kColumns>;
   static constexpr int kChunk = Chunk<T>::kCount;
   static constexpr int kOwn = kRows / Own::kStep;
-  static_assert(kOwn * Own::kStep == kRows && kOwn <= 4);
+  static_assert(kOwn * Own::kStep == kRows);
 
-  uint32_t bytes = 0;  // one of each chunk
+  uint32_t bits[kOwn];
+
+  __device__ static int counter() { return Own::chunk() * kChunk / kCounterColumns; }
+  __device__ static int word() { return Own::chunk() * kChunk / kWordColumns; }
 
   // `column` is the tile's first column, a multiple of 8.
   __device__ void draw(const Dropout& dropout, uint32_t philox_row, int column) {
-    const uint32_t counter = static_cast<uint32_t>((column + Own::chunk() * kChunk) / kCounterColumns);
-    bytes = 0;
-#pragma unroll 1
+    const uint32_t first = static_cast<uint32_t>(column / kCounterColumns + counter());
+#pragma unroll 2
     for (int i = 0; i < kOwn; ++i) {
       const uint32_t row = philox_row + static_cast<uint32_t>(Own::row(i));
-      bytes |= keep_byte(philox(dropout, row, counter), dropout.threshold) << (8 * i);
+      bits[i] = keep_bits(philox(dropout, row, first), dropout.threshold);
     }
   }
 
-  __device__ void apply(SharedTile<T, kColumns> tile) const {
+  // From the whole words of the thread's own rows.
+  __device__ void set(const uint32_t (&words)[kOwn]) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      Bytes16* place = reinterpret_cast<Bytes16*>(tile.chunk(Own::row(i), Own::chunk()));
-      Bytes16 values = *place;
-      const uint32_t keep = bytes >> (8 * i) >> (sizeof(T) == 4 ? Own::chunk() % 2 * 4 : 0);
+      bits[i] = words[i] >> (counter() % 4 * 4);
+    }
+  }
+
+  // Clears what is dropped of `from` in `to`.
+  __device__ void apply(SharedTile<T, kColumns> from, SharedTile<T, kColumns> to) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      Bytes16 values = *reinterpret_cast<const Bytes16*>(from.chunk(Own::row(i), Own::chunk()));
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        values.word[w] &= word_mask(keep, w);
+        values.word[w] &= word_mask(bits[i], w);
       }
-      *place = values;
+      *reinterpret_cast<Bytes16*>(to.chunk(Own::row(i), Own::chunk())) = values;
     }
   }
 
-  // One byte for eight columns of a row.
-  __device__ void store(uint8_t* out) const {
+  // The word of 32 columns of the thread's i-th row; the lanes that share it all get it.
+  __device__ uint32_t whole_word(int i) const {
+    uint32_t whole = bits[i] << (counter() % 4 * 4);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (Own::chunk() * kChunk % kCounterColumns == 0) {
-        out[(Own::row(i) * kColumns + Own::chunk() * kChunk) / kCounterColumns] =
-            static_cast<uint8_t>(bytes >> (8 * i));
-      }
+    for (int bit = 1; bit < kWordColumns / kChunk; bit *= 2) {
+      whole |= exchange(whole, bit);
     }
+    return whole;
   }
 
  private:
-  __device__ static uint32_t word_mask(uint32_t keep, int word) {
+  __device__ static uint32_t word_mask(uint32_t bits, int word) {
     if constexpr (sizeof(T) == 4) {
-      return (keep >> word & 1u) != 0 ? 0xffffffffu : 0u;
+      const int column = Own::chunk() * kChunk % kCounterColumns + word;
+      return 0u - (bits >> (column / 2 + column % 2 * 16) & 1u);
     } else {
-      return ((keep >> (2 * word) & 1u) != 0 ? 0x0000ffffu : 0u) |
-             ((keep >> (2 * word) & 2u) != 0 ? 0xffff0000u : 0u);
+      return pair_mask(bits << (15 - word));
     }
   }
 };

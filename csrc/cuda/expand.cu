@@ -1,4 +1,5 @@
-// y = bias + s F of one tile and a few blocks of columns; also dx = drop'(ds F) where no gradient is made.
+// y = bias + s F of every layer, a tile and a few blocks of columns a program; also dx = drop'(ds F), the sum
+// over layers, where read_x does not make it.
 //
 // Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #include "cuda/delta.cuh"
@@ -30,13 +31,13 @@ __device__ inline void start_with_bias(Delta& sum, const T* bias, int columns) {
   if (bias != nullptr) {
     sum.for_each([&](int, int column, float& value) {
       if (delta_column() + column < columns) {
-        value = to_float(bias[delta_column() + column]);
+        value = to_float(read(bias + delta_column() + column));
       }
     });
   }
 }
 
-// Each of a row's four lanes draws one block of eight columns.
+// Clears what is dropped. Each of a row's four lanes draws one counter of eight columns.
 __device__ inline void drop_here(Delta& sum, const Dropout& dropout, uint32_t philox_row, int first_column) {
   const int block = lane_index() % 4;
   const uint32_t counter = static_cast<uint32_t>((first_column + delta_column()) / kCounterColumns + block);
@@ -44,31 +45,35 @@ __device__ inline void drop_here(Delta& sum, const Dropout& dropout, uint32_t ph
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t row = philox_row + static_cast<uint32_t>(delta_row() + fragment_row() + 8 * half);
-    keep[half] = keep_byte(philox(dropout, row, counter), dropout.threshold) << (8 * block);
+    keep[half] = keep_bits(philox(dropout, row, counter), dropout.threshold) << (4 * block);
     keep[half] |= exchange(keep[half], 1);
     keep[half] |= exchange(keep[half], 2);
   }
-  drop(sum, keep, dropout.keep_scale);
+  Delta kept;
+  kept.clear();
+  add_kept(kept, sum, keep);
+  sum = kept;
 }
 
-// One layer's part of a program.
+// One layer's part of a program, which writes to an output, or adds to it.
 template <typename T, int kRanks>
-__device__ inline void expand_layer(const ExpandArguments& arguments, int layer) {
+__device__ inline void expand_layer(const ExpandArguments& arguments, const ExpandOutput& output, int layer,
+                                    int factor_layer, bool add) {
   using Shape = ExpandShape<T, kRanks>;
   using Block = SharedTile<T, kBlockColumns>;
-  const Tile tile = arguments.tiles[block_x()];
+  const Tile tile = read(arguments.plan.tiles + block_x());
   const bool served = tile.adapter >= 0;
-  if (tile.rows == 0 || (layer > 0 && !served)) {
+  if (tile.rows == 0 || (add && !served)) {
     return;
   }
-  const int first_block = block_y() * kExpandBlocks;
-  const int last_block = clamp(ceil_div(arguments.columns, kBlockColumns), first_block + kExpandBlocks);
-  const FactorRow* row = &row_of(arguments.factor, layer, served ? tile.adapter : 0);
+  const int first_block = (block_y() - output.first_block) * kExpandBlocks;
+  const int last_block = clamp(ceil_div(output.columns, kBlockColumns), first_block + kExpandBlocks);
+  const FactorRow* row = &row_of(output.factor, factor_layer, served ? tile.adapter : 0);
   const int panels = served ? ceil_div(row->rank, kRanks) : 1;
   const Dropout dropout = served ? dropout_of(arguments.dropout, layer, tile.adapter) : Dropout{};
   const T* s = static_cast<const T*>(arguments.s.data) + layer * arguments.layer_stride +
                tile.row * arguments.s.stride;
-  const T* bias = static_cast<const T*>(arguments.bias);
+  const T* bias = static_cast<const T*>(output.bias);
   const int steps = (last_block - first_block) * panels;
   unsigned char* shared = shared_memory();
   const auto s_of = [&](int step) {
@@ -82,19 +87,19 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, int layer)
   const auto fetch = [&](int step) {
     if (served && step < steps) {
       const int column = (first_block + step / panels) * kBlockColumns;
-      const Panel<T> panel(arguments.factor, *row, step % panels, kRanks);
+      const Panel<T> panel(output.factor, *row, step % panels, kRanks);
       // where there is one panel, the tile of s stays
       if (step < Shape::kSTiles || panels > 1) {
         load_rows<kTileRows>(s_of(step), s + step % panels * kRanks, arguments.s.stride, tile.rows,
                              panel.ranks, arguments.s.aligned, kTileRows, whole_blocks(panel.ranks));
       }
-      factor.begin(factor_of(step), panel, column, arguments.columns - column);
+      factor.begin(factor_of(step), panel, column, output.columns - column);
     }
     commit_copies();
   };
   const auto finish = [&](int step) {
     if (served && step < steps) {
-      factor.end(factor_of(step), Panel<T>(arguments.factor, *row, step % panels, kRanks));
+      factor.end(factor_of(step), Panel<T>(output.factor, *row, step % panels, kRanks));
     }
   };
 
@@ -104,7 +109,7 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, int layer)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int column = (first_block + step / panels) * kBlockColumns;
-    const int columns = arguments.columns - column;
+    const int columns = output.columns - column;
     wait_copies<0>();
     synchronize();
     fetch(step + 1);
@@ -119,35 +124,48 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, int layer)
       if (dropout.threshold != 0) {
         drop_here(sum, dropout, tile.philox_row, column);
       }
-      T* out = static_cast<T*>(arguments.out.data) + tile.row * arguments.out.stride + column;
-      if (layer > 0) {
-        add_existing(sum, out, arguments.out.stride, tile.rows, columns);
+      T* out = static_cast<T*>(output.out.data) + tile.row * output.out.stride + column;
+      if (add) {
+        add_existing(sum, out, output.out.stride, tile.rows, columns);
       }
-      store_delta(sum, out, arguments.out.stride, tile.rows, columns, arguments.out.aligned);
+      store_delta(sum, out, output.out.stride, tile.rows, columns, output.out.aligned);
     }
   }
 }
 
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>) expand_kernel(ExpandArguments arguments) {
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
+    expand_kernel(const __grid_constant__ ExpandArguments arguments) {
+  if (!arguments.adds_up) {
+    int layer = 0;
+    while (layer + 1 < arguments.layers && arguments.output[layer + 1].first_block <= block_y()) {
+      ++layer;
+    }
+    expand_layer<T, kRanks>(arguments, arguments.output[layer], layer, 0, arguments.add);
+    return;
+  }
 #pragma unroll 1
   for (int layer = 0; layer < arguments.layers; ++layer) {
     if (layer > 0) {
       synchronize();  // the result is read again, and shared memory is free
     }
-    expand_layer<T, kRanks>(arguments, layer);
+    expand_layer<T, kRanks>(arguments, arguments.output[0], layer, layer, arguments.add || layer > 0);
   }
 }
 
 }  // namespace
 
-int launch_expand(const ExpandArguments& arguments, const Queue& queue) {
+int launch_expand(ExpandArguments arguments, const Queue& queue) {
+  int blocks = 0;
+  for (int i = 0; i < (arguments.adds_up ? 1 : arguments.layers); ++i) {
+    arguments.output[i].first_block = blocks;
+    blocks += ceil_div(arguments.output[i].columns, kBlockColumns * kExpandBlocks);
+  }
   return for_panel(arguments.type, arguments.ranks, [&](auto number, auto width) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
-    const Grid grid = {arguments.tile_count, ceil_div(arguments.columns, kBlockColumns * kExpandBlocks)};
-    return launch(expand_kernel<T, kRanks>, grid, kThreads, ExpandShape<T, kRanks>::kShared, queue.stream,
-                  queue.device, arguments);
+    return launch(expand_kernel<T, kRanks>, Grid{arguments.plan.tile_count, blocks}, kThreads,
+                  ExpandShape<T, kRanks>::kShared, queue, arguments);
   });
 }
 

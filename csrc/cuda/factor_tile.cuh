@@ -81,7 +81,7 @@ class FactorLoad {
       Floats floats;
 #pragma unroll
       for (int k = 0; k < kChunk / 4; ++k) {
-        floats.four[k] = present ? from[k] : Chunk<float>{};
+        floats.four[k] = present ? read(from + k) : Chunk<float>{};
       }
       return floats;
     };
@@ -127,9 +127,9 @@ class FactorLoad {
   __device__ static T number(const Panel<T>& panel, int64_t place) {
     T value = {};
     if (panel.convert) {
-      from_float(static_cast<const float*>(panel.base)[place], value);
+      from_float(read(static_cast<const float*>(panel.base) + place), value);
     } else {
-      value = static_cast<const T*>(panel.base)[place];
+      value = read(static_cast<const T*>(panel.base) + place);
     }
     return value;
   }

@@ -1,5 +1,6 @@
-// dF [r, d] = s^T rows of one split, layer, block of columns and panel of ranks; with kDx s^T drop(rows), and
-// dx = drop'(s F) of the same rows and columns under the same masks, which later layers add to.
+// dF [r, d] = s^T rows of one split, block of columns and panel of ranks, for each layer. With kDx the rows
+// are dropped from, and dx = sum over layers of drop'(s F) is made of the same rows and columns, under the
+// same masks: rows are read once, dx is written once.
 //
 // Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
@@ -7,52 +8,116 @@
 #include "cuda/delta.cuh"
 #include "cuda/dropout_tile.cuh"
 #include "cuda/factor_tile.cuh"
+#include "cuda/tickets.cuh"
 
 namespace mlora::cuda {
 
-template <typename T, int kRanks, bool kDx>
+// Where the masks of dropout come from.
+enum class Masks { kNone, kDrawn, kStored };
+
+template <typename T, int kRanks, int kLayers, bool kDx>
 struct GradientShape {
-  static constexpr int kStages = kRanks * static_cast<int>(sizeof(T)) >= 256 ? 2 : 3;
+  static constexpr int kStages = kLayers * kRanks * static_cast<int>(sizeof(T)) >= 256 ? 2 : 3;
   static constexpr int kWarpsM = kRanks >= 128 ? 4 : kRanks >= 32 ? 2 : 1;
   static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
   static constexpr int kM = kRanks / 16 / kWarpsM;
   static constexpr int kN = kBlockColumns / 8 / kWarpsN;
+  static constexpr int kWordsOfRow = kBlockColumns / kWordColumns;
+  // One layer's part of a stage: the rows, as it drops from them; s; keep words.
   static constexpr int kRowBytes = SharedTile<T, kBlockColumns>::bytes(kTileRows);
   static constexpr int kSBytes = SharedTile<T, kRanks>::bytes(kTileRows);
-  static constexpr int kKeepBytes = kDx ? kTileRows * kBlockColumns / kCounterColumns : 0;
-  static constexpr int kStageBytes = kRowBytes + kSBytes + kKeepBytes;
+  static constexpr int kKeepBytes = kDx ? kTileRows * kWordsOfRow * 4 : 0;
+  static constexpr int kLayerBytes = kRowBytes + kSBytes + kKeepBytes;
+  static constexpr int kStageBytes = kLayers * kLayerBytes;
   static constexpr int kTileBytes = kSplitTiles * static_cast<int>(sizeof(Tile));
   static constexpr int kFactorBytes = kDx ? SharedTile<T, kBlockColumns>::bytes(kRanks) : 0;
-  static constexpr int kShared = kTileBytes + kFactorBytes + kStages * kStageBytes;
+  static constexpr int kShared = kTileBytes + kLayers * kFactorBytes + kStages * kStageBytes;
 };
 
-// Where the sums of one program go.
+// Writes one number of a gradient, or adds it to what is there.
 template <typename T>
-__device__ inline void write_gradient(const GradientArguments& arguments, const Split& split, int layer,
-                                      int rank, int column, float value) {
-  if (split.slot >= 0) {
-    const int64_t row = (int64_t{layer} * arguments.slots + split.slot) * arguments.ranks + rank;
-    arguments.partial[row * arguments.columns + column] = value;
-    return;
-  }
-  const FactorRow& factor = row_of(arguments.factor, layer, split.adapter);
-  const int64_t place =
-      factor.grad_offset + rank * factor.grad_rank_stride + column * factor.grad_column_stride;
-  if (sizeof(T) != 4 && arguments.factor.type == Scalar::kFloat) {
-    float& out = static_cast<float*>(arguments.gradient)[place];
-    out = arguments.add ? out + value : value;
-  } else {
-    T& out = static_cast<T*>(arguments.gradient)[place];
-    from_float(arguments.add ? to_float(out) + value : value, out);
+__device__ inline void write_number(T* place, float value, bool add) {
+  T rounded;
+  from_float(add ? to_float(read(place)) + value : value, rounded);
+  write(place, rounded);
+}
+
+// f(place, rank, column) for each number of a panel's block of columns, where place counts in a row-major
+// [R, d] from the panel's first.
+template <typename Function>
+__device__ inline void for_each_number(const GradientArguments& arguments, int ranks, int columns,
+                                       Function&& f) {
+  for (int index = thread_index(); index < ranks * kBlockColumns; index += kThreads) {
+    const int rank = index / kBlockColumns;
+    const int column = index % kBlockColumns;
+    if (column < columns) {
+      f(int64_t{rank} * arguments.columns + column, rank, column);
+    }
   }
 }
+
+// Where one program's gradient goes: to the adapter's own, or, if the adapter has several splits, to partial
+// sums, which the last program of them adds up.
+template <typename T>
+struct GradientOut {
+  const GradientArguments& arguments;
+  Split split;
+  int layer;
+  int first_rank;
+  int first_column;
+
+  __device__ void write_final(int rank, int column, float value) const {
+    const FactorRow& factor = row_of(arguments.factor, layer, split.adapter);
+    const int64_t place = factor.grad_offset + (first_rank + rank) * factor.grad_rank_stride +
+                          (first_column + column) * factor.grad_column_stride;
+    if (sizeof(T) != 4 && arguments.factor.type == Scalar::kFloat) {
+      write_number(static_cast<float*>(arguments.gradient) + place, value, arguments.add);
+    } else {
+      write_number(static_cast<T*>(arguments.gradient) + place, value, arguments.add);
+    }
+  }
+
+  __device__ float* partial(int slot) const {
+    const int64_t row = (int64_t{layer} * arguments.slots + slot) * arguments.ranks + first_rank;
+    return arguments.partial.sums + row * arguments.columns + first_column;
+  }
+
+  __device__ void write_sum(int rank, int column, float value) const {
+    if (split.slot < 0) {
+      write_final(rank, column, value);
+    } else {
+      write(partial(split.slot) + int64_t{rank} * arguments.columns + column, value);
+    }
+  }
+
+  // After all sums of this program are written.
+  __device__ void finish(int ranks, int columns, int panel) const {
+    if (split.slot < 0) {
+      return;
+    }
+    const Group group = read(arguments.plan.groups + split.adapter);
+    const int blocks = ceil_div(arguments.columns, kBlockColumns);
+    const int ticket =
+        ((panel * arguments.layers + layer) * arguments.factor.adapters + split.adapter) * blocks +
+        first_column / kBlockColumns;
+    if (is_last(arguments.partial.tickets + ticket, group.slot_count)) {
+      for_each_number(arguments, ranks, columns, [&](int64_t place, int rank, int column) {
+        float value = 0.0f;
+        for (int slot = group.slot_begin; slot < group.slot_begin + group.slot_count; ++slot) {
+          value += load_shared_sum(partial(slot) + place);
+        }
+        write_final(rank, column, value);
+      });
+    }
+  }
+};
 
 // dx of rows without adapter.
 template <typename T>
 __device__ inline void clear_dx(const GradientArguments& arguments, const Split& split, int first_column,
                                 int columns) {
   for (int i = split.tile_begin; i < split.tile_end; ++i) {
-    const Tile tile = arguments.tiles[i];
+    const Tile tile = read(arguments.plan.tiles + i);
     T* out = static_cast<T*>(arguments.dx.data) + tile.row * arguments.dx.stride + first_column;
     Delta zero;
     zero.clear();
@@ -60,111 +125,201 @@ __device__ inline void clear_dx(const GradientArguments& arguments, const Split&
   }
 }
 
-template <typename T, int kRanks, bool kDx>
-__device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int layer,
+// kLayers layers from `first_layer` on; those before have written dx already.
+template <typename T, int kRanks, int kLayers, bool kDx, Masks kMasks>
+__device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int first_layer,
                                         int block, int panel_index) {
-  using Shape = GradientShape<T, kRanks, kDx>;
+  using Shape = GradientShape<T, kRanks, kLayers, kDx>;
   using Block = SharedTile<T, kBlockColumns>;
-  const Split split = arguments.splits[split_index];
+  using Keep = KeepBits<T, kTileRows, kBlockColumns>;
+  const Split split = read(arguments.plan.splits + split_index);
   const int first_column = block * kBlockColumns;
   const int columns = clamp(arguments.columns - first_column, kBlockColumns);
   const bool need_dx = kDx && arguments.dx.data != nullptr;
+  const bool add_dx = arguments.add_dx || first_layer > 0;
   if (split.adapter < 0) {
-    if (need_dx && layer == 0) {
+    if (need_dx && !add_dx) {
       clear_dx<T>(arguments, split, first_column, columns);
     }
     return;
   }
-  const Panel<T> panel(arguments.factor, row_of(arguments.factor, layer, split.adapter), panel_index, kRanks);
-  if (panel.ranks == 0) {
+  const auto panel_of = [&](int layer) {
+    return Panel<T>(arguments.factor, row_of(arguments.factor, first_layer + layer, split.adapter),
+                    panel_index, kRanks);
+  };
+  int ranks[kLayers];
+  bool any = false;
+#pragma unroll
+  for (int layer = 0; layer < kLayers; ++layer) {
+    ranks[layer] = panel_of(layer).ranks;
+    any = any || ranks[layer] > 0;
+  }
+  if (!any) {
     return;
   }
-  const Dropout dropout = kDx ? dropout_of(arguments.dropout, layer, split.adapter) : Dropout{};
   const int first_rank = panel_index * kRanks;
   const int tile_count = split.tile_end - split.tile_begin;
+  // of every layer, but for the layer's index
+  const Dropout dropout =
+      kMasks == Masks::kNone ? Dropout{} : dropout_of(arguments.dropout, first_layer, split.adapter);
+  const bool drops = kMasks != Masks::kNone && dropout.threshold != 0;
   unsigned char* shared = shared_memory();
   Tile* tiles = reinterpret_cast<Tile*>(shared);
-  const Block factor{reinterpret_cast<T*>(shared + Shape::kTileBytes)};
-  const auto stage_of = [&](int i) {
-    return shared + Shape::kTileBytes + Shape::kFactorBytes + i % Shape::kStages * Shape::kStageBytes;
+  const auto factor_of = [&](int layer) {
+    return Block{reinterpret_cast<T*>(shared + Shape::kTileBytes + layer * Shape::kFactorBytes)};
   };
-  const auto rows_of = [&](int i) { return Block{reinterpret_cast<T*>(stage_of(i))}; };
-  const auto s_of = [&](int i) {
-    return SharedTile<T, kRanks>{reinterpret_cast<T*>(stage_of(i) + Shape::kRowBytes)};
+  const auto part_of = [&](int i, int layer) {
+    return shared + Shape::kTileBytes + kLayers * Shape::kFactorBytes +
+           i % Shape::kStages * Shape::kStageBytes + layer * Shape::kLayerBytes;
   };
+  const auto rows_of = [&](int i, int layer) { return Block{reinterpret_cast<T*>(part_of(i, layer))}; };
+  const auto s_of = [&](int i, int layer) {
+    return SharedTile<T, kRanks>{reinterpret_cast<T*>(part_of(i, layer) + Shape::kRowBytes)};
+  };
+  const auto words_of = [&](int i, int layer) {
+    return reinterpret_cast<uint32_t*>(part_of(i, layer) + Shape::kRowBytes + Shape::kSBytes);
+  };
+  // The rows come into layer 0's place.
   const auto fetch = [&](int i) {
     if (i < tile_count) {
       const Tile tile = tiles[i];
       load_rows<kTileRows>(
-          rows_of(i),
+          rows_of(i, 0),
           static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride + first_column,
           arguments.rows.stride, tile.rows, columns, arguments.rows.aligned);
-      load_rows<kTileRows>(s_of(i),
-                           static_cast<const T*>(arguments.s.data) + layer * arguments.layer_stride +
-                               tile.row * arguments.s.stride + first_rank,
-                           arguments.s.stride, tile.rows, panel.ranks, arguments.s.aligned, kTileRows,
-                           whole_blocks(panel.ranks));
+#pragma unroll
+      for (int layer = 0; layer < kLayers; ++layer) {
+        load_rows<kTileRows>(s_of(i, layer),
+                             static_cast<const T*>(arguments.s.data) +
+                                 (first_layer + layer) * arguments.layer_stride +
+                                 tile.row * arguments.s.stride + first_rank,
+                             arguments.s.stride, tile.rows, ranks[layer], arguments.s.aligned, kTileRows,
+                             whole_blocks(ranks[layer]));
+      }
     }
     commit_copies();
   };
+  // Stored keep bits of the thread's own chunks wait in registers until the rows are there.
+  uint32_t waiting[kLayers][Keep::kOwn];
+  const auto fetch_keep = [&](int i) {
+    const int column = first_column + Keep::word() * kWordColumns;
+#pragma unroll
+    for (int layer = 0; layer < kLayers; ++layer) {
+#pragma unroll
+      for (int k = 0; k < Keep::kOwn; ++k) {
+        const int row = Keep::Own::row(k);
+        waiting[layer][k] = 0;
+        if (i < tile_count && row < tiles[i].rows && column < arguments.columns) {
+          waiting[layer][k] =
+              read(arguments.keep + word_place(arguments.rows_total, arguments.columns, first_layer + layer,
+                                               tiles[i].row + row, column));
+        }
+      }
+    }
+  };
+  // Clears what is dropped of the rows of tile i, for each layer, and notes the words for dx.
+  const auto drop_rows = [&](int i) {
+  // layer 0's rows are dropped from in place: last
+#pragma unroll
+    for (int layer = kLayers - 1; layer >= 0; --layer) {
+      Keep keep;
+      if constexpr (kMasks == Masks::kStored) {
+        keep.set(waiting[layer]);
+      } else {
+        Dropout own = dropout;
+        own.layer = layer_index(arguments.dropout, first_layer + layer);
+        keep.draw(own, tiles[i].philox_row, first_column);
+      }
+      keep.apply(rows_of(i, 0), rows_of(i, layer));
+      if (need_dx) {
+#pragma unroll
+        for (int k = 0; k < Keep::kOwn; ++k) {
+          words_of(i, layer)[Keep::Own::row(k) * Shape::kWordsOfRow + Keep::word()] =
+              kMasks == Masks::kStored ? waiting[layer][k] : keep.whole_word(k);
+        }
+      }
+    }
+  };
 
   if (thread_index() < tile_count) {
-    tiles[thread_index()] = arguments.tiles[split.tile_begin + thread_index()];
+    tiles[thread_index()] = read(arguments.plan.tiles + split.tile_begin + thread_index());
   }
   if (need_dx) {
-    FactorLoad<T, kRanks, kBlockColumns, false>().begin(factor, panel, first_column, columns);
+#pragma unroll
+    for (int layer = 0; layer < kLayers; ++layer) {
+      FactorLoad<T, kRanks, kBlockColumns, false>().begin(factor_of(layer), panel_of(layer), first_column,
+                                                          columns);
+    }
   }
   synchronize();
 #pragma unroll
   for (int i = 0; i < Shape::kStages - 1; ++i) {
     fetch(i);
   }
-  Fragment<Shape::kM, Shape::kN> sum;
-  sum.clear();
+  if (kMasks == Masks::kStored && drops) {
+    fetch_keep(0);
+  }
+  Fragment<Shape::kM, Shape::kN> sum[kLayers];
+#pragma unroll
+  for (int layer = 0; layer < kLayers; ++layer) {
+    sum[layer].clear();
+  }
   const int m = warp_index() % Shape::kWarpsM * 16 * Shape::kM;
   const int n = warp_index() / Shape::kWarpsM * 8 * Shape::kN;
 #pragma unroll 1
   for (int i = 0; i < tile_count; ++i) {
-    KeepBits<T, kTileRows, kBlockColumns> keep;
-    if (dropout.threshold != 0) {
-      keep.draw(dropout, tiles[i].philox_row, first_column);
-    }
     wait_copies<Shape::kStages - 2>();
-    unsigned char* keep_bytes = stage_of(i) + Shape::kRowBytes + Shape::kSBytes;
-    if (dropout.threshold != 0) {
-      keep.apply(rows_of(i));
-      keep.store(keep_bytes);
+    if (drops) {
+      drop_rows(i);
+      if (kMasks == Masks::kStored) {
+        fetch_keep(i + 1);
+      }
     }
     synchronize();
     fetch(i + Shape::kStages - 1);
-    add_product<Ranks::kRows, false, false, kTileRows>(sum, s_of(i), m, rows_of(i), n, 0, panel.ranks);
-    if (need_dx) {
-      Delta delta;
-      delta.clear();
-      add_delta(delta, s_of(i), factor, panel.ranks);
-      if (dropout.threshold != 0) {
-        uint32_t kept[2];
+    Delta dx;
+    dx.clear();
+#pragma unroll
+    for (int layer = 0; layer < kLayers; ++layer) {
+      add_product<Ranks::kRows, false, false, kTileRows>(sum[layer], s_of(i, layer), m,
+                                                         rows_of(i, drops ? layer : 0), n, 0, ranks[layer]);
+      if (need_dx) {
+        if (!drops) {
+          add_delta(dx, s_of(i, layer), factor_of(layer), ranks[layer]);
+          continue;
+        }
+        Delta part;
+        part.clear();
+        add_delta(part, s_of(i, layer), factor_of(layer), ranks[layer]);
+        uint32_t keep[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = delta_row() + fragment_row() + 8 * half;
-          kept[half] = *reinterpret_cast<const uint32_t*>(
-              keep_bytes + (row * kBlockColumns + delta_column()) / kCounterColumns);
+          keep[half] = words_of(i, layer)[(delta_row() + fragment_row() + 8 * half) * Shape::kWordsOfRow +
+                                          delta_column() / kWordColumns];
         }
-        drop(delta, kept, dropout.keep_scale);
+        add_kept(dx, part, keep);
       }
+    }
+    if (need_dx) {
       T* out = static_cast<T*>(arguments.dx.data) + tiles[i].row * arguments.dx.stride + first_column;
-      if (layer > 0) {
-        add_existing(delta, out, arguments.dx.stride, tiles[i].rows, columns);
+      if (add_dx) {
+        add_existing(dx, out, arguments.dx.stride, tiles[i].rows, columns);
       }
-      store_delta(delta, out, arguments.dx.stride, tiles[i].rows, columns, arguments.dx.aligned);
+      store_delta(dx, out, arguments.dx.stride, tiles[i].rows, columns, arguments.dx.aligned);
     }
   }
-  sum.for_each([&](int rank, int column, float value) {
-    if (m + rank < panel.ranks && n + column < columns) {
-      write_gradient<T>(arguments, split, layer, first_rank + m + rank, first_column + n + column,
-                        value * dropout.keep_scale);
+#pragma unroll
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const GradientOut<T> out{arguments, split, first_layer + layer, first_rank, first_column};
+    if (arguments.gradient != nullptr) {
+      sum[layer].for_each([&](int rank, int column, float value) {
+        if (m + rank < ranks[layer] && n + column < columns) {
+          out.write_sum(m + rank, n + column, value);
+        }
+      });
+      out.finish(ranks[layer], columns, panel_index);
     }
-  });
+  }
 }
 
 }  // namespace mlora::cuda

@@ -9,6 +9,9 @@
 
 namespace mlora::cuda {
 
+// The layers that one launch serves.
+constexpr int kMostLayers = 4;
+
 struct Queue {
   void* stream;
   int device;
@@ -16,11 +19,18 @@ struct Queue {
 
 // A matrix of rows whose last dimension is dense; `aligned` where each row begins at a multiple of 16 bytes.
 struct Rows {
+  const void* data;
+  int64_t stride;
+  bool aligned;
+};
+
+struct OutRows {
   void* data;
   int64_t stride;
   bool aligned;
 };
 
+// Tables that the plan kernel writes.
 struct PlanTables {
   Tile* tiles;
   int32_t tile_count;
@@ -29,34 +39,57 @@ struct PlanTables {
   Group* groups;
 };
 
+struct PlanView {
+  const Tile* tiles;
+  int32_t tile_count;
+  const Split* splits;
+  int32_t split_count;
+  const Group* groups;
+};
+
+// fp32 sums of several programs. The last of them, as their ticket says, adds them up in order. Tickets are 0
+// before a launch and after it.
+struct Partial {
+  float* sums;
+  int* tickets;
+};
+
 struct ShrinkArguments {
   Scalar type;
   Rows rows;  // [T, d]
   FactorTable factor;
-  const Tile* tiles;
-  int tile_count;
+  PlanView plan;
   const float* scaling;
   DropoutTables dropout;
-  void* out;  // [L, T, R], or fp32 [column splits, L, T, R] where `partial`
-  bool partial;
-  int64_t layer_stride;
+  bool drops;       // the rows; else only the scale of kept elements counts
+  uint32_t* keep;   // [L, T, d / 32, rounded up]: which elements are kept; null: not wanted
+  void* out;        // [L, T, R]
+  Partial partial;  // [column splits, L, T, R], where there are several
+  int64_t rows_total;
   int layers;
   int columns;
   int ranks;
+};
+
+// One result, or one for each layer.
+struct ExpandOutput {
+  FactorTable factor;
+  const void* bias;
+  OutRows out;  // [T, d]
+  int columns;
+  int first_block;  // of the launch
 };
 
 struct ExpandArguments {
   Scalar type;
   Rows s;  // [L, T, R]
   int64_t layer_stride;
-  int layers;  // whose results are added up
-  FactorTable factor;
-  const Tile* tiles;
-  int tile_count;
-  const void* bias;
+  int layers;
+  bool adds_up;  // the layers' results in output 0; else each layer has its own
+  bool add;      // to what is there
+  PlanView plan;
   DropoutTables dropout;  // of each layer's result
-  Rows out;               // [T, d]
-  int columns;
+  ExpandOutput output[kMostLayers];
   int ranks;
 };
 
@@ -67,46 +100,58 @@ struct GradientArguments {
   int64_t layer_stride;
   int layers;
   FactorTable factor;
-  const Tile* tiles;
-  int tile_count;
-  const Split* splits;
-  int split_count;
+  PlanView plan;
   DropoutTables dropout;  // of the rows
+  const uint32_t* keep;   // as shrink has stored it; null: masks are drawn anew
   void* gradient;         // dtype of the factor; null where it is not wanted
-  float* partial;         // [L slots, R, d]
+  Partial partial;        // [L slots, R, d]
   int slots;              // of one layer
-  Rows dx;                // [T, d]; null where it is not wanted
+  OutRows dx;             // [T, d]; null where it is not wanted
+  bool add_dx;            // to what is there
+  int64_t rows_total;
   int columns;
   int ranks;
   bool add;  // to what `gradient` holds
 };
 
-struct ReduceArguments {
-  const float* partial;  // [L slots, R, d]
-  int slots;             // of one layer
-  FactorTable factor;
+struct ReadDyArguments {
+  ShrinkArguments ds[kMostLayers];
+  GradientArguments gradient[kMostLayers];
+  int first_program[kMostLayers + 1];
   int layers;
-  const Group* groups;
-  void* gradient;  // dtype of the factor
-  int columns;
-  int ranks;
-  bool add;  // to what `gradient` holds
+  bool need_ds;
+  bool need_gradient;
 };
+
+// The id of the capture that the queue's stream takes part in; 0: none.
+uint64_t capture_of(const Queue& queue);
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
 int launch_shrink(const ShrinkArguments& arguments, const Queue& queue);
-int launch_expand(const ExpandArguments& arguments, const Queue& queue);
-// Either part may be absent: its flag is false.
-int launch_read_dy(const ShrinkArguments& ds, bool need_ds, const GradientArguments& gradient,
-                   bool need_gradient, const Queue& queue);
+int launch_expand(ExpandArguments arguments, const Queue& queue);
+int launch_read_dy(ReadDyArguments arguments, const Queue& queue);
 int launch_read_x(const GradientArguments& arguments, const Queue& queue);
-int launch_reduce_rows(const float* partial, int splits, int64_t numbers, Scalar type, void* out,
-                       const Queue& queue);
-int launch_reduce_gradients(const ReduceArguments& arguments, const Queue& queue);
 
 // The widest panel of ranks that a kernel holds.
 constexpr int kFloatRanks = 64;
 constexpr int kTensorRanks = 128;
-constexpr int widest_panel(Scalar type) { return type == Scalar::kFloat ? kFloatRanks : kTensorRanks; }
+MLORA_HD constexpr int widest_panel(Scalar type) {
+  return type == Scalar::kFloat ? kFloatRanks : kTensorRanks;
+}
+
+// Columns of a block of a gradient, of s F, and of a word of keep bits.
+constexpr int kBlockColumns = 64;
+constexpr int kWordColumns = 32;
+
+MLORA_HD int panels_of(Scalar type, int64_t ranks) { return ceil_div(ranks, widest_panel(type)); }
+
+// How many tickets a launch takes.
+inline int64_t shrink_tickets(Scalar type, int64_t tiles, int64_t layers, int64_t ranks) {
+  return tiles * layers * panels_of(type, ranks);
+}
+inline int64_t gradient_tickets(Scalar type, int64_t adapters, int64_t layers, int64_t columns,
+                                int64_t ranks) {
+  return adapters * layers * ceil_div(columns, kBlockColumns) * panels_of(type, ranks);
+}
 
 }  // namespace mlora::cuda

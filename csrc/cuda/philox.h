@@ -22,13 +22,18 @@ MLORA_HD uint32_t dropout_threshold(float p) { return static_cast<uint32_t>(rint
 
 MLORA_HD float keep_scale(uint32_t threshold) { return 65536.0f / static_cast<float>(65536 - threshold); }
 
+// Index of a layer of this launch in the whole model.
+MLORA_HD uint32_t layer_index(const DropoutTables& tables, int layer) {
+  return static_cast<uint32_t>(tables.layers[layer]);
+}
+
 MLORA_HD Dropout dropout_of(const DropoutTables& tables, int layer, int adapter) {
   Dropout dropout;
   if (tables.p != nullptr) {
     const uint64_t seed = static_cast<uint64_t>(tables.rng[2 * adapter]);
     dropout.key0 = static_cast<uint32_t>(seed);
     dropout.key1 = static_cast<uint32_t>(seed >> 32);
-    dropout.layer = static_cast<uint32_t>(tables.layers[layer]);
+    dropout.layer = layer_index(tables, layer);
     dropout.step = static_cast<uint32_t>(tables.rng[2 * adapter + 1]);
     dropout.threshold = dropout_threshold(tables.p[adapter]);
     dropout.keep_scale = keep_scale(dropout.threshold);
@@ -58,17 +63,18 @@ MLORA_HD PhiloxWords philox(const Dropout& dropout, uint32_t row, uint32_t count
   return c;
 }
 
-// Bit i is set where column i of the counter is kept.
-MLORA_HD uint32_t keep_byte(const PhiloxWords& words, uint32_t threshold) {
-  uint32_t byte = 0;
+// Which of a counter's eight columns are kept: bit i for column 2 i, bit 16 + i for column 2 i + 1.
+MLORA_HD uint32_t keep_bits(const PhiloxWords& words, uint32_t threshold) {
+  uint32_t bits = 0;
 #ifdef __CUDACC__
 #pragma unroll
 #endif
   for (int i = 0; i < 4; ++i) {
-    byte |= ((words.word[i] & 0xffffu) >= threshold ? 1u : 0u) << (2 * i);
-    byte |= ((words.word[i] >> 16) >= threshold ? 2u : 0u) << (2 * i);
+    // of the low half only the low half of the threshold is compared, of the whole word the high half
+    bits |= words.word[i] << 16 >= threshold << 16 ? 1u << i : 0u;
+    bits |= words.word[i] >= threshold << 16 ? 0x10000u << i : 0u;
   }
-  return byte;
+  return threshold > 0xffffu ? 0u : bits;
 }
 
 }  // namespace mlora::cuda

@@ -1,4 +1,5 @@
-// The plan of one batch, by one block.
+// The plan of one batch, by one block. Each adapter has a thread, which walks the segments for its own; one
+// more thread serves the rows without an adapter.
 #include "cuda/kernels.h"
 #include "cuda/primitives.cuh"
 
@@ -7,13 +8,23 @@ namespace {
 
 constexpr int kPlanThreads = 512;
 
-__device__ inline void write_tiles(const PlanTables& tables, int32_t first, int64_t begin, int64_t end,
-                                   int32_t adapter, int64_t row0) {
+// Writes the tiles of rows [begin, end) from number `first`; returns how many they are.
+__device__ inline int32_t write_tiles(const PlanTables& tables, int32_t first, int64_t begin, int64_t end,
+                                      int32_t adapter, int64_t row0) {
   const int32_t count = ceil_div(end - begin, kTileRows);
   for (int32_t i = 0; i < count && first + i < tables.tile_count; ++i) {
     tables.tiles[first + i] = tile_of(begin, end, i, adapter, row0);
-    if (adapter < 0) {
-      tables.tiles[first + i].philox_row = 0;
+  }
+  return count;
+}
+
+// f(segment) for each segment that an adapter serves, in order.
+template <typename Function>
+__device__ inline void for_each_served(const Batch& batch, Function&& f) {
+  for (int32_t i = 0; i < batch.segment_count; ++i) {
+    const Segment segment = batch.segments[i];
+    if (is_served(batch, segment)) {
+      f(segment);
     }
   }
 }
@@ -25,62 +36,80 @@ __device__ inline void write_splits(const PlanTables& tables, int32_t first, Ran
   }
 }
 
+// Number N stands for the tiles without an adapter, and the unused entries behind them.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Batch batch, PlanTables tables) {
-  const int32_t thread = thread_index();
-  const Place end = place_of(batch, batch.segment_count);
-  const int32_t used = end.tile + end.gap_tile + ceil_div(batch.rows - end.gap_begin, kTileRows);
-  for (int32_t i = thread; i <= batch.segment_count; i += kPlanThreads) {
-    const bool last = i == batch.segment_count;
-    if (last || is_served(batch, batch.segments[i])) {
-      const Place place = place_of(batch, i);
-      const int64_t gap_end = last ? batch.rows : batch.segments[i].begin;
-      write_tiles(tables, end.tile + place.gap_tile, place.gap_begin, gap_end, -1, 0);
-      if (!last) {
-        const Segment segment = batch.segments[i];
-        write_tiles(tables, place.tile, segment.begin, segment.end, static_cast<int32_t>(segment.adapter),
-                    segment.row0);
-      }
-    }
-  }
-  for (int32_t i = used + thread; i < tables.tile_count; i += kPlanThreads) {
-    tables.tiles[i] = {0, 0, -1, 0};
-  }
-  for (int32_t i = thread; i < batch.adapters; i += kPlanThreads) {
-    const Range tiles = adapter_tiles(batch, i);
-    tables.groups[i].tile_begin = tiles.begin;
-    tables.groups[i].tile_end = tiles.begin + tiles.count;
+  for (int32_t i = thread_index(); i < batch.adapters; i += kPlanThreads) {
+    int32_t count = 0;
+    for_each_served(batch, [&](const Segment& segment) {
+      count += segment.adapter == i ? ceil_div(segment.end - segment.begin, kTileRows) : 0;
+    });
+    tables.groups[i].tile_end = count;
   }
   synchronize();
-  // number N stands for the tiles without adapter, and the unused entries after them
-  for (int32_t i = thread; i <= batch.adapters; i += kPlanThreads) {
-    int32_t run = 0;
+  for (int32_t i = thread_index(); i <= batch.adapters; i += kPlanThreads) {
+    Range tiles = {0, 0};
+    int32_t split = 0;
     int32_t slot = 0;
     for (int32_t k = 0; k < i; ++k) {
-      const int32_t tiles = tables.groups[k].tile_end - tables.groups[k].tile_begin;
-      run += runs_of(tiles);
-      slot += slots_of(tiles);
+      const int32_t count = tables.groups[k].tile_end;
+      tiles.begin += count;
+      split += runs_of(count);
+      slot += slots_of(count);
     }
+    int32_t runs = 0;
     if (i < batch.adapters) {
-      Group& group = tables.groups[i];
-      const Range tiles = {group.tile_begin, group.tile_end - group.tile_begin};
-      group.slot_count = slots_of(tiles.count);
-      group.slot_begin = slot;
-      write_splits(tables, run, tiles, runs_of(tiles.count), i, group.slot_count > 0 ? slot : -1);
-    } else {
-      const Range tiles = {end.tile, used - end.tile};
-      const int32_t runs = ceil_div(tiles.count, kSplitTiles);
-      write_splits(tables, run, tiles, runs, -1, -1);
-      for (int32_t k = run + runs; k < tables.split_count; ++k) {
-        tables.splits[k] = {0, 0, -1, -1};
-      }
+      for_each_served(batch, [&](const Segment& segment) {
+        if (segment.adapter == i) {
+          tiles.count +=
+              write_tiles(tables, tiles.begin + tiles.count, segment.begin, segment.end, i, segment.row0);
+        }
+      });
+      runs = runs_of(tiles.count);
+      tables.groups[i].tile_begin = tiles.begin;
+      tables.groups[i].slot_begin = slot;
+      tables.groups[i].slot_count = slots_of(tiles.count);
+      write_splits(tables, split, tiles, runs, i, slots_of(tiles.count) > 0 ? slot : -1);
+      continue;
     }
+    int64_t reached = 0;
+    const auto write_gap = [&](int64_t end) {
+      tiles.count += write_tiles(tables, tiles.begin + tiles.count, reached, end, -1, 0);
+    };
+    for_each_served(batch, [&](const Segment& segment) {
+      write_gap(segment.begin);
+      reached = segment.end > reached ? segment.end : reached;
+    });
+    write_gap(batch.rows);
+    runs = ceil_div(tiles.count, kSplitTiles);
+    write_splits(tables, split, tiles, runs, -1, -1);
+    for (int32_t k = tiles.begin + tiles.count; k < tables.tile_count; ++k) {
+      tables.tiles[k] = {0, 0, -1, 0};
+    }
+    for (int32_t k = split + runs; k < tables.split_count; ++k) {
+      tables.splits[k] = {0, 0, -1, -1};
+    }
+  }
+  synchronize();
+  for (int32_t i = thread_index(); i < batch.adapters; i += kPlanThreads) {
+    tables.groups[i].tile_end += tables.groups[i].tile_begin;
   }
 }
 
 }  // namespace
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue) {
-  return launch(plan_kernel, Grid{1}, kPlanThreads, 0, queue.stream, queue.device, batch, tables);
+  return launch(plan_kernel, Grid{1}, kPlanThreads, 0, queue, batch, tables);
 }
+
+#ifdef MLORA_EMULATE
+uint64_t capture_of(const Queue&) { return 0; }
+#else
+uint64_t capture_of(const Queue& queue) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(queue.stream), &status, &id);
+  return error == cudaSuccess && status == cudaStreamCaptureStatusActive ? id : 0;
+}
+#endif
 
 }  // namespace mlora::cuda

@@ -2,6 +2,7 @@
 // kernels, and emulator.h of the tests provides these operations.
 #pragma once
 
+#include "cuda/kernels.h"
 #include "cuda/numbers.h"
 
 #ifdef MLORA_EMULATE
@@ -76,6 +77,47 @@ __device__ inline uint32_t exchange(uint32_t value, int bit) {
   return __shfl_xor_sync(0xffffffffu, value, bit);
 }
 
+// Bits 15 and 31 spread over the low and the high half.
+__device__ inline uint32_t pair_mask(uint32_t value) {
+  uint32_t mask;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(mask) : "r"(value));
+  return mask;
+}
+
+// Two numbers rounded to T, the first in the low half.
+__device__ inline uint32_t pack(BFloat16, float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ inline uint32_t pack(Half, float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// How many programs were here before; their writes are seen after it, and this block's by who comes later.
+__device__ inline int take_ticket(int* ticket) {
+  __threadfence();
+  const int before = atomicAdd(ticket, 1);
+  __threadfence();
+  return before;
+}
+
+// Global memory, which the tests' emulator counts.
+template <typename T>
+__device__ inline T read(const T* place) {
+  return *place;
+}
+template <typename T>
+__device__ inline void write(T* place, const T& value) {
+  *place = value;
+}
+
+// What another program of this launch wrote: not from this multiprocessor's own cache.
+__device__ inline float load_shared_sum(const float* place) { return __ldcg(place); }
+
 __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(BFloat16 value) {
   return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
@@ -102,18 +144,18 @@ struct Grid {
 
 // Launches on the queue's device; an empty grid launches nothing.
 template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, void* stream,
-           int device, const Arguments&... arguments) {
+int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, const Queue& queue,
+           const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
     return cudaSuccess;
   }
   if (grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
     return cudaErrorInvalidConfiguration;
   }
-  int before = device;
+  int before = queue.device;
   cudaError_t error = cudaGetDevice(&before);
-  if (error == cudaSuccess && before != device) {
-    error = cudaSetDevice(device);
+  if (error == cudaSuccess && before != queue.device) {
+    error = cudaSetDevice(queue.device);
   }
   if (error == cudaSuccess && shared_bytes > 48 * 1024) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -124,13 +166,13 @@ int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int sha
         dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = static_cast<cudaStream_t>(stream);
+    config.stream = static_cast<cudaStream_t>(queue.stream);
     error = cudaLaunchKernelEx(&config, kernel, arguments...);
   }
   if (error != cudaSuccess) {
     cudaGetLastError();  // reported here, not once more by whoever asks next
   }
-  if (before != device) {
+  if (before != queue.device) {
     cudaSetDevice(before);
   }
   return error;

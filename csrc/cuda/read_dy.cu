@@ -1,4 +1,5 @@
-// ds = scaling dy B and dB = dy^T s in one launch: the second reader of a row finds it in the L2 cache.
+// ds = scaling dy B and dB = dy^T s of every layer in one launch: the second reader of a row finds it in the
+// L2 cache.
 #include "cuda/dispatch.cuh"
 #include "cuda/gradient.cuh"
 #include "cuda/shrink.cuh"
@@ -10,36 +11,63 @@ namespace {
 template <typename T, int kRanks>
 constexpr int kBlocks = kRanks * static_cast<int>(sizeof(T)) > 128 ? 1 : 2;
 
+// The programs of a layer are, split by split, those of tiles and then those of column blocks, so that both
+// meet the rows at about the same time.
+struct SplitPrograms {
+  int column_splits;  // of a tile; 0: no programs of tiles
+  int column_blocks;  // 0: no programs of column blocks
+  int panels;
+
+  MLORA_HD int each() const { return (kSplitTiles * column_splits + column_blocks) * panels; }
+};
+
+MLORA_HD SplitPrograms programs_of(const ReadDyArguments& arguments, int layer) {
+  return {arguments.need_ds ? ceil_div(arguments.ds[layer].columns, kColumnSplit) : 0,
+          arguments.need_gradient ? ceil_div(arguments.gradient[layer].columns, kBlockColumns) : 0,
+          panels_of(arguments.gradient[layer].type, arguments.gradient[layer].ranks)};
+}
+
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
-    read_dy_kernel(ShrinkArguments ds, GradientArguments gradient, SplitPrograms programs) {
-  const SplitProgram program = program_of(programs, block_x());
-  if (program.of_tile) {
-    const Split split = gradient.splits[program.split];
-    if (split.tile_begin + program.tile < split.tile_end) {
-      shrink_program<T, kRanks, false>(ds, split.tile_begin + program.tile, 0, program.column, program.panel);
+    read_dy_kernel(const __grid_constant__ ReadDyArguments arguments) {
+  int layer = 0;
+  while (arguments.first_program[layer + 1] <= block_x()) {
+    ++layer;
+  }
+  const SplitPrograms programs = programs_of(arguments, layer);
+  const GradientArguments& gradient = arguments.gradient[layer];
+  const int index = block_x() - arguments.first_program[layer];
+  const int split_index = index / programs.each();
+  const int place = index % programs.each() / programs.panels;
+  const int panel = index % programs.panels;
+  const int of_tiles = kSplitTiles * programs.column_splits;
+  if (place < of_tiles) {
+    const Split split = read(gradient.plan.splits + split_index);
+    const int tile = split.tile_begin + place / programs.column_splits;
+    if (tile < split.tile_end) {
+      shrink_program<T, kRanks, false>(arguments.ds[layer], tile, 0, place % programs.column_splits, panel);
     }
   } else {
-    gradient_program<T, kRanks, false>(gradient, program.split, 0, program.column, program.panel);
+    gradient_program<T, kRanks, 1, false, Masks::kNone>(gradient, split_index, 0, place - of_tiles, panel);
   }
 }
 
 }  // namespace
 
-int launch_read_dy(const ShrinkArguments& ds, bool need_ds, const GradientArguments& gradient,
-                   bool need_gradient, const Queue& queue) {
-  return for_panel(gradient.type, gradient.ranks, [&](auto number, auto width) {
+int launch_read_dy(ReadDyArguments arguments, const Queue& queue) {
+  const GradientArguments& any = arguments.gradient[0];
+  int64_t programs = 0;
+  for (int layer = 0; layer < arguments.layers; ++layer) {
+    programs += int64_t{any.plan.split_count} * programs_of(arguments, layer).each();
+    arguments.first_program[layer + 1] = static_cast<int>(programs < INT32_MAX ? programs : INT32_MAX);
+  }
+  return for_panel(any.type, any.ranks, [&](auto number, auto width) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
     constexpr int kShrinkBytes = ShrinkShape<T, kRanks>::kShared;
-    constexpr int kGradientBytes = GradientShape<T, kRanks, false>::kShared;
-    const SplitPrograms programs = {need_ds ? ceil_div(ds.columns, kColumnSplit) : 0,
-                                    need_gradient ? ceil_div(gradient.columns, kBlockColumns) : 0,
-                                    ceil_div(gradient.ranks, kRanks)};
-    const Grid grid = {int64_t{gradient.split_count} * programs_per_split(programs)};
-    return launch(read_dy_kernel<T, kRanks>, grid, kThreads,
-                  kShrinkBytes > kGradientBytes ? kShrinkBytes : kGradientBytes, queue.stream, queue.device,
-                  ds, gradient, programs);
+    constexpr int kGradientBytes = GradientShape<T, kRanks, 1, false>::kShared;
+    return launch(read_dy_kernel<T, kRanks>, Grid{programs}, kThreads,
+                  kShrinkBytes > kGradientBytes ? kShrinkBytes : kGradientBytes, queue, arguments);
   });
 }
 

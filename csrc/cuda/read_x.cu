@@ -1,45 +1,55 @@
-// dA = ds^T drop(x) and dx = drop'(ds A) in one launch, under one mask.
+// dA = ds^T drop(x) of every layer and dx = sum of drop'(ds A) in one launch, under one mask each.
+#include <type_traits>
+
 #include "cuda/dispatch.cuh"
 #include "cuda/gradient.cuh"
 
 namespace mlora::cuda {
 namespace {
 
+// How many layers a program takes at once. Wide panels leave no registers for more than one, and fp16 is
+// rare: then layers are launches one after the other, and the later ones add to dx.
+template <typename T, int kRanks>
+constexpr int kLayersAtOnce = std::is_same_v<T, BFloat16> && kRanks <= 64 ? 3 : 1;
+
 // Blocks of a multiprocessor whose registers suffice without spilling.
-template <typename T, int kRanks>
-constexpr int kBlocks = sizeof(T) == 4 && kRanks > 32 ? 1 : 2;
+template <typename T, int kRanks, int kLayers>
+constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers * kRanks > 48) ? 1 : 2;
 
-// The widest panel leaves no registers for a loop over layers: they are launches one after the other.
-template <int kRanks>
-constexpr bool kLoops = kRanks <= 64;
-
-// A program takes the layers one after the other: the later ones find its rows in the cache.
-template <typename T, int kRanks>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
-    read_x_kernel(GradientArguments arguments, int only_layer) {
-  if constexpr (kLoops<kRanks>) {
-#pragma unroll 1
-    for (int layer = 0; layer < arguments.layers; ++layer) {
-      if (layer > 0) {
-        synchronize();  // dx is read again, and shared memory is free
-      }
-      gradient_program<T, kRanks, true>(arguments, block_y(), layer, block_x(), block_z());
-    }
-  } else {
-    gradient_program<T, kRanks, true>(arguments, block_y(), only_layer, block_x(), block_z());
-  }
+template <typename T, int kRanks, int kLayers, Masks kMasks>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers>)
+    read_x_kernel(const __grid_constant__ GradientArguments arguments, int first_layer) {
+  gradient_program<T, kRanks, kLayers, true, kMasks>(arguments, block_y(), first_layer, block_x(), block_z());
 }
 
 int launch_gradient(const GradientArguments& arguments, const Queue& queue) {
   return for_panel(arguments.type, arguments.ranks, [&](auto number, auto width) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
-    const Grid grid = {ceil_div(arguments.columns, kBlockColumns), arguments.split_count,
-                       ceil_div(arguments.ranks, kRanks)};
+    constexpr int kMost = kLayersAtOnce<T, kRanks>;
+    const Grid grid = {ceil_div(arguments.columns, kBlockColumns), arguments.plan.split_count,
+                       panels_of(arguments.type, arguments.ranks)};
+    const auto run = [&](auto layers, int first) {
+      constexpr int kLayers = decltype(layers)::value;
+      constexpr int kShared = GradientShape<T, kRanks, kLayers, true>::kShared;
+      const auto with = [&](auto kernel) {
+        return launch(kernel, grid, kThreads, kShared, queue, arguments, first);
+      };
+      return arguments.dropout.p == nullptr ? with(read_x_kernel<T, kRanks, kLayers, Masks::kNone>)
+             : arguments.keep == nullptr    ? with(read_x_kernel<T, kRanks, kLayers, Masks::kDrawn>)
+                                            : with(read_x_kernel<T, kRanks, kLayers, Masks::kStored>);
+    };
     int error = 0;
-    for (int layer = 0; layer < (kLoops<kRanks> ? 1 : arguments.layers) && error == 0; ++layer) {
-      error = launch(read_x_kernel<T, kRanks>, grid, kThreads, GradientShape<T, kRanks, true>::kShared,
-                     queue.stream, queue.device, arguments, layer);
+    for (int layer = 0; layer < arguments.layers && error == 0;) {
+      const int left = arguments.layers - layer;
+      if constexpr (kMost >= 3) {
+        error = left >= 3   ? run(Constant<3>{}, layer)
+                : left == 2 ? run(Constant<2>{}, layer)
+                            : run(Constant<1>{}, layer);
+        layer += left < 3 ? left : 3;
+      } else {
+        error = run(Constant<1>{}, layer++);
+      }
     }
     return error;
   });
@@ -54,9 +64,17 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
   GradientArguments gradient = arguments;
   if (need_dx && !(need_gradient && one_panel)) {
     // dx alone, or a sum over several panels of ranks, which no program of the gradient holds
-    const ExpandArguments dx = {arguments.type,    arguments.s,     arguments.layer_stride, arguments.layers,
-                                arguments.factor,  arguments.tiles, arguments.tile_count,   nullptr,
-                                arguments.dropout, arguments.dx,    arguments.columns,      arguments.ranks};
+    ExpandArguments dx = {};
+    dx.type = arguments.type;
+    dx.s = arguments.s;
+    dx.layer_stride = arguments.layer_stride;
+    dx.layers = arguments.layers;
+    dx.adds_up = true;
+    dx.add = arguments.add_dx;
+    dx.plan = arguments.plan;
+    dx.dropout = arguments.dropout;
+    dx.output[0] = {arguments.factor, nullptr, arguments.dx, arguments.columns, 0};
+    dx.ranks = arguments.ranks;
     const int error = launch_expand(dx, queue);
     if (error != 0) {
       return error;

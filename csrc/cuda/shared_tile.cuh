@@ -75,7 +75,7 @@ __device__ inline void load_rows(SharedTile<T, kColumns> tile, const T* source, 
     T* out = tile.chunk(row, chunk);
 #pragma unroll 1
     for (int i = 0; i < kChunk; ++i) {
-      out[i] = row < rows && i < count ? from[i] : T{};
+      out[i] = row < rows && i < count ? read(from + i) : T{};
     }
   }
 }

@@ -1,4 +1,5 @@
-// out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, layer, column split and panel of ranks.
+// out [rows, R] = scaling keep_scale drop(rows) F^T of one tile, layer, column split and panel of ranks. The
+// last program of a tile adds the column splits up.
 //
 // Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #pragma once
@@ -6,6 +7,7 @@
 #include "cuda/dropout_tile.cuh"
 #include "cuda/factor_tile.cuh"
 #include "cuda/fragments.cuh"
+#include "cuda/tickets.cuh"
 
 namespace mlora::cuda {
 
@@ -30,19 +32,33 @@ struct ShrinkShape {
   static constexpr int kShared = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
 };
 
-// Writes value(row, rank) to the panel's columns of the result.
-template <typename T, typename Function>
-__device__ inline void write_shrunk(const ShrinkArguments& arguments, const Tile& tile, int split, int layer,
-                                    int first, int width, Function&& value) {
-  const int64_t start = (int64_t{split} * arguments.layers + layer) * arguments.layer_stride;
+// f(place, row, rank) for each number of the panel's columns of one layer's result.
+template <typename Function>
+__device__ inline void for_each_shrunk(const ShrinkArguments& arguments, const Tile& tile, int layer,
+                                       int first, int width, Function&& f) {
+  const int64_t start = layer * arguments.rows_total;
   for (int index = thread_index(); index < tile.rows * width; index += kThreads) {
     const int row = index / width;
     const int rank = index % width;
-    const int64_t place = start + int64_t{tile.row + row} * arguments.ranks + first + rank;
-    if (arguments.partial) {
-      static_cast<float*>(arguments.out)[place] = value(row, rank);
-    } else {
-      from_float(value(row, rank), static_cast<T*>(arguments.out)[place]);
+    f((start + tile.row + row) * arguments.ranks + first + rank, row, rank);
+  }
+}
+
+// Stores which elements of the tile are kept, from `column` on.
+template <typename T, int kColumns>
+__device__ inline void store_keep_bits(const ShrinkArguments& arguments, const Tile& tile, int layer,
+                                       int column, const KeepBits<T, kTileRows, kColumns>& keep) {
+  using Keep = KeepBits<T, kTileRows, kColumns>;
+#pragma unroll
+  for (int i = 0; i < Keep::kOwn; ++i) {
+    const uint32_t word = keep.whole_word(i);
+    const int row = Keep::Own::row(i);
+    const int first = column + Keep::word() * kWordColumns;
+    if (Keep::Own::chunk() * Keep::kChunk % kWordColumns == 0 && row < tile.rows &&
+        first < arguments.columns) {
+      write(
+          arguments.keep + word_place(arguments.rows_total, arguments.columns, layer, tile.row + row, first),
+          word);
     }
   }
 }
@@ -52,18 +68,22 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
                                       int panel_index) {
   using Shape = ShrinkShape<T, kRanks>;
   using Stage = SharedTile<T, Shape::kColumns>;
-  const Tile tile = arguments.tiles[tile_index];
+  const Tile tile = read(arguments.plan.tiles + tile_index);
   const int first_rank = panel_index * kRanks;
   const int width = clamp(arguments.ranks - first_rank, kRanks);
   if (tile.rows == 0) {
     return;
   }
   if (tile.adapter < 0 || row_of(arguments.factor, layer, tile.adapter).rank <= first_rank) {
-    write_shrunk<T>(arguments, tile, split, layer, first_rank, width, [](int, int) { return 0.0f; });
+    if (split == 0) {
+      for_each_shrunk(arguments, tile, layer, first_rank, width,
+                      [&](int64_t place, int, int) { write(static_cast<T*>(arguments.out) + place, T{}); });
+    }
     return;
   }
   const Panel<T> panel(arguments.factor, row_of(arguments.factor, layer, tile.adapter), panel_index, kRanks);
-  const Dropout dropout = kDrops ? dropout_of(arguments.dropout, layer, tile.adapter) : Dropout{};
+  const Dropout dropout = dropout_of(arguments.dropout, layer, tile.adapter);
+  const bool drops = kDrops && dropout.threshold != 0;
   const int begin = split * kColumnSplit;
   const int end = clamp(arguments.columns, begin + kColumnSplit);
   const int steps = ceil_div(end - begin, Shape::kColumns);
@@ -106,12 +126,15 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     KeepBits<T, kTileRows, Shape::kColumns> keep;
-    if (dropout.threshold != 0) {
+    if (drops) {
       keep.draw(dropout, tile.philox_row, begin + step * Shape::kColumns);
     }
     wait_copies<Shape::kStages - 2>();
-    if (dropout.threshold != 0) {
-      keep.apply(rows_of(stage));
+    if (drops) {
+      keep.apply(rows_of(stage), rows_of(stage));
+      if (arguments.keep != nullptr && panel_index == 0) {
+        store_keep_bits(arguments, tile, layer, begin + step * Shape::kColumns, keep);
+      }
     }
     synchronize();
     const int free_stage = stage == 0 ? Shape::kStages - 1 : stage - 1;
@@ -132,15 +155,40 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
     sums[(part * kTileRows + m + row) * kRanks + n + rank] = value;
   });
   synchronize();
-  const float scale = arguments.scaling[tile.adapter] * dropout.keep_scale;
-  write_shrunk<T>(arguments, tile, split, layer, first_rank, width, [&](int row, int rank) {
+  const float scale = read(arguments.scaling + tile.adapter) * dropout.keep_scale;
+  const auto scaled = [&](int row, int rank) {
     float value = 0.0f;
 #pragma unroll
     for (int k = 0; k < Shape::kWarpsK; ++k) {
       value += sums[(k * kTileRows + row) * kRanks + rank];
     }
     return rank < panel.ranks ? scale * value : 0.0f;
+  };
+  const auto write_result = [&](int64_t place, float value) {
+    T rounded;
+    from_float(value, rounded);
+    write(static_cast<T*>(arguments.out) + place, rounded);
+  };
+  const int splits = ceil_div(arguments.columns, kColumnSplit);
+  if (splits == 1) {
+    for_each_shrunk(arguments, tile, layer, first_rank, width,
+                    [&](int64_t place, int row, int rank) { write_result(place, scaled(row, rank)); });
+    return;
+  }
+  const int64_t numbers = arguments.layers * arguments.rows_total * arguments.ranks;
+  for_each_shrunk(arguments, tile, layer, first_rank, width, [&](int64_t place, int row, int rank) {
+    write(arguments.partial.sums + split * numbers + place, scaled(row, rank));
   });
+  const int ticket = (panel_index * arguments.layers + layer) * arguments.plan.tile_count + tile_index;
+  if (is_last(arguments.partial.tickets + ticket, splits)) {
+    for_each_shrunk(arguments, tile, layer, first_rank, width, [&](int64_t place, int, int) {
+      float value = 0.0f;
+      for (int k = 0; k < splits; ++k) {
+        value += load_shared_sum(arguments.partial.sums + k * numbers + place);
+      }
+      write_result(place, value);
+    });
+  }
 }
 
 }  // namespace mlora::cuda

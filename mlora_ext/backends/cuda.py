@@ -1,57 +1,94 @@
-"""Launches the compiled CUDA kernels of csrc/cuda."""
+"""The backend `cuda`: the compiled CUDA kernels of csrc/cuda, one compiled call per direction."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .factors import Factors
-from .gpu.kernels import Expand, Gradient, ReadDy, ReadX, Shrink
-from .gpu.plan import Plan, PlanSizes
+from .interface import Adapters, Layer, PlanTensors, Saved, Wanted
+from .plan import Plan, PlanCache, PlanSizes
 
 OPS = torch.ops.mlora_ext
-_NO_DROPOUT = (None, None, None)
+MOST_LAYERS = 4
+"""Most layers that share x of one call."""
 
 
-class CudaKernels:
-    """The launches of backend `cuda`, one compiled operator each; see `gpu.kernels.LaunchKernels`."""
+class CudaOperator:
+    """See `interface.GpuOperator`."""
+
+    fuses = True
+
+    def __init__(self) -> None:
+        self._plans = PlanCache(self.plan, OPS.cuda_capture.default)
+        self.saves_masks = False
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        made = Plan.empty(sizes, segments.device)
-        OPS.cuda_plan(segments, sizes.rows, made.tiles, made.splits, made.groups)
-        return made
+        tables = OPS.cuda_plan.default(segments, sizes.rows, sizes.adapters, sizes.tiles, sizes.splits)
+        return Plan(sizes, tables)
 
-    def shrink(self, call: Shrink) -> None:
-        OPS.cuda_shrink(
-            call.rows, *_of(call.factors), call.plan.tiles, call.scaling, *(call.dropout or _NO_DROPOUT),
-            call.out,
+    def forward(
+        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors
+    ) -> tuple[list[Tensor], Saved]:
+        segments, scaling, *dropout = plan
+        assert segments is not None
+        assert scaling is not None
+        a, b = adapters
+        weights = [layer.weight for layer in layers if layer.weight is not None]
+        products: list[Tensor] = []
+        biases = _biases(layers)
+        if len(weights) < len(layers):
+            products = [layer.frozen.matmul(x, layer.bias) for layer in layers]
+            weights, biases = [], []
+        made = self._plans.get(segments, len(x), len(scaling))
+        ys, *saved = OPS.cuda_forward.default(
+            x, weights, biases, products, a.first, a.table, *_sides(b), a.max_rank,
+            made.whole, made.sizes.tiles, made.sizes.splits, scaling, *dropout, self.saves_masks,
         )  # fmt: skip
+        return products or ys, tuple(saved)
 
-    def reduce_rows(self, partial: Tensor, out: Tensor) -> None:
-        OPS.cuda_reduce_rows(partial, out)
-
-    def expand(self, call: Expand) -> None:
-        OPS.cuda_expand(call.s, *_of(call.factors), call.plan.tiles, call.bias, call.y)
-
-    def read_dy(self, call: ReadDy) -> None:
-        OPS.cuda_read_dy(
-            call.dy, call.s, *_of(call.factors), call.plan.tiles, call.plan.splits, call.scaling, call.ds,
-            *_gradient(call.gradient),
+    def backward(
+        self,
+        dys: Sequence[Tensor],
+        x: Tensor,
+        layers: Sequence[Layer],
+        adapters: Adapters,
+        saved: Saved,
+        plan: PlanTensors,
+        wanted: Wanted,
+    ) -> Tensor | None:
+        segments, scaling, *dropout = plan
+        assert segments is not None
+        assert scaling is not None
+        (a, b), (need_dx, need_da, need_db) = adapters, wanted
+        weights = [layer.weight for layer in layers if layer.weight is not None]
+        product = None
+        if len(weights) < len(layers):
+            weights = []
+            if need_dx:
+                product = layers[0].frozen.matmul_dx(dys[0])
+                for layer, dy in zip(layers[1:], dys[1:], strict=True):
+                    layer.frozen.add_matmul_dx(product, dy)
+        made = self._plans.get(segments, len(x), len(scaling))
+        keep = saved[1] if len(saved) > 1 else saved[0].new_empty(0, dtype=torch.int32)
+        dx = OPS.cuda_backward.default(
+            dys, x, weights, product, a.first, a.table, a.into[0] if need_da and a.into else None, *_sides(b),
+            [one.into[0] for one in b if one.into] if need_db else [], a.max_rank, saved[0], keep,
+            made.whole, made.sizes.tiles, made.sizes.splits, made.sizes.slots, scaling, *dropout,
+            need_dx, a.add,
         )  # fmt: skip
-
-    def read_x(self, call: ReadX) -> None:
-        OPS.cuda_read_x(
-            call.x, call.ds, *_of(call.factors), call.plan.tiles, call.plan.splits,
-            *(call.dropout or _NO_DROPOUT), call.dx, *_gradient(call.gradient),
-        )  # fmt: skip
-
-    def reduce_gradients(self, factors: Factors, plan: Plan, gradient: Gradient) -> None:
-        OPS.cuda_reduce_gradients(factors.table, plan.groups, *gradient)
+        return (dx if product is None else product) if need_dx else None
 
 
-def _of(factors: Factors) -> tuple[Tensor, Tensor]:
-    return factors.first, factors.table
+def _biases(layers: Sequence[Layer]) -> list[Tensor]:
+    """Returns no bias if there is none, else one of each layer, without numbers where a layer has none."""
+    if all(layer.bias is None for layer in layers):
+        return []
+    some = next(layer.bias for layer in layers if layer.bias is not None)
+    return [some.new_empty(0) if layer.bias is None else layer.bias for layer in layers]
 
 
-def _gradient(gradient: Gradient | None) -> tuple[Tensor | None, Tensor | None, bool]:
-    return gradient or (None, None, False)
+def _sides(b: Sequence[Factors]) -> tuple[list[Tensor], list[Tensor]]:
+    return [one.first for one in b], [one.table for one in b]

@@ -7,12 +7,14 @@ same tables (csrc/cpu/adapters.h).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+from ..upload import to_device
 
 _ADDRESS, _SHAPE, _STRIDE = Tensor.data_ptr, attrgetter("shape"), Tensor.stride
 _KEPT = 4096
@@ -34,7 +36,9 @@ class Factors:
         rows_dense: whether every column stride, also of the gradients, is 1.
         alignment: a power of two, at most 16, that divides every offset and rank stride.
         shapes: shape, strides and offset in one buffer of each gradient.
-        into: existing gradients that backward adds to, or None.
+        into: memory of gradients, from which the table's offsets count; the first of several existing
+            gradients, or one buffer. None: gradients are not wanted.
+        add: whether to add to what is there.
     """
 
     matrices: Sequence[Tensor]
@@ -45,19 +49,40 @@ class Factors:
     alignment: int
     shapes: _Shapes
     into: Sequence[Tensor] | None = None
+    add: bool = False
 
     @property
     def first(self) -> Tensor:
         """The first adapter's matrix; offsets count from its address, in elements."""
         return self.matrices[0]
 
-    def gradients(self, wanted: bool) -> tuple[Tensor, list[Tensor]]:
-        """Returns a buffer, and gradients as views of it with the factors' strides; empty if not `wanted`."""
+    def new_gradients(self) -> tuple[Factors, list[Tensor]]:
+        """Returns the table with memory for new gradients, and these: views with the factors' strides."""
         last_shape, _, last_offset = self.shapes[-1]
-        buffer = self.first.new_empty(last_offset + last_shape.numel() if wanted else 0)
-        if not wanted:
-            return buffer, []
-        return buffer, [buffer.as_strided(shape, strides, offset) for shape, strides, offset in self.shapes]
+        buffer = self.first.new_empty(last_offset + last_shape.numel())
+        views = [buffer.as_strided(*shape) for shape in self.shapes]
+        return replace(self, into=[buffer]), views
+
+
+def own_gradients(matrices: Sequence[Tensor], views: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies of gradients in the dtypes of their matrices, each with memory of its own.
+
+    A gradient that shares its buffer with others would keep all of them alive, and a compiled operator's
+    results may not share memory. One launch copies many.
+    """
+    own = [
+        torch.empty_strided(view.shape, view.stride(), dtype=matrix.dtype, device=view.device)
+        for matrix, view in zip(matrices, views, strict=True)
+    ]
+    torch._foreach_copy_(own, list(views))
+    return own
+
+
+def one_dtype(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the matrices in one dtype, as the kernels read them: fp32, which holds all, if they differ."""
+    if all(matrix.dtype is matrices[0].dtype for matrix in matrices):
+        return matrices
+    return [matrix.float() for matrix in matrices]
 
 
 def factors_of(
@@ -66,14 +91,15 @@ def factors_of(
     """Returns all adapters' A `[r_i, d]`, or with `transposed` all their B `[d, r_i]`; all of one dtype.
 
     `gradients` are existing gradients to add to, of the same shapes and dtype; offsets count from the first
-    of them. Without them, offsets count in the buffer of `Factors.gradients`. The table is made, and copied
-    to the device, once per content.
+    of them. Without them, offsets count in the buffer of `new_gradients`. The table is made, and copied to
+    the device, once per content.
     """
     first = matrices[0]
     existing = None if gradients is None else _addresses(gradients)
     assert gradients is None or all(gradient.dtype is first.dtype for gradient in gradients)
     size, device = first.element_size(), first.device
-    return Factors(matrices, *_described(_addresses(matrices), existing, transposed, size, device), gradients)
+    described = _described(_addresses(matrices), existing, transposed, size, device)
+    return Factors(matrices, *described, gradients, gradients is not None)
 
 
 def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
@@ -129,4 +155,4 @@ def _table(
     alignment = _ALIGNMENT
     while any(value % alignment for row in rows for value in (row[0], row[1], row[4], row[5])):
         alignment //= 2
-    return torch.tensor(rows, dtype=torch.int64).to(device), dense, alignment, tuple(shapes)
+    return to_device(torch.tensor(rows, dtype=torch.int64), device), dense, alignment, tuple(shapes)

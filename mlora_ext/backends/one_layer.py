@@ -7,18 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..frozen.plain import PlainWeight
 from ..frozen.weight import FrozenWeight, FusedOperands
-from .factors import Factors
-from .gpu.operator import Batch, Layer
+from .factors import Factors, factors_of, one_dtype, own_gradients
+from .interface import Adapters, Layer, PlanTensors, Saved, Wanted
 from .selection import Backend, gpu_operator
 
-PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
-"""Names of a plan's tensors, in the order of the operators' arguments; see docs/design.md."""
-PlanTensors = tuple[Tensor | None, ...]
-Wanted = tuple[bool, bool, bool]
-"""Whether dx, dA and dB are wanted."""
-Adapters = Sequence[Tensor] | Factors
+Matrices = Sequence[Tensor] | Factors
 """All A or all B: a matrix per adapter, or their table."""
 OPS = torch.ops.mlora_ext
 
@@ -32,14 +26,15 @@ def forward(
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
     plan: PlanTensors,
-) -> tuple[Tensor, Tensor]:
-    """Returns `(y, s)` for x `[T, D]`; `operands` is `frozen.fused(x)`."""
+) -> tuple[Tensor, Saved]:
+    """Returns y, and what backward needs, for x `[T, D]`; `operands` is `frozen.fused(x)`."""
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":
-            return cpu_forward(x, frozen, operands, bias, lora_a, lora_b, plan)
-        operator = gpu_operator(backend)  # type: ignore[arg-type]
-        (y,), s = operator.forward(x, [Layer(frozen, bias, lora_b)], lora_a, Batch(*plan))  # type: ignore[arg-type]
-        return y, s[0]
+            y, s = cpu_forward(x, frozen, operands, bias, lora_a, lora_b, plan)
+            return y, (s,)
+        layer = Layer(frozen, None if operands is None else operands.weight, bias)
+        (y,), saved = forward_of(backend, x, [layer], lora_a, [lora_b], plan)
+        return y, saved
 
 
 def backward(
@@ -50,7 +45,7 @@ def backward(
     operands: FusedOperands | None,
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
-    s: Tensor,
+    saved: Saved,
     plan: PlanTensors,
     wanted: Wanted,
 ) -> tuple[Tensor | None, Sequence[Tensor], Sequence[Tensor]]:
@@ -60,12 +55,72 @@ def backward(
     """
     with torch._C._AutoDispatchBelowAutograd():
         if backend == "cpu":
-            return cpu_backward(dy, x, frozen, operands, lora_a, lora_b, s, plan, wanted)
-        held = frozen if operands is None else PlainWeight.of(operands.weight)
-        layer, batch = Layer(held, None, lora_b), Batch(*plan)  # type: ignore[arg-type]
-        operator = gpu_operator(backend)  # type: ignore[arg-type]
-        dx, da, (db,) = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted)
+            return cpu_backward(dy, x, frozen, operands, lora_a, lora_b, saved[0], plan, wanted)
+        layer = Layer(frozen, None if operands is None else operands.weight)
+        dx, da, (db,) = backward_of(backend, [dy], x, [layer], lora_a, [lora_b], saved, plan, wanted)
         return dx, da, db
+
+
+def forward_of(
+    backend: Backend,
+    x: Tensor,
+    layers: Sequence[Layer],
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Sequence[Tensor]],
+    plan: PlanTensors,
+) -> tuple[list[Tensor], Saved]:
+    """Returns y of layers that share x, and what backward needs, by a GPU backend.
+
+    `lora_a` holds A of all adapters of the first layer, then of the second, and so on; `lora_b` B by layer.
+    """
+    if not lora_a:
+        ys = [layer.frozen.matmul(x, layer.bias) for layer in layers]
+        return ys, (x.new_empty(len(layers), len(x), 0),)
+    segments = plan[0]
+    if segments is not None and segments.device != x.device:
+        raise ValueError(f"segments: expected device {x.device} (that of x), got {segments.device}")
+    return gpu_operator(backend).forward(x, layers, _adapters(lora_a, lora_b), plan)  # type: ignore[arg-type]
+
+
+def backward_of(
+    backend: Backend,
+    dys: Sequence[Tensor],
+    x: Tensor,
+    layers: Sequence[Layer],
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Sequence[Tensor]],
+    saved: Saved,
+    plan: PlanTensors,
+    wanted: Wanted,
+) -> tuple[Tensor | None, list[Tensor], list[list[Tensor]]]:
+    """Returns dx, dA in the order of `lora_a`, and dB by layer, as far as they are wanted."""
+    if not lora_a:
+        dx = x.new_zeros(x.shape) if wanted[0] else None
+        for dy, layer in zip(dys, layers, strict=True):
+            if dx is not None:
+                layer.frozen.add_matmul_dx(dx, dy)
+        return dx, [], [[] for _ in layers]
+    a, b = _adapters(lora_a, lora_b)
+    da: list[Tensor] = []
+    db: list[list[Tensor]] = [[] for _ in layers]
+    if wanted[1]:
+        a, da = a.new_gradients()
+    if wanted[2]:
+        made = [one.new_gradients() for one in b]
+        b, db = [one for one, _ in made], [views for _, views in made]
+    operator = gpu_operator(backend)  # type: ignore[arg-type]
+    dx = operator.backward(dys, x, layers, Adapters(a, b), saved, plan, wanted)
+    da = own_gradients(lora_a, da) if da else da
+    return (
+        dx,
+        da,
+        [own_gradients(some, views) if views else [] for some, views in zip(lora_b, db, strict=True)],
+    )
+
+
+def _adapters(lora_a: Sequence[Tensor], lora_b: Sequence[Sequence[Tensor]]) -> Adapters:
+    a = factors_of(one_dtype(lora_a), transposed=False)
+    return Adapters(a, [factors_of(one_dtype(some), transposed=True) for some in lora_b])
 
 
 def cpu_forward(
@@ -73,8 +128,8 @@ def cpu_forward(
     frozen: FrozenWeight,
     operands: FusedOperands | None,
     bias: Tensor | None,
-    a: Adapters,
-    b: Adapters,
+    a: Matrices,
+    b: Matrices,
     plan: PlanTensors,
 ) -> tuple[Tensor, Tensor]:
     """Returns `(y, s)` by the compiled CPU kernels, below autograd."""
@@ -96,8 +151,8 @@ def cpu_backward(
     x: Tensor,
     frozen: FrozenWeight,
     operands: FusedOperands | None,
-    a: Adapters,
-    b: Adapters,
+    a: Matrices,
+    b: Matrices,
     s: Tensor,
     plan: PlanTensors,
     wanted: Wanted,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 if TYPE_CHECKING:
-    from .gpu.operator import GpuOperator
+    from .interface import GpuOperator
 
 Backend = Literal["reference", "cpu", "triton", "cuda"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,30 +126,28 @@ def _refusal(name: Backend, device: torch.device) -> str | None:
 
 def _has_kernel(key: str) -> bool:
     """Whether the loaded libraries hold the CUDA kernels for tensors of this dispatch key."""
-    return hasattr(torch.ops.mlora_ext, "cuda_shrink") and torch._C._dispatch_has_kernel_for_dispatch_key(
-        "mlora_ext::cuda_shrink", key
+    return hasattr(torch.ops.mlora_ext, "cuda_forward") and torch._C._dispatch_has_kernel_for_dispatch_key(
+        "mlora_ext::cuda_forward", key
     )
 
 
 @cache
 def gpu_operator(name: Literal["triton", "cuda"]) -> GpuOperator:
     """Returns a GPU backend's operator and loads its kernels; ValueError if this installation lacks it."""
-    from .gpu.operator import GpuOperator
-
     if name == "triton":
         try:
-            from .triton import Kernels
+            from .triton import TritonOperator
         except ImportError as error:
             raise ValueError(
                 f"backend 'triton' needs the package triton ({error}); install it, or use 'cuda', 'cpu' or "
                 "'reference'"
             ) from error
-        return GpuOperator(Kernels())
+        return TritonOperator()
     if not (_has_kernel("CUDA") or _has_kernel("CPU")):
         raise ValueError(
             "backend 'cuda': this build has no CUDA kernels; build it where nvcc is on PATH, or use "
             "'triton', 'cpu' or 'reference'"
         )
-    from .cuda import CudaKernels
+    from .cuda import CudaOperator
 
-    return GpuOperator(CudaKernels())
+    return CudaOperator()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..backends.cuda import MOST_LAYERS
 from ..backends.selection import backend_for
 from ..ops.autograd import LayerOperands
 from ..ops.functional import lora_linear_fused, lora_linear_held
@@ -80,10 +81,10 @@ class FusedProjections:
         return y
 
     def _alike(self, layer: MultiLoRALinear, x: Tensor) -> bool:
-        """Whether one call can serve all layers: GPU backend, same adapters, one dtype, no autocast."""
+        """Whether one call can serve all layers: backend `cuda`, same adapters, one dtype, no autocast."""
         if x.is_inference() or torch.is_autocast_enabled(x.device.type):
             return False
-        if backend_for(x.device, x.dtype) not in ("triton", "cuda"):
+        if backend_for(x.device, x.dtype) != "cuda" or len(self.layers) > MOST_LAYERS:
             return False
         return all(
             other.group is layer.group

@@ -7,7 +7,7 @@ costs about ten times that. Backward saves x itself, a plain weight and s, and n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backends import one_layer
-from ..backends.gpu.operator import Batch, Layer
-from ..backends.one_layer import PLAN, PlanTensors
-from ..backends.selection import Backend, gpu_operator
-from ..frozen.plain import PlainWeight
+from ..backends.interface import PLAN, Layer, PlanTensors
+from ..backends.selection import Backend
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight, FusedOperands
 from ..library import check_library
@@ -74,10 +72,10 @@ class _LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, bias, plan, how, n, *adapters):  # type: ignore[no-untyped-def]
         lora_a, lora_b = adapters[:n], adapters[n:]
-        y, s = one_layer.forward(how.backend, x, how.frozen, how.operands, bias, lora_a, lora_b, plan)
+        y, saved = one_layer.forward(how.backend, x, how.frozen, how.operands, bias, lora_a, lora_b, plan)
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(x, weight, s)
+            ctx.save_for_backward(x, weight, *saved)
             ctx.lora_a, ctx.lora_b, ctx.plan, ctx.how = lora_a, lora_b, plan, how
             ctx.versions = _versions(*adapters, *plan)
         return y
@@ -90,13 +88,13 @@ class _LoRALinear(torch.autograd.Function):
             return (None,) * len(needs)
         if _versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
             raise RuntimeError(_changed(ctx))
-        x, weight, s = ctx.saved_tensors
+        x, weight, *saved = ctx.saved_tensors
         wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
         how = ctx.how
         operands = None if weight is None else how.operands._replace(weight=weight)
         dx, da, db = one_layer.backward(
             how.backend, dense_rows(dy), x, how.frozen, operands,
-            ctx.lora_a, ctx.lora_b, s, ctx.plan, wanted,
+            ctx.lora_a, ctx.lora_b, tuple(saved), ctx.plan, wanted,
         )  # fmt: skip
         none: Sequence[None] = (None,) * n
         return (dx if wanted[0] else None, None, None, None, None, None, *(da or none), *(db or none))
@@ -137,15 +135,18 @@ class _LoRAFused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, operands, plan, backend, *adapters):  # type: ignore[no-untyped-def]
-        layers = [Layer(layer.frozen, layer.bias, layer.lora_b) for layer in operands]
-        lora_a, batch = adapters[: len(adapters) // 2], Batch(*plan)
+        fused = [layer.frozen.fused(x) for layer in operands]
+        weights = [None if one is None else one.weight for one in fused]
+        layers = [
+            Layer(layer.frozen, weight, layer.bias) for layer, weight in zip(operands, weights, strict=True)
+        ]
+        lora_a, lora_b = adapters[: len(adapters) // 2], [layer.lora_b for layer in operands]
         with torch._C._AutoDispatchBelowAutograd():
-            ys, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
+            ys, saved = one_layer.forward_of(backend, x, layers, lora_a, lora_b, plan)
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
-            fused = [layer.frozen.fused(x) for layer in layers]
-            ctx.save_for_backward(x, s, *(None if one is None else one.weight for one in fused))
-            ctx.layers, ctx.lora_a, ctx.batch, ctx.backend = layers, lora_a, batch, backend
+            ctx.save_for_backward(x, *weights, *saved)
+            ctx.operands, ctx.lora_a, ctx.backend = operands, lora_a, backend
             ctx.adapters, ctx.plan = adapters, plan
             ctx.versions = _versions(*adapters, *plan)
         return tuple(ys)
@@ -162,21 +163,23 @@ class _LoRAFused(torch.autograd.Function):
             raise RuntimeError(
                 _CHANGED.format(f"an adapter of {len(dys)} layers that share x, or their plan")
             )
-        x, s, *weights = ctx.saved_tensors
+        x, *rest = ctx.saved_tensors
+        weights, saved = rest[: len(dys)], rest[len(dys) :]
         each = n // len(dys)
         wanted = needs[0], True in needs[4 : 4 + n], True in needs[4 + n :]
-        layers = [
-            ctx.layers[i] if weights[i] is None else replace(ctx.layers[i], frozen=PlainWeight.of(weights[i]))
-            for i in used
-        ]
+        layers = [Layer(ctx.operands[i].frozen, weights[i]) for i in used]
         lora_a = [a for i in used for a in ctx.lora_a[i * each : (i + 1) * each]]
-        batch = ctx.batch
+        lora_b = [ctx.operands[i].lora_b for i in used]
+        plan = ctx.plan
         if len(used) < len(dys):
-            s = s[used]
-            batch = replace(batch, layers=None if batch.layers is None else batch.layers[used])
+            # s and keep bits, unless there are none of these
+            saved = [one[used] if len(one) == len(dys) else one for one in saved]
+            plan = (*plan[:-1], None if plan[-1] is None else plan[-1][used])
         rows = [dense_rows(dy) for dy in dys if dy is not None]
         with torch._C._AutoDispatchBelowAutograd():
-            dx, da, db = gpu_operator(ctx.backend).backward(rows, x, layers, lora_a, s, batch, wanted)
+            dx, da, db = one_layer.backward_of(
+                ctx.backend, rows, x, layers, lora_a, lora_b, tuple(saved), plan, wanted
+            )
         result: list[Tensor | None] = [dx if wanted[0] else None, *nothing[1:]]
         for place, i in enumerate(used):
             a, b = 4 + i * each, 4 + n + i * each

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backends.one_layer import PlanTensors
+from ..backends.interface import PlanTensors
 from ..backends.selection import backend_for
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight

@@ -17,10 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from ..backends import one_layer
 from ..backends.factors import Factors, factors_of
-from ..backends.gpu.operator import Batch, Layer
-from ..backends.one_layer import PlanTensors
+from ..backends.interface import Adapters, Layer, PlanTensors
 from ..backends.selection import Backend, gpu_operator
-from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight, FusedOperands
 from ..library import check_library
@@ -54,15 +52,13 @@ class HeldAdapters:
 
     Attributes:
         names: of the adapters.
-        a: A of all adapters of the first layer, then of the second, and so on.
-        b: B of all adapters, by layer.
+        tables: of A and B.
         written: of each layer, the names of adapters to whose gradients backward has added; whoever clears
             a gradient takes its name out.
     """
 
     names: tuple[str, ...]
-    a: Factors
-    b: Sequence[Factors]
+    tables: Adapters
     written: Sequence[set[str]]
 
     def mark(self, dys: Sequence[Tensor | None]) -> None:
@@ -94,7 +90,7 @@ def hold(
     if not every or not all(map(_holds, every)):
         return None
     a = _table([p for layer in lora_a for p in layer], False)
-    return HeldAdapters(names, a, [_table(layer, True) for layer in lora_b], written)
+    return HeldAdapters(names, Adapters(a, [_table(layer, True) for layer in lora_b]), written)
 
 
 def _table(parameters: Sequence[nn.Parameter], transposed: bool) -> Factors:
@@ -156,18 +152,18 @@ class _Held(torch.autograd.Function):
         frozen, biases, held, plan, backend, updates = call
         ctx.set_materialize_grads(False)
         ctx.call, ctx.since = call, updates.count
+        ctx.operands = [one.fused(x) for one in frozen]
+        weights = [None if one is None else one.weight for one in ctx.operands]
         with torch._C._AutoDispatchBelowAutograd():
             if backend == "cpu":
-                ctx.operands = operands = frozen[0].fused(x)
-                y, s = one_layer.cpu_forward(x, frozen[0], operands, biases[0], held.a, held.b[0], plan)
-                ctx.save_for_backward(x, None if operands is None else operands.weight, s)
+                a, (b,) = held.tables
+                y, s = one_layer.cpu_forward(x, frozen[0], ctx.operands[0], biases[0], a, b, plan)
+                ctx.save_for_backward(x, weights[0], s)
                 return (y,)
-            layers = [Layer(*layer) for layer in zip(frozen, biases, held.b, strict=True)]
-            ys, s = gpu_operator(backend).forward(x, layers, held.a, Batch(*plan))
-        fused = [one.fused(x) for one in frozen]
-        weights = [None if one is None else one.weight for one in fused]
+            layers = list(map(Layer, frozen, weights, biases))
+            ys, saved = gpu_operator(backend).forward(x, layers, held.tables, plan)
         # what `autograd` saves, in its order: a checkpoint may recompute by its way
-        ctx.save_for_backward(x, *((weights[0], s[0]) if len(frozen) == 1 else (s, *weights)))
+        ctx.save_for_backward(x, *weights, *saved)
         return tuple(ys)
 
     @staticmethod
@@ -178,27 +174,22 @@ class _Held(torch.autograd.Function):
             return None, None, None
         if updates.count != ctx.since:
             updates.refuse(held.names, ctx.since)
-        x, *saved = ctx.saved_tensors
-        s, weights = (saved[0], saved[1:]) if len(frozen) > 1 else (saved[1], saved[:1])
+        x, *rest = ctx.saved_tensors
+        weights, saved = rest[: len(frozen)], tuple(rest[len(frozen) :])
         held.mark(dys)
-        need_dx = ctx.needs_input_grad[0]
-        wanted = need_dx, True, True
+        wanted = ctx.needs_input_grad[0], True, True
         with torch._C._AutoDispatchBelowAutograd():
             if backend == "cpu":
-                (dy,) = map(dense_rows, dys)  # type: ignore[arg-type]
-                operands = None if weights[0] is None else FusedOperands(weights[0], *ctx.operands[1:])
-                dx, _, _ = one_layer.cpu_backward(
-                    dy, x, frozen[0], operands, held.a, held.b[0], s, plan, wanted
-                )
+                (dy,), (s,), (weight,) = map(dense_rows, dys), saved, weights  # type: ignore[arg-type]
+                operands = None if weight is None else FusedOperands(weight, *ctx.operands[0][1:])
+                a, (b,) = held.tables
+                dx, _, _ = one_layer.cpu_backward(dy, x, frozen[0], operands, a, b, s, plan, wanted)
             else:
-                layers = [
-                    Layer(one if weight is None else PlainWeight.of(weight), None, b)
-                    for one, weight, b in zip(frozen, weights, held.b, strict=True)
-                ]
                 rows = [
                     x.new_zeros(len(x), b.width) if dy is None else dense_rows(dy)
-                    for dy, b in zip(dys, held.b, strict=True)
+                    for dy, b in zip(dys, held.tables.b, strict=True)
                 ]
-                s = s if len(frozen) > 1 else s.unsqueeze(0)
-                dx, _, _ = gpu_operator(backend).backward(rows, x, layers, held.a, s, Batch(*plan), wanted)
-        return dx if need_dx else None, None, None
+                layers = list(map(Layer, frozen, weights))
+                operator = gpu_operator(backend)
+                dx = operator.backward(rows, x, layers, held.tables, saved, plan, wanted)
+        return dx if wanted[0] else None, None, None

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.gpu.operator import Batch, GpuOperator, Into, Layer, one_dtype
-from ..backends.one_layer import PLAN
-from ..backends.selection import backend_for, gpu_operator
+from ..backends import one_layer
+from ..backends.interface import PLAN, Layer
+from ..backends.selection import Backend, backend_for
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
 from ..library import LOADED
@@ -21,26 +21,22 @@ from . import fake
 
 
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
-    layer, batch = Layer(PlainWeight.of(weight), bias, lora_b), Batch(*rest[: len(PLAN)])
-    (y,), s = _of_device(x).forward(x, [layer], lora_a, batch)
-    return y, s[0]
+    layer, plan = Layer(PlainWeight.of(weight), weight, bias), rest[: len(PLAN)]
+    (y,), saved = one_layer.forward_of(_of_device(x), x, [layer], lora_a, [lora_b], plan)
+    return y, saved[0][0]
 
 
 def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
     plan, wanted = rest[: len(PLAN)], rest[len(PLAN) : -1]
-    # An operator's results may not share memory. Eager mode gets views of one buffer.
-    da = [fake.gradient_of(a) for a in one_dtype(lora_a)] if wanted[1] else []
-    db = [fake.gradient_of(b) for b in one_dtype(lora_b)] if wanted[2] else []
-    into = Into(da or None, [db] if db else None, add=False)
-    layer, batch = Layer(PlainWeight.of(weight), None, lora_b), Batch(*plan)
-    operator = _of_device(x)
-    dx, *_ = operator.backward([dy], x, [layer], lora_a, s.unsqueeze(0), batch, wanted, into)
-    da = [gradient.to(a.dtype) for gradient, a in zip(da, lora_a, strict=False)]
-    return dx, da, [gradient.to(b.dtype) for gradient, b in zip(db, lora_b, strict=False)]
+    layer = Layer(PlainWeight.of(weight), weight)
+    dx, da, (db,) = one_layer.backward_of(
+        _of_device(x), [dy], x, [layer], lora_a, [lora_b], (s.unsqueeze(0),), plan, wanted
+    )
+    return x.new_empty(0) if dx is None else dx, da, db
 
 
-def _of_device(x: Tensor) -> GpuOperator:
-    return gpu_operator(backend_for(x.device, x.dtype))  # type: ignore[arg-type]
+def _of_device(x: Tensor) -> Backend:
+    return backend_for(x.device, x.dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

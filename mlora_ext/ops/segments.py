@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..backends.plan import describe
+from ..upload import to_device
+
 SMALLEST_TABLE = 64
 
 
@@ -110,7 +113,9 @@ class SegmentLayout:
         """
         device = torch.device(device)
         if device not in self._tables:
-            self._tables[device] = torch.tensor(self._rows(), dtype=torch.int64).to(device)
+            table = to_device(torch.tensor(self._rows(), dtype=torch.int64), device)
+            describe(table, self.lengths, self.adapters)
+            self._tables[device] = table
         return self._tables[device]
 
     def _rows(self) -> list[tuple[int, int, int, int]]:

@@ -12,18 +12,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX_KERNELS = {"shrink", "expand", "read_dy", "read_x"}
 PROGRAM = """
-import json, sys
+import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
 from gpu import code_triton
 architecture = int(sys.argv[2])
 variants = [one for one in code_triton.VARIANTS if sys.argv[3] in one.name]
 found = code_triton.report(architecture, variants)
-def seen(rows):
-    launches = code_triton.launches_of(code_triton.VARIANTS[0], architecture, rows)
+def seen(rows, rank, other_rank):
+    variant = dataclasses.replace(code_triton.VARIANTS[0], rank=rank)
+    launches = code_triton.launches_of(variant, rows, other_rank)
     return [(l.kernel.__name__, code_triton.specialisation(l), l.options) for l in launches]
 print(json.dumps({
     "code": [{"variant": name, **vars(code)} for name, code in found],
-    "specialisations": [seen(rows) for rows in (129, 200, 256)],
+    "specialisations": [seen(*how) for how in ((1089, 64, 8), (1104, 64, 8), (1089, 20, 8), (1104, 130, 3))],
 }))
 """
 QUICKEST = ("90", "fp16, r 16")
@@ -58,8 +59,8 @@ def test_no_spills_and_matrix_instructions(architecture: str, variant: str) -> N
             assert sum(code["matrix"].values()) > 0, code
 
 
-def test_row_counts_recompile_nothing() -> None:
-    """What a compiled kernel is looked up by is the same whatever the number of rows."""
+def test_rows_and_ranks_recompile_nothing() -> None:
+    """What a compiled kernel is looked up by is the same whatever the number of rows and the ranks."""
     first, *others = report_of(*QUICKEST)["specialisations"]
     assert {name for name, _, _ in first} >= MATRIX_KERNELS
     for other in others:

@@ -3,14 +3,18 @@
 Loading the result gives the `cuda_*` operators to CPU tensors.
 """
 
+import ctypes
 import fcntl
 import hashlib
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils import cpp_extension
@@ -21,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulated"
 HERE = Path(__file__).parent
 KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-SOURCES = [*KERNELS, ROOT / "csrc/cuda/launch.cpp", HERE / "emulator.cpp"]
+SOURCES = [
+    *KERNELS,
+    *(ROOT / f"csrc/cuda/{name}.cpp" for name in ("operator", "tickets")),
+    HERE / "emulator.cpp",
+]
 FLAGS = [
     "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
     "-DMLORA_EMULATE", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
@@ -68,6 +76,53 @@ def _compile(library: Path) -> None:
         for other in BUILD.glob("*.so"):
             other.unlink(missing_ok=True)
         linked.rename(library)
+
+
+class Launch(NamedTuple):
+    """One launch. Sectors are of 32 bytes, each counted once: what must come from memory, or go there.
+
+    Attributes:
+        name: of the kernel.
+        programs: blocks of threads.
+        read: bytes that the programs read.
+        read_once: bytes of the sectors that were read.
+        written: bytes that the programs wrote.
+        written_once: bytes of the sectors that were written.
+    """
+
+    name: str
+    programs: int
+    read: int
+    read_once: int
+    written: int
+    written_once: int
+
+
+@contextmanager
+def watched() -> Iterator[list[Launch]]:
+    """Yields a list that holds the launches of the emulator, once the context is left."""
+    library = ctypes.CDLL(str(build()))
+    library.mlora_emulator_log.restype = ctypes.c_char_p
+    launches: list[Launch] = []
+    library.mlora_emulator_watch(True)
+    try:
+        yield launches
+        for line in library.mlora_emulator_log().decode().splitlines():
+            name, *numbers = line.split()
+            launches.append(Launch(name, *map(int, numbers)))
+    finally:
+        library.mlora_emulator_watch(False)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Leaves launches out: what remains is the host's part of a call."""
+    library = ctypes.CDLL(str(build()))
+    library.mlora_emulator_skip(True)
+    try:
+        yield
+    finally:
+        library.mlora_emulator_skip(False)
 
 
 def load() -> None:

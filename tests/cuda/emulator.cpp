@@ -6,6 +6,9 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <sstream>
+#include <string>
+#include <unordered_set>
 #include <vector>
 
 #if !defined(__x86_64__) || !defined(__linux__)
@@ -86,6 +89,32 @@ struct Machine {
 };
 
 Machine machine;
+
+// Accesses to global memory: all bytes, and the sectors of 32 bytes that they touch.
+struct Accesses {
+  int64_t bytes = 0;
+  std::unordered_set<uintptr_t> sectors;
+
+  void add(const void* place, int count) {
+    bytes += count;
+    const uintptr_t first = reinterpret_cast<uintptr_t>(place);
+    for (uintptr_t sector = first / 32;
+         count > 0 && sector <= (first + static_cast<uintptr_t>(count) - 1) / 32; ++sector) {
+      sectors.insert(sector);
+    }
+  }
+};
+
+// What launches did since `mlora_emulator_watch`: a line of each.
+struct Watch {
+  bool on = false;
+  Accesses reads;
+  Accesses writes;
+  std::string log;
+};
+
+Watch watch;
+bool launches_do_nothing = false;
 
 [[noreturn]] void die(const char* message) {
   std::fprintf(stderr, "emulator: %s (block %d %d %d, thread %d)\n", message, machine.block[0],
@@ -192,8 +221,21 @@ void copy_async(void* shared, const void* global, int bytes) {
     die("a copy of 16 bytes is misaligned");
   }
   Fiber& fiber = machine.fibers[machine.current];
+  count_read(global, bytes);
   std::memset(shared, 0xff, 16);
   fiber.copies.push_back({shared, global, bytes, fiber.copy_group});
+}
+
+void count_read(const void* place, int bytes) {
+  if (watch.on) {
+    watch.reads.add(place, bytes);
+  }
+}
+
+void count_write(const void* place, int bytes) {
+  if (watch.on) {
+    watch.writes.add(place, bytes);
+  }
 }
 
 void commit_copies() { ++machine.fibers[machine.current].copy_group; }
@@ -250,8 +292,13 @@ void load_all(void* const* operands, bool transpose) {
 void load_matrices_work(void* const* operands) { load_all(operands, false); }
 void load_transposed_matrices_work(void* const* operands) { load_all(operands, true); }
 
-void run_grid(const Grid& grid, int threads, int shared_bytes, void (*run)(const void*), const void* call) {
+void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
+              const void* call) {
+  if (launches_do_nothing) {
+    return;
+  }
   const std::lock_guard lock(machine.mutex);
+  watch.reads = watch.writes = {};
   if (machine.stacks == nullptr) {
     machine.stacks =
         static_cast<unsigned char*>(mmap(nullptr, kMostThreads * kStackBytes, PROT_READ | PROT_WRITE,
@@ -274,6 +321,29 @@ void run_grid(const Grid& grid, int threads, int shared_bytes, void (*run)(const
     std::memset(machine.shared_begin, 0xff, static_cast<size_t>(shared_bytes));
     run_block();
   }
+  if (watch.on) {
+    std::ostringstream line;
+    line << name << ' ' << order.size() << ' ' << watch.reads.bytes << ' ' << 32 * watch.reads.sectors.size()
+         << ' ' << watch.writes.bytes << ' ' << 32 * watch.writes.sectors.size() << '\n';
+    watch.log += line.str();
+  }
 }
 
 }  // namespace mlora::cuda
+
+// Begins or ends the watch over launches; it begins with an empty log.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_watch(bool on) {
+  mlora::cuda::watch = {};
+  mlora::cuda::watch.on = on;
+}
+
+// Whether launches are left out from now on, for measurements of the host's part.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_skip(bool skip) {
+  mlora::cuda::launches_do_nothing = skip;
+}
+
+// A line of each launch: name, programs, bytes read, bytes of the sectors read, and the same of what was
+// written.
+extern "C" __attribute__((visibility("default"))) const char* mlora_emulator_log() {
+  return mlora::cuda::watch.log.c_str();
+}

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda/kernels.h"
 #include "cuda/numbers.h"
 
 #define MLORA_ISA emulated
@@ -19,6 +20,7 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 namespace mlora::cuda {
 
@@ -34,6 +36,26 @@ void commit_copies();
 void wait_for_copies(int pending);
 uint32_t exchange(uint32_t value, int bit);
 
+inline uint32_t pair_mask(uint32_t value) {
+  return ((value >> 15 & 1u) != 0 ? 0x0000ffffu : 0u) | ((value >> 31) != 0 ? 0xffff0000u : 0u);
+}
+inline int take_ticket(int* ticket) { return (*ticket)++; }
+
+// Counts an access to global memory.
+void count_read(const void* place, int bytes);
+void count_write(const void* place, int bytes);
+template <typename T>
+T read(const T* place) {
+  count_read(place, sizeof(T));
+  return *place;
+}
+template <typename T>
+void write(T* place, const T& value) {
+  count_write(place, sizeof(T));
+  *place = value;
+}
+inline float load_shared_sum(const float* place) { return read(place); }
+
 inline float to_float(float value) { return value; }
 inline float to_float(BFloat16 value) { return cpu::emulated::to_float(cpu::emulated::BF16{value.bits}); }
 inline float to_float(Half value) { return cpu::emulated::to_float(cpu::emulated::Half{value.bits}); }
@@ -47,6 +69,14 @@ inline void from_float(float value, Half& out) {
   cpu::emulated::Half result;
   cpu::emulated::from_float(value, &result);
   out.bits = result.bits;
+}
+
+template <typename T>
+uint32_t pack(T, float low, float high) {
+  T first, second;
+  from_float(low, first);
+  from_float(high, second);
+  return uint32_t{first.bits} | uint32_t{second.bits} << 16;
 }
 
 template <int kPending>
@@ -121,13 +151,27 @@ struct Grid {
   int64_t z = 1;
 };
 
-void run_grid(const Grid& grid, int threads, int shared_bytes, void (*run)(const void*), const void* call);
+void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
+              const void* call);
 
-template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, void*, int,
-           const Arguments&... arguments) {
-  const auto call = [&] { kernel(arguments...); };
-  run_grid(grid, threads, shared_bytes, [](const void* f) { (*static_cast<decltype(call)*>(f))(); }, &call);
+// Which launch has these arguments.
+inline const char* launch_of(const Batch&) { return "plan"; }
+inline const char* launch_of(const ShrinkArguments&) { return "shrink"; }
+inline const char* launch_of(const ExpandArguments&) { return "expand"; }
+inline const char* launch_of(const ReadDyArguments&) { return "read_dy"; }
+inline const char* launch_of(const GradientArguments&) { return "read_x"; }
+template <typename T>
+const char* launch_of(const T&) {
+  return "other";
+}
+
+template <typename... Parameters, typename First, typename... Arguments>
+int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, const Queue&,
+           const First& first, const Arguments&... arguments) {
+  const auto call = [&] { kernel(first, arguments...); };
+  run_grid(
+      launch_of(first), grid, threads, shared_bytes,
+      [](const void* f) { (*static_cast<decltype(call)*>(f))(); }, &call);
   return 0;
 }
 

@@ -4,19 +4,21 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
 from backends import BACKENDS, serving
 from cases import Case, assert_right, make
 
 import mlora_ext as mx
-from mlora_ext.backends.gpu.operator import Batch, Layer
-from mlora_ext.backends.gpu.plan import COLUMN_SPLIT
+from mlora_ext.backends import one_layer
+from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
+COLUMN_SPLIT = 1024
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
 
@@ -68,12 +70,14 @@ def test_only_wanted_gradients(backend: str, part: str) -> None:
 
 
 def gradients(backend: str, case: Case, wanted: tuple[bool, bool, bool]) -> list[list[torch.Tensor]]:
-    x, weight, bias, lora_a, lora_b, segments, scaling, *drop = case.operator_arguments()
-    batch, layers = Batch(segments, scaling, *drop), [Layer(PlainWeight.of(weight), bias, lora_b)]
+    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
+    layers = [Layer(PlainWeight.of(weight), weight, bias)]
     with torch.no_grad():
-        _, s = gpu_operator(backend).forward(x, layers, lora_a, batch)
-        dx, da, db = gpu_operator(backend).backward([case.dy], x, layers, lora_a, s, batch, wanted)
-    return [[dx] if dx.numel() else [], da, db[0]]
+        _, saved = one_layer.forward_of(backend, x, layers, lora_a, [lora_b], tuple(plan))
+        dx, da, (db,) = one_layer.backward_of(
+            backend, [case.dy], x, layers, lora_a, [lora_b], saved, tuple(plan), wanted
+        )
+    return [[] if dx is None else [dx], da, db]
 
 
 @pytest.mark.parametrize("widest", [33, 130])
@@ -199,12 +203,14 @@ def test_layers_that_share_x(
             case.dropout = mx.LoRADropout(drop.p, drop.seeds, drop.step, layer=drop.layer + index)
     x, _, _, _, _, segments, scaling, p_table, rng, layer = one.operator_arguments()
     indices = None if layer is None else layer + torch.arange(len(cases), device=layer.device)
-    batch, operator = Batch(segments, scaling, p_table, rng, indices), gpu_operator(backend)
-    layers, n = [Layer(PlainWeight.of(case.weight), None, case.lora_b) for case in cases], len(one.lora_a)
-    lora_a = [a for case in cases for a in case.lora_a]
+    plan = (segments, scaling, p_table, rng, indices)
+    layers, n = [Layer(PlainWeight.of(case.weight), case.weight) for case in cases], len(one.lora_a)
+    lora_a, lora_b = [a for case in cases for a in case.lora_a], [case.lora_b for case in cases]
     with torch.no_grad():
-        y, s = operator.forward(x, layers, lora_a, batch)
-        dx, da, db = operator.backward([c.dy for c in cases], x, layers, lora_a, s, batch, wanted)
+        y, saved = one_layer.forward_of(backend, x, layers, lora_a, lora_b, plan)
+        dx, da, db = one_layer.backward_of(
+            backend, [c.dy for c in cases], x, layers, lora_a, lora_b, saved, plan, wanted
+        )
     alone = [case.run() for case in cases]
     for index, (expected_y, _, *expected) in enumerate(alone):
         assert torch.equal(y[index], expected_y), f"y of layer {index}"
@@ -221,48 +227,83 @@ def test_layers_that_share_x(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tiles": torch.zeros(9, 3, dtype=torch.int32)}, "tiles: expected 4 columns"),
-        (
-            {"factor": torch.zeros(3).half()},
-            "factor: expected dtype Float .that of the rows. or Float",
-        ),
+        ({"plan": torch.zeros(9, 3, dtype=torch.int32)}, "plan: expected 4 columns"),
+        ({"plan": torch.zeros(9, 4, dtype=torch.int32)}, r"plan: expected 1 \+ 1 \+ 1 rows, got 9"),
+        ({"a": torch.zeros(3).half()}, "a_table: expected matrices of dtype Float .that of x. or Float"),
+        ({"a_table": torch.zeros(2, 8, dtype=torch.int64)}, "a_table: expected 1 rows, got 2"),
         ({"scaling": torch.ones(1).double()}, "scaling: expected a contiguous Float tensor"),
         ({"dropout_p": torch.zeros(1)}, "give all three or none"),
-        ({"out": torch.zeros(1, 3, 2)}, "out: expected 1 parts of 4 rows"),
-        ({"out": torch.zeros(2, 4, 2)}, "table: expected rows of 2 layers"),
-        ({"rows": torch.zeros(5, 4).t()}, "rows: expected a matrix of dense rows"),
+        ({"weights": [torch.zeros(3, 4)]}, r"weights: expected Float of shape \[3, 5\]"),
+        ({"biases": [torch.zeros(2)]}, "bias: expected 3 numbers, got 2"),
+        ({"b": [torch.zeros(3, 2)] * 2}, "b: expected 1 to 4 layers and a table of each, got 2 and 1"),
+        ({"x": torch.zeros(5, 4).t()}, "x: expected Float rows"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_checks_name_the_argument(change: dict, message: str) -> None:
+    table = torch.tensor([[0, 5, 1, 2, 0, 5, 1, 0]])
     arguments: dict = {
-        "rows": torch.zeros(4, 5),
-        "factor": torch.zeros(2, 5),
-        "table": torch.tensor([[0, 5, 1, 2, 0, 5, 1, 0]]),
-        "tiles": torch.tensor([[0, 4, 0, 0]], dtype=torch.int32),
+        "x": torch.zeros(4, 5),
+        "weights": [torch.zeros(3, 5)],
+        "biases": [],
+        "products": [],
+        "a": torch.zeros(2, 5),
+        "a_table": table,
+        "b": [torch.zeros(3, 2)],
+        "b_tables": [torch.tensor([[0, 1, 2, 2, 0, 1, 2, 0]])],
+        "max_rank": 2,
+        "plan": torch.tensor([[0, 4, 0, 0], [0, 1, 0, -1], [0, 1, 0, 0]], dtype=torch.int32),
+        "tiles": 1,
+        "splits": 1,
         "scaling": torch.ones(1),
         "dropout_p": None,
         "dropout_rng": None,
         "layers": None,
-        "out": torch.zeros(1, 4, 2),
+        "save_masks": False,
     }
-    OPS.cuda_shrink(**arguments)
+    OPS.cuda_forward(**arguments)
     with pytest.raises(RuntimeError, match=message):
-        OPS.cuda_shrink(**(arguments | change))
+        OPS.cuda_forward(**(arguments | change))
 
 
-def test_tables_that_are_too_small_are_refused() -> None:
-    table = mx.SegmentLayout.from_lengths([10]).table(torch.get_default_device())
-    least = 1 + 2 * len(table) + 1
-    tables = [torch.zeros(n, 4, dtype=torch.int32) for n in (least - 1, 10, 1)]
-    with pytest.raises(RuntimeError, match=f"tiles: expected at least {least} rows, got {least - 1}"):
-        OPS.cuda_plan(table, 10, *tables)
-
-
-def test_layers_that_share_x_as_the_sanitizer_watches_them(backend: str) -> None:
+def test_layers_that_share_x_as_the_sanitizer_watches_them() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
     from gpu import sanitize
 
-    together, alone = sanitize.shared_results(torch.bfloat16, str(torch.get_default_device()), backend)
+    together, alone = sanitize.shared_results(torch.bfloat16, str(torch.get_default_device()))
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_launches_do_not_grow_with_adapters() -> None:
+    """Nor with layers that share x, rows or columns."""
+    names = {}
+    for adapters, rows, width in ((1, 70, 40), (64, 70, 40), (3, 2200, 2200)):
+        lengths = [rows // adapters + (i < rows % adapters) for i in range(adapters)]
+        case = make(
+            [4] * adapters, lengths, list(range(adapters)), d_in=width, d_out=width, dtype=torch.bfloat16
+        )
+        with emulated.watched() as launches:
+            case.run()
+        names[adapters] = [launch.name for launch in launches]
+    assert names[1] == names[64] == names[3] == ["plan", "shrink", "expand", "read_dy", "read_x"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [[5, 16], [100, 3]], ids=str)
+def test_saved_masks_change_no_bit(
+    backend: str, ranks: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One adapter does not drop; masks of several layers that share x."""
+    case = make(ranks, [130, 61], [1, 0], dtype=dtype, d_in=1096, p=0.3)
+    with torch.no_grad():
+        case.dropout.p[0] = 0.0
+    expected = case.run()
+    drawn = []
+    monkeypatch.setattr(gpu_operator(backend), "saves_masks", True)
+    backward = OPS.cuda_backward.default
+    monkeypatch.setattr(OPS.cuda_backward, "default", lambda *a: drawn.append(a[12].shape) or backward(*a))
+    for one, other in zip(case.run(), expected, strict=True):
+        assert torch.equal(one, other)
+    assert drawn == [(1, 191, 35)]

@@ -1,17 +1,15 @@
-"""The plan and the tables of the GPU backends, against plain Python; the launches, as data."""
+"""The plan and the tables of the GPU backends, against plain Python; the number of launches."""
 
 import random
 
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import make
 from plan_oracle import Row, plan_of
 
 import mlora_ext as mx
-from mlora_ext.backends.factors import factors_of
-from mlora_ext.backends.gpu.launches import Launch, backward_launches, forward_launches
-from mlora_ext.backends.gpu.plan import Plan, PlanCache, PlanSizes
+from mlora_ext.backends.factors import factors_of, own_gradients
+from mlora_ext.backends.plan import Plan, PlanCache, PlanSizes
 from mlora_ext.backends.selection import gpu_operator
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
@@ -26,8 +24,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 def made_plan(backend: str, layout: mx.SegmentLayout, adapters: int, total_rows: int) -> Plan:
     device = torch.get_default_device()
     segments = layout.table(device)
-    operator = gpu_operator(backend)
-    return operator._kernels.plan(segments, PlanSizes(total_rows, len(segments), adapters))
+    return gpu_operator(backend).plan(segments, PlanSizes.bounds(total_rows, len(segments), adapters))
 
 
 def table(tensor: torch.Tensor) -> list[Row]:
@@ -37,13 +34,14 @@ def table(tensor: torch.Tensor) -> list[Row]:
 def assert_planned(backend: str, layout: mx.SegmentLayout, adapters: int, total_rows: int) -> None:
     made = made_plan(backend, layout, adapters, total_rows)
     expected = plan_of(layout._rows(), total_rows, adapters)
-    for name, unused in (("tiles", (0, 0, -1, 0)), ("splits", (0, 0, -1, -1)), ("groups", None)):
-        rows, wanted = table(getattr(made, name)), getattr(expected, name)
+    unused_rows = {"tiles": (0, 0, -1, 0), "splits": (0, 0, -1, -1), "groups": None}
+    for (name, unused), tensor in zip(unused_rows.items(), made.tables(), strict=True):
+        rows, wanted = table(tensor), getattr(expected, name)
         assert rows[: len(wanted)] == wanted, name
         assert all(row == unused for row in rows[len(wanted) :]), name
     slots = sum(group[3] for group in expected.groups)
     assert slots <= made.sizes.slots
-    covered = [row for first, count, *_ in table(made.tiles) for row in range(first, first + count)]
+    covered = [row for first, count, *_ in table(made.tables()[0]) for row in range(first, first + count)]
     assert sorted(covered) == list(range(total_rows)), "each row lies in one tile"
 
 
@@ -75,7 +73,7 @@ def test_plan_of_many_segments(
     count, adapters, block = 150, 67, 64
     if request.node.callspec.params["backend"] == "triton":
         count, adapters, block = 38, 19, 16
-        monkeypatch.setattr("mlora_ext.backends.triton.launch._PLAN_BLOCK", block)
+        monkeypatch.setattr("mlora_ext.backends.triton.operator._PLAN_BLOCK", block)
     layout = layout_of(count, adapters, 80)
     owners = [*layout.adapters[:block], *[-1] * block, *layout.adapters[2 * block :]]
     layout = mx.SegmentLayout.from_lengths(layout.lengths, owners, layout.row0)
@@ -92,12 +90,12 @@ def test_plan_of_rows_behind_the_last_segment(backend: str) -> None:
 def test_plan_of_rows_in_no_segment(backend: str) -> None:
     """Rows beyond and between the segments, and an adapter that is not there."""
     segments = torch.tensor([[70, 90, 1, 7], [0, 0, -1, 0], [100, 300, 9, 0], [310, 311, 0, 4]])
-    operator = gpu_operator(backend)
-    made = operator._kernels.plan(segments.to(torch.get_default_device()), PlanSizes(400, 4, 2))
+    segments = segments.to(torch.get_default_device())
+    made = gpu_operator(backend).plan(segments, PlanSizes.bounds(400, 4, 2))
     expected = plan_of([(70, 90, 1, 7), (310, 311, 0, 4)], 400, 2)
-    for name in ("tiles", "splits", "groups"):
+    for name, tensor in zip(("tiles", "splits", "groups"), made.tables(), strict=True):
         wanted = getattr(expected, name)
-        assert table(getattr(made, name))[: len(wanted)] == wanted, name
+        assert table(tensor)[: len(wanted)] == wanted, name
 
 
 def test_plan_of_one_long_adapter(backend: str) -> None:
@@ -108,7 +106,7 @@ def test_slots_are_enough() -> None:
     """Sizes that the host computes bound what any layout needs."""
     for rows in (0, 1, 64, 1024, 1025, 2049, 9000):
         for segments in (1, 3, 64):
-            sizes = PlanSizes(rows, segments, 4)
+            sizes = PlanSizes.bounds(rows, segments, 4)
             each, rest = divmod(rows, segments)
             lengths = [each + (i < rest) for i in range(segments)]
             layout = mx.SegmentLayout.from_lengths(lengths, [i % 4 for i in range(segments)])
@@ -118,21 +116,66 @@ def test_slots_are_enough() -> None:
             assert len(plan.splits) <= sizes.splits
 
 
+def test_exact_sizes_of_a_layout(fresh_seed: int) -> None:
+    """The table of a layout has exactly the rows that it needs, behind its segments too."""
+    random.seed(fresh_seed)
+    for _ in range(200):
+        adapters = random.choice([1, 2, 9, 40])
+        layout = layout_of(random.randrange(12), adapters, 1500)
+        rows = layout.total_rows + random.choice([0, 1, 200])
+        expected = plan_of(layout._rows(), rows, adapters)
+        sizes = PlanSizes.of_layout(layout.lengths, layout.adapters, rows, adapters)
+        slots = sum(group[3] for group in expected.groups)
+        assert (sizes.tiles, sizes.splits, sizes.slots) == (len(expected.tiles), len(expected.splits), slots)
+
+
+def recorded() -> tuple[PlanCache, list[PlanSizes]]:
+    """A cache whose plans hold nothing, and the sizes that it asked for."""
+    calls: list[PlanSizes] = []
+
+    def make(segments: torch.Tensor, sizes: PlanSizes) -> Plan:
+        calls.append(sizes)
+        return Plan(sizes, segments)
+
+    return PlanCache(make), calls
+
+
 def test_a_batch_is_planned_once() -> None:
-    calls = []
-    cache = PlanCache(lambda segments, sizes: calls.append(sizes) or Plan.empty(sizes, segments.device))
+    cache, calls = recorded()
     segments = mx.SegmentLayout.from_lengths([4, 5]).table()
-    sizes = PlanSizes(9, len(segments), 2)
-    first = cache.get(segments, sizes)
-    assert cache.get(segments, sizes) is first
-    assert len(calls) == 1
-    assert cache.get(segments, PlanSizes(9, len(segments), 3)) is not first
+    first = cache.get(segments, 9, 2)
+    assert cache.get(segments, 9, 2) is first
+    assert calls == [PlanSizes(rows=9, adapters=2, tiles=2, splits=2, slots=0)], "exact"
+    assert cache.get(segments, 9, 3) is not first
     segments[0, 1] = 3
-    assert cache.get(segments, sizes) is not first
+    assert cache.get(segments, 9, 2) is not first
     assert len(calls) == 3
+    assert calls[2] == PlanSizes.bounds(9, len(segments), 2), "the table holds another layout now"
     with torch.inference_mode():
         made = segments.clone()
-        assert cache.get(made, sizes) is not cache.get(made, sizes)
+        assert cache.get(made, 9, 2) is not cache.get(made, 9, 2)
+
+
+def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch lies in the graph, and its size serves whatever layout the table holds later."""
+    captures = iter([7, 7, 8])
+    calls: list[PlanSizes] = []
+
+    def make(segments: torch.Tensor, sizes: PlanSizes) -> Plan:
+        calls.append(sizes)
+        return Plan(sizes, segments)
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 1}))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)
+    cache = PlanCache(make, lambda tensor: next(captures))
+    first = cache.get(segments, 9, 2)
+    assert cache.get(segments, 9, 2) is first
+    assert cache.get(segments, 9, 2) is not first
+    assert calls == [PlanSizes.bounds(9, len(segments), 2)] * 2
 
 
 def test_factors_of_a_bank_and_of_loose_matrices() -> None:
@@ -155,8 +198,8 @@ def test_gradients_have_the_layout_of_their_factors(transposed: bool) -> None:
     matrices = [torch.randn(5, 8), torch.randn(8, 6).t(), torch.randn(3, 16)[:, ::2]]
     if transposed:
         matrices = [m.t() for m in matrices]
-    buffer, gradients = factors_of(matrices, transposed=transposed).gradients(True)
-    buffer.zero_()
+    described, gradients = factors_of(matrices, transposed=transposed).new_gradients()
+    buffer = described.into[0].zero_()
     for matrix, gradient in zip(matrices, gradients, strict=True):
         assert gradient.shape == matrix.shape
         fake = mx.ops.fake.gradient_of(matrix)
@@ -165,57 +208,14 @@ def test_gradients_have_the_layout_of_their_factors(transposed: bool) -> None:
     assert buffer.sum() == sum(m.numel() for m in matrices), "every element belongs to one gradient"
 
 
-def test_launches_do_not_grow_with_adapters(
-    backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The operator runs the lists of `launches`: counted where a kernel is called, for 1 and 64 adapters; 16
-    in the interpreter."""
-    counts, operator = {}, gpu_operator(backend)
-    kernels = operator._kernels
-    many = 16 if request.node.callspec.params["backend"] == "triton" else 64
-    for adapters in (1, many):
-        counted = Counted(kernels)
-        monkeypatch.setattr(operator, "_kernels", counted)
-        rows, owners = [128 // adapters] * adapters, list(range(adapters))
-        make([4] * adapters, rows, owners, d_in=16, d_out=16, dtype=torch.bfloat16).run()
-        counts[adapters] = counted.names
-    assert counts[1] == counts[many] == [
-        "shrink", "expand", "read_dy", "reduce_gradients", "read_x", "reduce_gradients",
-    ]  # fmt: skip
-
-
-class Counted:
-    """Kernels that write down the launches that go to others."""
-
-    def __init__(self, kernels) -> None:
-        self.kernels, self.names = kernels, []
-
-    def __getattr__(self, name: str):
-        def launch(*arguments):
-            self.names.append(name)
-            return getattr(self.kernels, name)(*arguments)
-
-        return launch
-
-
-def test_launches_as_data() -> None:
-    def names(launches: tuple[Launch, ...]) -> list[tuple[str, int]]:
-        return [tuple(launch) for launch in launches]
-
-    assert names(forward_launches(2048)) == [("shrink", 0), ("expand", 0), ("base_gemm", 0)]
-    assert names(forward_launches(4096, layers=2)) == [
-        ("shrink", 0), ("reduce_s", 0), ("expand", 0), ("base_gemm", 0), ("expand", 1), ("base_gemm", 1),
-    ]  # fmt: skip
-    every = {"need_dx": True, "need_da": True, "need_db": True}
-    assert names(backward_launches((4096,), **every, several=True)) == [
-        ("read_dy", 0), ("reduce_ds", 0), ("reduce_db", 0), ("read_x", 0), ("base_gemm_dx", 0),
-        ("reduce_da", 0),
-    ]  # fmt: skip
-    assert names(backward_launches((4096, 1024), **every, several=False)) == [
-        ("read_dy", 0), ("reduce_ds", 0), ("read_dy", 1), ("read_x", 0), ("base_gemm_dx", 0),
-        ("base_gemm_dx", 1),
-    ]  # fmt: skip
-    only_db = {"need_dx": False, "need_da": False, "need_db": True}
-    assert names(backward_launches((4096,), **only_db, several=True)) == [("read_dy", 0), ("reduce_db", 0)]
-    nothing = {"need_dx": False, "need_da": False, "need_db": False}
-    assert backward_launches((4096,), **nothing, several=True) == ()
+def test_gradients_do_not_share_memory() -> None:
+    """One adapter's gradient would keep the others' alive."""
+    matrices = [torch.randn(3, 8), torch.randn(2, 8).bfloat16()]
+    _, views = factors_of([matrix.float() for matrix in matrices], transposed=False).new_gradients()
+    for view in views:
+        view.copy_(torch.randn_like(view))
+    own = own_gradients(matrices, views)
+    assert [one.dtype for one in own] == [torch.float32, torch.bfloat16]
+    assert len({one.untyped_storage().data_ptr() for one in own}) == 2
+    for one, view in zip(own, views, strict=True):
+        assert torch.equal(one, view.to(one.dtype))

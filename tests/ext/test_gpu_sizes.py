@@ -10,10 +10,10 @@ from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
-from mlora_ext.backends.factors import factors_of
-from mlora_ext.backends.gpu.operator import Batch, Layer, one_dtype
-from mlora_ext.backends.gpu.plan import COLUMN_SPLIT, SPLIT_TILES, TILE_ROWS
-from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.backends import one_layer
+from mlora_ext.backends.factors import factors_of, one_dtype
+from mlora_ext.backends.interface import Layer
+from mlora_ext.backends.plan import SPLIT_TILES, TILE_ROWS
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops import registration
 
@@ -44,11 +44,10 @@ def test_several_column_splits(request: pytest.FixtureRequest, monkeypatch: pyte
 
     Triton's interpreter is slow: there a part has fewer columns.
     """
-    columns = COLUMN_SPLIT
+    columns = 2048
     if request.node.callspec.params["backend"] == "triton":
         columns = 128
-        for module in ("gpu.launches", "triton.launch"):
-            monkeypatch.setattr(f"mlora_ext.backends.{module}.COLUMN_SPLIT", columns)
+        monkeypatch.setattr("mlora_ext.backends.triton.operator.COLUMN_SPLIT", columns)
     how = {"ranks": [5, 17], "lengths": [9, 4, 6], "adapters": [0, -1, 1], "p": 0.1}
     assert_right(make(**how, d_in=2 * columns + 72, d_out=40, dtype=torch.bfloat16))
     assert_right(make(**how, d_in=40, d_out=3 * columns + 8))
@@ -128,7 +127,7 @@ def test_a_graphs_kernel_with_adapters_of_two_dtypes(
     backend: str, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """What a compiled graph calls on a GPU gives gradients in the adapters' own dtypes."""
-    monkeypatch.setattr(registration, "_of_device", lambda x: gpu_operator(backend))
+    monkeypatch.setattr(registration, "_of_device", lambda x: backend)
     case = make([4, 7], [6, 5], [0, 1], dtype=torch.bfloat16, p=0.2)
     for matrices in (case.lora_a, case.lora_b):
         matrices[wide] = matrices[wide].detach().float().requires_grad_()
@@ -162,23 +161,28 @@ def test_converted_matrices_live_as_long_as_their_table(transposed: bool) -> Non
 def test_segments_on_another_device_are_refused(backend: str) -> None:
     case = make([4], [6], [0])
     x, weight, bias, lora_a, lora_b, segments, scaling, *_ = case.operator_arguments()
-    batch = Batch(segments.to("meta"), scaling)
+    layer, plan = (
+        Layer(PlainWeight.of(weight), weight, bias),
+        (segments.to("meta"), scaling, None, None, None),
+    )
     with pytest.raises(ValueError, match=r"segments: expected device .* \(that of x\), got meta"):
-        gpu_operator(backend).forward(x, [Layer(PlainWeight.of(weight), bias, lora_b)], lora_a, batch)
+        one_layer.forward_of(backend, x, [layer], lora_a, [lora_b], plan)
 
 
 def test_layers_without_adapters(backend: str) -> None:
     """The frozen products alone, of one x; dx only where it is wanted."""
     x, weight, dy = torch.randn(5, 4), torch.randn(3, 4), torch.randn(5, 3)
-    layers = [Layer(PlainWeight.of(w), None, []) for w in (weight, 2 * weight)]
+    layers = [Layer(PlainWeight.of(w), w) for w in (weight, 2 * weight)]
     table = mx.SegmentLayout.from_lengths([5], [-1]).table(x.device)
-    batch, operator = Batch(table, torch.empty(0)), gpu_operator(backend)
-    ys, s = operator.forward(x, layers, [], batch)
+    plan = (table, torch.empty(0), None, None, None)
+    ys, saved = one_layer.forward_of(backend, x, layers, [], [[], []], plan)
     assert_same_up_to_rounding(ys[1], 2 * (x @ weight.t()), "y")
     for need_dx in (True, False):
-        dx, da, db = operator.backward([dy, dy], x, layers, [], s, batch, (need_dx, True, True))
+        dx, da, db = one_layer.backward_of(
+            backend, [dy, dy], x, layers, [], [[], []], saved, plan, (need_dx, True, True)
+        )
         assert (da, db) == ([], [[], []])
         if need_dx:
             assert_same_up_to_rounding(dx, 3 * (dy @ weight), "dx")
         else:
-            assert dx.numel() == 0
+            assert dx is None

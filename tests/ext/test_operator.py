@@ -112,19 +112,19 @@ LowRank = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
 def low_rank(backend: Backend, case: Case) -> LowRank:
     """s, dA and dB of all adapters."""
-    x, weight, _, lora_a, lora_b, *plan = case.operator_arguments()
-    s, held = intermediate(backend, case), PlainWeight.of(weight)
+    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
+    held, layer = PlainWeight.of(weight), (lora_a, lora_b)
+    operands = held.fused(x)
     with torch.no_grad():
-        arguments = case.dy, x, held, held.fused(x), lora_a, lora_b, s, tuple(plan), (True, True, True)
-        _, da, db = one_layer.backward(backend, *arguments)
-    return s, da, db
+        _, saved = one_layer.forward(backend, x, held, operands, bias, *layer, tuple(plan))
+        _, da, db = one_layer.backward(
+            backend, case.dy, x, held, operands, *layer, saved, tuple(plan), (True, True, True)
+        )
+    return saved[0].reshape(len(x), -1), da, db
 
 
 def intermediate(backend: Backend, case: Case) -> torch.Tensor:
-    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
-    held = PlainWeight.of(weight)
-    with torch.no_grad():
-        return one_layer.forward(backend, x, held, held.fused(x), bias, lora_a, lora_b, tuple(plan))[1]
+    return low_rank(backend, case)[0]
 
 
 def of_adapter(results: LowRank, adapter: int, rows: slice = slice(None)) -> list[torch.Tensor]:

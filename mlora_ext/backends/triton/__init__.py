@@ -3,6 +3,6 @@
 If TRITON_INTERPRET=1 is in the environment when this package is first imported, they run on CPU tensors.
 """
 
-from .launch import INTERPRETED, Kernels
+from .operator import INTERPRETED, TritonOperator
 
-__all__ = ["INTERPRETED", "Kernels"]
+__all__ = ["INTERPRETED", "TritonOperator"]

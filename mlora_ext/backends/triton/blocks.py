@@ -12,6 +12,8 @@ from .dropout import keep_mask
 
 PANEL = tl.constexpr(64)
 """Most ranks of one program; adapters of larger rank are cut into panels."""
+BUCKETS = tl.constexpr(3)
+"""Blocks of 16, 32 or 64 ranks: every kernel holds all, so that a new mixture of ranks compiles nothing."""
 
 
 @triton.jit

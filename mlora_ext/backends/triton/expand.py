@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import factor_of, in_bucket, low_rank_rows, store_rows, tile_of
+from .blocks import BUCKETS, factor_of, in_bucket, low_rank_rows, store_rows, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def expand(
     s_ptr, factor_ptr, table_ptr, tiles_ptr, bias_ptr, y_ptr, width, R,
     BIAS: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, block of columns) writes `[rows, COLUMNS]` of y."""
     tile, column = tl.program_id(0), tl.program_id(1) * COLUMNS

@@ -48,20 +48,19 @@ def zero_tiles(
 
 @triton.jit
 def factor_gradient(
-    tile_begin, tile_end, adapter, factor, slot, column, first_rank,
+    tile_begin, tile_end, adapter, slot, column, first_rank,
     rows_ptr, stride, s_ptr, R, factor_ptr, table_ptr, tiles_ptr, p_ptr, rng_ptr, layer_ptr,
-    dx_ptr, add_dx, gradient_ptr, partial_ptr, place, width,
+    dx_ptr, gradient_ptr, partial_ptr, width,
     DX: tl.constexpr, GRADIENT: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Stores `[RANKS, COLUMNS]` of one adapter's gradient, made from ROWS rows of a tile at a time.
 
-    With DX, the first panel also stores `[rows, COLUMNS]` of dx, or adds to it. `place` is the index of the
-    partial gradient.
+    With DX, the first panel also stores `[rows, COLUMNS]` of dx.
     """
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
-    offset, rank_stride, column_stride, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
+    offset, rank_stride, column_stride, rank = factor_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
     sums = tl.zeros([RANKS, COLUMNS], dtype=tl.float32)
     keep_scale = 1.0
     if DROP:
@@ -104,8 +103,6 @@ def factor_gradient(
             if DROP:
                 dx = tl.where(keep, dx * keep_scale, 0.0)
             if first_rank == 0:
-                if add_dx:
-                    dx += load_rows(dx_ptr, width, row, rows, column, width, ROWS, COLUMNS).to(tl.float32)
                 store_rows(dx_ptr, width, row, rows, column, width, dx, INTERPRETED, ROWS, COLUMNS)
     if GRADIENT:
         sums *= keep_scale
@@ -113,11 +110,11 @@ def factor_gradient(
         c = column + tl.arange(0, COLUMNS)
         inside = (j < rank)[:, None] & (c < width)[None, :]
         if slot < 0:
-            start, grad_rank, grad_column = gradient_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
+            start, grad_rank, grad_column = gradient_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
             finals = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
             if ADD:
                 sums += tl.load(finals, mask=inside, other=0.0).to(tl.float32)
             tl.store(finals, narrow(sums, gradient_ptr.dtype.element_ty, INTERPRETED), mask=inside)
         else:
-            partials = partial_ptr + (place * R + j.to(tl.int64))[:, None] * width + c[None, :]
+            partials = partial_ptr + (slot * R + j.to(tl.int64))[:, None] * width + c[None, :]
             tl.store(partials, sums, mask=inside)

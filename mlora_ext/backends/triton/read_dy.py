@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import PANEL, factor_of, in_bucket, shrink_tile, tile_of
+from .blocks import BUCKETS, PANEL, factor_of, in_bucket, shrink_tile, tile_of
 from .gradient import factor_gradient, split_of
 
 
-@triton.jit(do_not_specialize=["split_stride"])
+@triton.jit(do_not_specialize=["split_stride", "R", "column_splits", "panels", "blocks"])
 def read_dy(
     dy_ptr, stride, s_ptr, factor_ptr, table_ptr, tiles_ptr, splits_ptr, scaling_ptr,
     ds_ptr, gradient_ptr, partial_ptr, split_stride, width, R, column_splits, panels, blocks,
@@ -20,7 +20,7 @@ def read_dy(
     DS: tl.constexpr, GRADIENT: tl.constexpr, ADD: tl.constexpr,
     ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GRADIENT_ROWS: tl.constexpr, GRADIENT_COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+    GRADIENT_ROWS: tl.constexpr, GRADIENT_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """For each split, neighbouring programs make ds of its tiles and dB of its rows.
 
@@ -56,10 +56,9 @@ def read_dy(
             for bucket in tl.static_range(BUCKETS):
                 if in_bucket(rank, 16 << bucket):
                     factor_gradient(
-                        tile_begin, tile_end, adapter, adapter, slot, column, first_rank,
+                        tile_begin, tile_end, adapter, slot, column, first_rank,
                         dy_ptr, stride, s_ptr, R, factor_ptr, table_ptr, tiles_ptr,
-                        scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, False, gradient_ptr, partial_ptr, slot,
-                        width,
+                        scaling_ptr, scaling_ptr, scaling_ptr, dy_ptr, gradient_ptr, partial_ptr, width,
                         False, GRADIENT, False, ADD, ROWS_DENSE, ALIGNMENT, INTERPRETED,
                         SPLIT_TILES, ROWS, GRADIENT_ROWS, GRADIENT_COLUMNS, 16 << bucket,
                     )  # fmt: skip

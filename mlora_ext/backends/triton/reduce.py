@@ -9,7 +9,7 @@ from .blocks import factor_of, load_rows, narrow, store_rows
 from .gradient import gradient_of
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "R", "splits"])
 def reduce_rows(
     partial_ptr, out_ptr, rows, R, splits,
     INTERPRETED: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
@@ -24,21 +24,17 @@ def reduce_rows(
     store_rows(out_ptr, R, begin, rows - row, rank, R, sums, INTERPRETED, ROWS, RANKS)
 
 
-@triton.jit(do_not_specialize=["slots", "N"])
+@triton.jit(do_not_specialize=["R"])
 def reduce_gradients(
-    partial_ptr, table_ptr, groups_ptr, gradient_ptr, slots, width, R, N,
+    partial_ptr, table_ptr, groups_ptr, gradient_ptr, width, R,
     ADD: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr, INTERPRETED: tl.constexpr,
     RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, adapter of a layer, block of ranks) sums the adapter's slots, in order.
-
-    Each layer has `slots` slots.
-    """
-    factor = tl.program_id(1)
-    adapter = factor % N
-    begin = factor // N * slots + tl.load(groups_ptr + 4 * adapter + 2)
+    """Program (block of columns, adapter, block of ranks) sums the adapter's slots, in order."""
+    adapter = tl.program_id(1)
+    begin = tl.load(groups_ptr + 4 * adapter + 2)
     count = tl.load(groups_ptr + 4 * adapter + 3)
-    _, _, _, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
+    _, _, _, rank = factor_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
     first_rank = tl.program_id(2) * RANKS
     if (count > 0) & (first_rank < rank):
         j = first_rank + tl.arange(0, RANKS)
@@ -48,7 +44,7 @@ def reduce_gradients(
         for slot in range(begin, begin + count):
             places = partial_ptr + (slot * R + j.to(tl.int64))[:, None] * width + c[None, :]
             sums += tl.load(places, mask=inside, other=0.0)
-        start, grad_rank, grad_column = gradient_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
+        start, grad_rank, grad_column = gradient_of(table_ptr, adapter, ROWS_DENSE, ALIGNMENT)
         places = gradient_ptr + start + j[:, None] * grad_rank + c[None, :] * grad_column
         if ADD:
             sums += tl.load(places, mask=inside, other=0.0).to(tl.float32)

@@ -8,35 +8,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import PANEL, factor_of, in_bucket, shrink_tile, tile_of
+from .blocks import BUCKETS, PANEL, factor_of, in_bucket, shrink_tile, tile_of
 from .dropout import dropout_of
 
 
-@triton.jit(do_not_specialize=["split_stride", "sibling_stride", "N"])
+@triton.jit(do_not_specialize=["split_stride", "R", "panels"])
 def shrink(
     rows_ptr, stride, factor_ptr, table_ptr, tiles_ptr, scaling_ptr, p_ptr, rng_ptr, layer_ptr, out_ptr,
-    split_stride, sibling_stride, width, R, N, panels, SIBLINGS: tl.constexpr,
+    split_stride, width, R, panels,
     COLUMN_SPLIT: tl.constexpr, DROP: tl.constexpr, ROWS_DENSE: tl.constexpr, ALIGNMENT: tl.constexpr,
-    INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
+    INTERPRETED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, layer and panel of ranks; column split) writes its part of the split's `[T, R]`.
+    """Program (tile and panel of ranks; column split) writes its part of the split's `[T, R]`.
 
-    Panels, and layers that share x, are neighbours in the launch: they find the rows of x in the cache.
+    Panels are neighbours in the launch: they find the rows of x in the cache.
     """
     split, place = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    first_rank, sibling = place % panels * PANEL, place // panels % SIBLINGS
-    tile = place // panels // SIBLINGS
+    first_rank, tile = place % panels * PANEL, place // panels
     if tl.load(tiles_ptr + 4 * tile + 1) > 0:
         row, rows, adapter, philox_row = tile_of(tiles_ptr, tile)
         # A tile without an adapter reads the tables of adapter 0, and uses nothing of them.
         who = tl.maximum(adapter, 0)
-        factor = sibling * N + who
-        offset, rank_stride, column_stride, rank = factor_of(table_ptr, factor, ROWS_DENSE, ALIGNMENT)
+        offset, rank_stride, column_stride, rank = factor_of(table_ptr, who, ROWS_DENSE, ALIGNMENT)
         rank = tl.where(adapter >= 0, rank, 0)
         scale = tl.load(scaling_ptr + who)
         seed, step, layer, threshold = 0, 0, 0, 0
         if DROP:
-            seed, step, layer, threshold, keep_scale = dropout_of(who, p_ptr, rng_ptr, layer_ptr + sibling)
+            seed, step, layer, threshold, keep_scale = dropout_of(who, p_ptr, rng_ptr, layer_ptr)
             scale *= keep_scale
         begin = tl.program_id(1) * COLUMN_SPLIT
         end = tl.minimum(width, begin + COLUMN_SPLIT)
@@ -45,7 +43,6 @@ def shrink(
                 shrink_tile(
                     rows_ptr, stride, row, rows, width, begin, end,
                     factor_ptr, offset, rank_stride, column_stride, first_rank, rank, scale,
-                    seed, step, layer, threshold, philox_row,
-                    out_ptr + split * split_stride + sibling.to(tl.int64) * sibling_stride, R,
+                    seed, step, layer, threshold, philox_row, out_ptr + split * split_stride, R,
                     DROP, INTERPRETED, ROWS, COLUMNS, 16 << bucket,
                 )  # fmt: skip

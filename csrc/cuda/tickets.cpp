@@ -1,0 +1,27 @@
+#include "cuda/tickets.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+namespace mlora::cuda {
+
+int* tickets_of(const Queue& queue, const Tensor& like, int64_t count) {
+  using Key = std::tuple<int, void*, uint64_t>;
+  static std::mutex mutex;
+  // never destroyed: when a process ends, the device may go first
+  static auto& kept = *new std::map<Key, Tensor>;
+  constexpr int64_t kLeast = 16384;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Key key{queue.device, queue.stream, capture_of(queue)};
+  auto found = kept.find(key);
+  if (found == kept.end() || found->second.numel() < count) {
+    const int64_t size = std::max(count, kLeast);
+    Tensor zeros = torch::stable::full({size}, 0.0, ScalarType::Int, std::nullopt, like.device());
+    found = kept.insert_or_assign(key, zeros).first;
+  }
+  return static_cast<int*>(found->second.mutable_data_ptr());
+}
+
+}  // namespace mlora::cuda
