@@ -26,7 +26,7 @@ from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.triton import operator
 from mlora_ext.frozen.plain import PlainWeight
 
-KERNELS = ("plan_kernel", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
+KERNELS = ("shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 ARCHITECTURES = (80, 90)
 _WARP = 32
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")

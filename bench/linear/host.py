@@ -38,7 +38,7 @@ from mlora_ext.nn.routing.router import router_of
 
 LAYERS, WIDTH, RANK = 32 * 7, 64, 8
 COUNTS = (1, 8, 64)
-_TRITON = ("plan_kernel", "shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
+_TRITON = ("shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 
 
 class NoKernel:

@@ -13,8 +13,8 @@ namespace mlora::cuda {
 constexpr int kDeltaBlocks = 4;
 using Delta = Fragment<1, kDeltaBlocks>;
 
-__device__ inline int delta_row() { return warp_index() / 2 * 16; }
-__device__ inline int delta_column() { return warp_index() % 2 * 8 * kDeltaBlocks; }
+__device__ inline int delta_row() { return (warp_index() >> 1) * 16; }
+__device__ inline int delta_column() { return (warp_index() & 1) * 8 * kDeltaBlocks; }
 
 template <typename T, int kRanks>
 __device__ inline void add_delta(Delta& sum, SharedTile<T, kRanks> s, SharedTile<T, kBlockColumns> factor,
@@ -22,8 +22,9 @@ __device__ inline void add_delta(Delta& sum, SharedTile<T, kRanks> s, SharedTile
   add_product<Ranks::kDepth, true, false, kRanks>(sum, s, delta_row(), factor, delta_column(), 0, ranks);
 }
 
-// sum += what is kept of part. keep[h]: the word of the warp's 32 columns, in this lane's row h.
-__device__ inline void add_kept(Delta& sum, const Delta& part, const uint32_t (&keep)[2]) {
+// sum += what is kept of part; `first`: sum is 0. keep[h]: the word of the warp's 32 columns, in this lane's
+// row h.
+__device__ inline void add_kept(Delta& sum, const Delta& part, const uint32_t (&keep)[2], bool first) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t own = keep[half] >> (fragment_column() / 2);
@@ -32,7 +33,8 @@ __device__ inline void add_kept(Delta& sum, const Delta& part, const uint32_t (&
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const bool kept = (own & (1u << (4 * n + 16 * odd))) != 0;
-        sum.value[0][n][2 * half + odd] += kept ? part.value[0][n][2 * half + odd] : 0.0f;
+        const float value = kept ? part.value[0][n][2 * half + odd] : 0.0f;
+        sum.value[0][n][2 * half + odd] = first ? value : sum.value[0][n][2 * half + odd] + value;
       }
     }
   }
@@ -67,9 +69,9 @@ __device__ inline void add_existing(Delta& sum, const T* out, int64_t stride, in
 }
 
 // Writes the warp's part of rows [0, rows) and columns [0, columns) from `out`, the block's first element.
-template <typename T>
-__device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows, int columns, bool aligned) {
-  if (!aligned) {
+template <bool kAligned, typename T>
+__device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows, int columns) {
+  if constexpr (!kAligned) {
     sum.for_each([&](int row, int column, float value) {
       row += delta_row();
       column += delta_column();
@@ -81,9 +83,12 @@ __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows,
     });
     return;
   }
+  char* first = reinterpret_cast<char*>(out);
+  const uint32_t row_bytes = static_cast<uint32_t>(stride) * static_cast<uint32_t>(sizeof(T));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = delta_row() + fragment_row() + 8 * half;
+    char* own = first + static_cast<uint32_t>(row) * row_bytes;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
       for (int n = 0; n < kDeltaBlocks; ++n) {
@@ -92,7 +97,7 @@ __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows,
           struct alignas(8) Pair {
             float low, high;
           };
-          write(reinterpret_cast<Pair*>(out + row * stride + column),
+          write(reinterpret_cast<Pair*>(own + column * 4),
                 Pair{sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]});
         }
       }
@@ -103,9 +108,9 @@ __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows,
         words.word[n] = pack(T{}, sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]);
       }
       transpose_words(words.word);
-      const int column = delta_column() + 8 * (lane_index() % 4);
+      const int column = delta_column() + 8 * (lane_index() & 3);
       if (row < rows && column < columns) {
-        write(reinterpret_cast<Bytes16*>(out + row * stride + column), words);
+        write(reinterpret_cast<Bytes16*>(own + column * 2), words);
       }
     }
   }

@@ -55,7 +55,7 @@ inline void check_table(const Tensor& tensor, const char* name, int64_t columns,
 
 inline bool is_aligned(const void* data, int64_t stride, size_t number_size) {
   const int64_t row_bytes = stride * static_cast<int64_t>(number_size);
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0 && row_bytes < 1 << 25;
 }
 
 inline void check_rows(const Tensor& matrix, const char* name, int64_t rows, int64_t columns,
@@ -116,7 +116,7 @@ inline FactorTable factor_of(const Tensor& first, const Tensor& table, const cha
               name, ": expected matrices of dtype ", dtype_name(type), " (that of x) or Float, got ",
               dtype_name(first.scalar_type()));
   return {first.const_data_ptr(), static_cast<const FactorRow*>(table.const_data_ptr()), 0,
-          scalar_of(first.scalar_type())};
+          scalar_of(first.scalar_type()), false};
 }
 
 }  // namespace mlora::cuda

@@ -2,6 +2,8 @@
 // widest there is.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/kernels.h"
 #include "cuda/numbers.h"
 
@@ -12,17 +14,20 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// f(T{}, Constant<panel width>{})
+// f(T{}, Constant<panel width>{}, std::bool_constant<aligned>{})
 template <typename Function>
-int for_panel(Scalar type, int ranks, Function&& f) {
+int for_panel(Scalar type, int ranks, bool aligned, Function&& f) {
+  const auto with_width = [&](auto number, auto width) {
+    return aligned ? f(number, width, std::true_type{}) : f(number, width, std::false_type{});
+  };
   if (type == Scalar::kFloat) {
-    return ranks <= 16 ? f(0.0f, Constant<16>{}) : f(0.0f, Constant<kFloatRanks>{});
+    return ranks <= 16 ? with_width(0.0f, Constant<16>{}) : with_width(0.0f, Constant<kFloatRanks>{});
   }
   const auto with = [&](auto number) {
-    return ranks <= 16   ? f(number, Constant<16>{})
-           : ranks <= 32 ? f(number, Constant<32>{})
-           : ranks <= 64 ? f(number, Constant<64>{})
-                         : f(number, Constant<kTensorRanks>{});
+    return ranks <= 16   ? with_width(number, Constant<16>{})
+           : ranks <= 32 ? with_width(number, Constant<32>{})
+           : ranks <= 64 ? with_width(number, Constant<64>{})
+                         : with_width(number, Constant<kTensorRanks>{});
   };
   return type == Scalar::kHalf ? with(Half{}) : with(BFloat16{});
 }

@@ -29,6 +29,13 @@ struct KeepBits {
 
   // `column` is the tile's first column, a multiple of 8.
   __device__ void draw(const Dropout& dropout, uint32_t philox_row, int column) {
+    if (dropout.threshold == 0) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        bits[i] = ~0u;
+      }
+      return;
+    }
     const uint32_t first = static_cast<uint32_t>(column / kCounterColumns + counter());
 #pragma unroll 2
     for (int i = 0; i < kOwn; ++i) {

@@ -1,5 +1,4 @@
-// y = bias + s F of every layer, a tile and a few blocks of columns a program; also dx = drop'(ds F), the sum
-// over layers, where read_x does not make it.
+// y = bias + s F of every layer. Also dx = drop'(ds F), the sum over layers, where it is a sum over panels.
 //
 // Letters: F [r, d] one adapter's factor, r its rank, R the largest rank.
 #include "cuda/delta.cuh"
@@ -23,6 +22,15 @@ struct ExpandShape {
   static constexpr int kSBytes = SharedTile<T, kRanks>::bytes(kTileRows);
   static constexpr int kFactorBytes = SharedTile<T, kBlockColumns>::bytes(kRanks);
   static constexpr int kShared = kSTiles * kSBytes + kStages * kFactorBytes;
+};
+
+template <typename T, int kRanks>
+struct UsualShape {
+  static constexpr int kStages = 3;
+  static constexpr int kSBytes = SharedTile<T, kRanks>::bytes(kTileRows);
+  static constexpr int kTileBytes = kSplitTiles * static_cast<int>(sizeof(Tile));
+  static constexpr int kFactorBytes = SharedTile<T, kBlockColumns>::bytes(kRanks);
+  static constexpr int kShared = kTileBytes + kFactorBytes + kStages * kSBytes;
 };
 
 template <typename T>
@@ -49,10 +57,7 @@ __device__ inline void drop_here(Delta& sum, const Dropout& dropout, uint32_t ph
     keep[half] |= exchange(keep[half], 1);
     keep[half] |= exchange(keep[half], 2);
   }
-  Delta kept;
-  kept.clear();
-  add_kept(kept, sum, keep);
-  sum = kept;
+  add_kept(sum, Delta(sum), keep, true);
 }
 
 // One layer's part of a program, which writes to an output, or adds to it.
@@ -83,15 +88,15 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, const Expa
     return Block{reinterpret_cast<T*>(shared + Shape::kSTiles * Shape::kSBytes +
                                       step % kStages * Shape::kFactorBytes)};
   };
-  FactorLoad<T, kRanks, kBlockColumns, (kRanks <= 16)> factor;
+  FactorLoad<T, kRanks, kBlockColumns, (kRanks <= 16), false> factor;
   const auto fetch = [&](int step) {
     if (served && step < steps) {
       const int column = (first_block + step / panels) * kBlockColumns;
       const Panel<T> panel(output.factor, *row, step % panels, kRanks);
       // where there is one panel, the tile of s stays
       if (step < Shape::kSTiles || panels > 1) {
-        load_rows<kTileRows>(s_of(step), s + step % panels * kRanks, arguments.s.stride, tile.rows,
-                             panel.ranks, arguments.s.aligned, kTileRows, whole_blocks(panel.ranks));
+        load_rows<kTileRows, false>(s_of(step), s + step % panels * kRanks, arguments.s.stride, tile.rows,
+                                    panel.ranks, kTileRows, whole_blocks(panel.ranks));
       }
       factor.begin(factor_of(step), panel, column, output.columns - column);
     }
@@ -128,19 +133,87 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, const Expa
       if (add) {
         add_existing(sum, out, output.out.stride, tile.rows, columns);
       }
-      store_delta(sum, out, output.out.stride, tile.rows, columns, output.out.aligned);
+      store_delta<false>(sum, out, output.out.stride, tile.rows, columns);
     }
   }
 }
 
+// Number of the output that block `block` of the launch belongs to.
+__device__ inline int output_of(const ExpandArguments& arguments, int block) {
+  int output = 0;
+  while (output + 1 < arguments.layers && arguments.output[output + 1].first_block <= block) {
+    ++output;
+  }
+  return output;
+}
+
+// The usual case, aligned and one panel: one block of columns of the tiles of one split. The factor stays.
+template <typename T, int kRanks>
+__global__ void __launch_bounds__(kThreads, 2)
+    expand_kernel(const __grid_constant__ ExpandArguments arguments) {
+  using Shape = UsualShape<T, kRanks>;
+  const int layer = output_of(arguments, block_y());
+  const ExpandOutput& output = arguments.output[layer];
+  const Split split = read(arguments.plan.splits + block_x());
+  const int tile_count = split.tile_end - split.tile_begin;
+  const bool served = split.adapter >= 0;
+  if (tile_count == 0 || (arguments.add && !served)) {
+    return;
+  }
+  const int column = (block_y() - output.first_block) * kBlockColumns;
+  const int columns = output.columns - column;
+  const int ranks = served ? static_cast<int>(row_of(output.factor, 0, split.adapter).rank) : 0;
+  const T* s = static_cast<const T*>(arguments.s.data) + layer * arguments.layer_stride;
+  unsigned char* shared = shared_memory();
+  Tile* tiles = reinterpret_cast<Tile*>(shared);
+  const SharedTile<T, kBlockColumns> factor{reinterpret_cast<T*>(shared + Shape::kTileBytes)};
+  const auto s_of = [&](int i) {
+    return SharedTile<T, kRanks>{reinterpret_cast<T*>(shared + Shape::kTileBytes + Shape::kFactorBytes +
+                                                      i % Shape::kStages * Shape::kSBytes)};
+  };
+  const auto fetch = [&](int i) {
+    if (served && i < tile_count) {
+      load_rows<kTileRows, true>(s_of(i), row_at(s, arguments.s.stride, tiles[i].row), arguments.s.stride,
+                                 tiles[i].rows, ranks, kTileRows, whole_blocks(ranks));
+    }
+    commit_copies();
+  };
+  if (thread_index() < tile_count) {
+    tiles[thread_index()] = read(arguments.plan.tiles + split.tile_begin + thread_index());
+  }
+  if (served) {
+    const Panel<T> panel(output.factor, row_of(output.factor, 0, split.adapter), 0, kRanks);
+    FactorLoad<T, kRanks, kBlockColumns, false, true>().begin(factor, panel, column, columns);
+  }
+  synchronize();
+#pragma unroll
+  for (int i = 0; i < Shape::kStages - 1; ++i) {
+    fetch(i);
+  }
+  Delta start;
+  start_with_bias(start, output.bias == nullptr ? nullptr : static_cast<const T*>(output.bias) + column,
+                  columns);
+#pragma unroll 1
+  for (int i = 0; i < tile_count; ++i) {
+    wait_copies<Shape::kStages - 2>();
+    synchronize();
+    fetch(i + Shape::kStages - 1);
+    Delta sum = start;
+    add_delta(sum, s_of(i), factor, ranks);
+    T* out = row_at(static_cast<T*>(output.out.data), output.out.stride, tiles[i].row) + column;
+    if (arguments.add) {
+      add_existing(sum, out, output.out.stride, tiles[i].rows, columns);
+    }
+    store_delta<true>(sum, out, output.out.stride, tiles[i].rows, columns);
+  }
+}
+
+// Any strides and ranks: one tile and a few blocks of columns.
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
-    expand_kernel(const __grid_constant__ ExpandArguments arguments) {
+    expand_any_kernel(const __grid_constant__ ExpandArguments arguments) {
   if (!arguments.adds_up) {
-    int layer = 0;
-    while (layer + 1 < arguments.layers && arguments.output[layer + 1].first_block <= block_y()) {
-      ++layer;
-    }
+    const int layer = output_of(arguments, block_y());
     expand_layer<T, kRanks>(arguments, arguments.output[layer], layer, 0, arguments.add);
     return;
   }
@@ -156,16 +229,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
 }  // namespace
 
 int launch_expand(ExpandArguments arguments, const Queue& queue) {
-  int blocks = 0;
-  for (int i = 0; i < (arguments.adds_up ? 1 : arguments.layers); ++i) {
-    arguments.output[i].first_block = blocks;
-    blocks += ceil_div(arguments.output[i].columns, kBlockColumns * kExpandBlocks);
+  const int outputs = arguments.adds_up ? 1 : arguments.layers;
+  bool usual = arguments.s.aligned && !arguments.adds_up && panels_of(arguments.type, arguments.ranks) == 1;
+  for (int i = 0; i < outputs; ++i) {
+    const ExpandOutput& output = arguments.output[i];
+    usual = usual && output.out.aligned && output.factor.aligned && output.columns % 8 == 0;
   }
-  return for_panel(arguments.type, arguments.ranks, [&](auto number, auto width) {
+  int blocks = 0;
+  for (int i = 0; i < outputs; ++i) {
+    arguments.output[i].first_block = blocks;
+    blocks += ceil_div(arguments.output[i].columns, kBlockColumns * (usual ? 1 : kExpandBlocks));
+  }
+  return for_panel(arguments.type, arguments.ranks, usual, [&](auto number, auto width, auto is_usual) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
-    return launch(expand_kernel<T, kRanks>, Grid{arguments.plan.tile_count, blocks}, kThreads,
-                  ExpandShape<T, kRanks>::kShared, queue, arguments);
+    if constexpr (decltype(is_usual)::value) {
+      return launch(expand_kernel<T, kRanks>, Grid{arguments.plan.split_count, blocks}, kThreads,
+                    UsualShape<T, kRanks>::kShared, queue, arguments);
+    } else {
+      return launch(expand_any_kernel<T, kRanks>, Grid{arguments.plan.tile_count, blocks}, kThreads,
+                    ExpandShape<T, kRanks>::kShared, queue, arguments);
+    }
   });
 }
 

@@ -23,6 +23,7 @@ struct FactorTable {
   const FactorRow* rows;
   int adapters;
   Scalar type;
+  bool aligned;  // columns are dense, and each row begins at a multiple of 16 bytes
 };
 
 MLORA_HD const FactorRow& row_of(const FactorTable& table, int layer, int adapter) {

@@ -16,7 +16,6 @@ struct Panel {
   int64_t column_stride;
   int ranks;
   bool convert;  // fp32 beside 16-bit rows
-  bool aligned;
 
   __device__ Panel(const FactorTable& table, const FactorRow& row, int panel, int width)
       : rank_stride(row.rank_stride),
@@ -26,27 +25,24 @@ struct Panel {
     const int size = convert ? 4 : static_cast<int>(sizeof(T));
     const int64_t offset = row.offset + int64_t{panel} * width * rank_stride;
     base = static_cast<const char*>(table.base) + offset * size;
-    aligned =
-        column_stride == 1 && rank_stride * size % 16 == 0 && reinterpret_cast<uintptr_t>(base) % 16 == 0;
   }
 };
 
 // Fills the rows of whole blocks of ranks with columns [column, column + columns) of a panel and zeros
 // elsewhere; complete as load_rows is, and after `end`. With kDefer fp32 numbers wait in registers between
 // `begin` and `end`, where they become T.
-template <typename T, int kRanks, int kColumns, bool kDefer>
+template <typename T, int kRanks, int kColumns, bool kDefer, bool kAligned>
 class FactorLoad {
  public:
   using Tile = SharedTile<T, kColumns>;
 
   __device__ void begin(Tile tile, const Panel<T>& panel, int column, int columns) {
-    const bool floats = panel.convert && panel.aligned && (columns >= kColumns || columns % kChunk == 0);
-    deferred_ = kDefer && floats;
-    if (floats) {
+    deferred_ = kDefer && kAligned && panel.convert;
+    if (kAligned && panel.convert) {
       load_floats(tile, panel, column, columns);
-    } else if (panel.aligned && !panel.convert) {
-      load_rows<kRanks>(tile, static_cast<const T*>(panel.base) + column, panel.rank_stride, panel.ranks,
-                        columns, true, whole_blocks(panel.ranks));
+    } else if (kAligned) {
+      load_rows<kRanks, true>(tile, static_cast<const T*>(panel.base) + column, panel.rank_stride,
+                              panel.ranks, columns, whole_blocks(panel.ranks));
     } else {
       load_numbers(tile, panel, column, columns);
     }

@@ -8,10 +8,10 @@
 
 namespace mlora::cuda {
 
-__device__ inline int lane_index() { return thread_index() % 32; }
-__device__ inline int warp_index() { return thread_index() / 32; }
-__device__ inline int fragment_row() { return lane_index() / 4; }
-__device__ inline int fragment_column() { return lane_index() % 4 * 2; }
+__device__ inline int lane_index() { return thread_index() & 31; }
+__device__ inline int warp_index() { return thread_index() >> 5; }
+__device__ inline int fragment_row() { return lane_index() >> 2; }
+__device__ inline int fragment_column() { return (lane_index() & 3) * 2; }
 
 template <int kM, int kN>
 struct Fragment {
@@ -60,18 +60,27 @@ template <Ranks kWhere, bool kAAlong, bool kBAlong, int kDepth, typename T, int 
           int kBColumns>
 __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<T, kAColumns> a, int m,
                                    SharedTile<T, kBColumns> b, int n, int depth, int ranks) {
-  const int low = lane_index() % 8;
-  const int second = lane_index() / 8 % 2 * 8;
-  const int third = lane_index() / 16 * 8;
-#pragma unroll(kM* kN > 8 ? 1 : 2)
-  for (int k = depth; k < depth + kDepth && holds_ranks<kWhere>(Ranks::kDepth, k, ranks); k += 16) {
+  const unsigned lane = static_cast<unsigned>(lane_index());
+  const unsigned low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+  // a single block of eight columns loads its one block twice
+  const unsigned block = kN == 1 ? 0 : third;
+  // Of the first matrices. In the others, rows further on lie at a fixed distance, since chunks change places
+  // with a period of eight rows; and columns further on differ in bits of the address that are 0 here.
+  const uint32_t a_first = shared_address(kAAlong ? a.element(m + low + second, depth + third)
+                                                  : a.element(depth + low + third, m + second));
+  const uint32_t b_first = shared_address(kBAlong ? b.element(n + low + block, depth + second)
+                                                  : b.element(depth + low + second, n + block));
+  constexpr uint32_t kSize = sizeof(T);
+#pragma unroll(kM* kN > 8 ? 1 : 4)
+  for (int k = 0; k < kDepth && holds_ranks<kWhere>(Ranks::kDepth, depth + k, ranks); k += 16) {
+    const uint32_t along = static_cast<uint32_t>(k) * kSize;
     uint32_t a_words[kM][4];
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
       if (holds_ranks<kWhere>(Ranks::kRows, m + 16 * i, ranks)) {
-        const T* row = kAAlong ? a.element(m + 16 * i + low + second, k + third)
-                               : a.element(k + low + third, m + 16 * i + second);
-        load_matrices<!kAAlong>(a_words[i], row);
+        const uint32_t across = 16 * i * kSize;
+        load_matrices<!kAAlong>(a_words[i], kAAlong ? (a_first + across * kAColumns) ^ along
+                                                    : (a_first + along * kAColumns) ^ across);
       }
     }
 #pragma unroll
@@ -80,11 +89,9 @@ __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<T, kAColumn
         break;
       }
       uint32_t b_words[4];
-      // a single block of eight columns loads its one block twice
-      const int block = kN == 1 ? 0 : third;
-      const T* row = kBAlong ? b.element(n + 8 * j + low + block, k + second)
-                             : b.element(k + low + second, n + 8 * j + block);
-      load_matrices<!kBAlong>(b_words, row);
+      const uint32_t across = 8 * j * kSize;
+      load_matrices<!kBAlong>(
+          b_words, kBAlong ? (b_first + across * kBColumns) ^ along : (b_first + along * kBColumns) ^ across);
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
         if (holds_ranks<kWhere>(Ranks::kRows, m + 16 * i, ranks)) {

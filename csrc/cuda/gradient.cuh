@@ -113,20 +113,20 @@ struct GradientOut {
 };
 
 // dx of rows without adapter.
-template <typename T>
+template <bool kAligned, typename T>
 __device__ inline void clear_dx(const GradientArguments& arguments, const Split& split, int first_column,
                                 int columns) {
   for (int i = split.tile_begin; i < split.tile_end; ++i) {
     const Tile tile = read(arguments.plan.tiles + i);
-    T* out = static_cast<T*>(arguments.dx.data) + tile.row * arguments.dx.stride + first_column;
+    T* out = row_at(static_cast<T*>(arguments.dx.data), arguments.dx.stride, tile.row) + first_column;
     Delta zero;
     zero.clear();
-    store_delta(zero, out, arguments.dx.stride, tile.rows, columns, arguments.dx.aligned);
+    store_delta<kAligned>(zero, out, arguments.dx.stride, tile.rows, columns);
   }
 }
 
 // kLayers layers from `first_layer` on; those before have written dx already.
-template <typename T, int kRanks, int kLayers, bool kDx, Masks kMasks>
+template <typename T, int kRanks, int kLayers, bool kDx, Masks kMasks, bool kAligned>
 __device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int first_layer,
                                         int block, int panel_index) {
   using Shape = GradientShape<T, kRanks, kLayers, kDx>;
@@ -136,10 +136,11 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const int first_column = block * kBlockColumns;
   const int columns = clamp(arguments.columns - first_column, kBlockColumns);
   const bool need_dx = kDx && arguments.dx.data != nullptr;
+  const bool need_rows = !kDx || arguments.gradient != nullptr;
   const bool add_dx = arguments.add_dx || first_layer > 0;
   if (split.adapter < 0) {
     if (need_dx && !add_dx) {
-      clear_dx<T>(arguments, split, first_column, columns);
+      clear_dx<kAligned, T>(arguments, split, first_column, columns);
     }
     return;
   }
@@ -162,7 +163,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   // of every layer, but for the layer's index
   const Dropout dropout =
       kMasks == Masks::kNone ? Dropout{} : dropout_of(arguments.dropout, first_layer, split.adapter);
-  const bool drops = kMasks != Masks::kNone && dropout.threshold != 0;
+  constexpr bool kDrops = kMasks != Masks::kNone;
   unsigned char* shared = shared_memory();
   Tile* tiles = reinterpret_cast<Tile*>(shared);
   const auto factor_of = [&](int layer) {
@@ -183,18 +184,18 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const auto fetch = [&](int i) {
     if (i < tile_count) {
       const Tile tile = tiles[i];
-      load_rows<kTileRows>(
-          rows_of(i, 0),
-          static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride + first_column,
-          arguments.rows.stride, tile.rows, columns, arguments.rows.aligned);
+      if (need_rows) {
+        const T* rows = static_cast<const T*>(arguments.rows.data);
+        load_rows<kTileRows, kAligned>(rows_of(i, 0),
+                                       row_at(rows, arguments.rows.stride, tile.row) + first_column,
+                                       arguments.rows.stride, tile.rows, columns);
+      }
 #pragma unroll
       for (int layer = 0; layer < kLayers; ++layer) {
-        load_rows<kTileRows>(s_of(i, layer),
-                             static_cast<const T*>(arguments.s.data) +
-                                 (first_layer + layer) * arguments.layer_stride +
-                                 tile.row * arguments.s.stride + first_rank,
-                             arguments.s.stride, tile.rows, ranks[layer], arguments.s.aligned, kTileRows,
-                             whole_blocks(ranks[layer]));
+        const T* s = static_cast<const T*>(arguments.s.data) + (first_layer + layer) * arguments.layer_stride;
+        load_rows<kTileRows, kAligned>(s_of(i, layer), row_at(s, arguments.s.stride, tile.row) + first_rank,
+                                       arguments.s.stride, tile.rows, ranks[layer], kTileRows,
+                                       whole_blocks(ranks[layer]));
       }
     }
     commit_copies();
@@ -209,7 +210,9 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
       for (int k = 0; k < Keep::kOwn; ++k) {
         const int row = Keep::Own::row(k);
         waiting[layer][k] = 0;
-        if (i < tile_count && row < tiles[i].rows && column < arguments.columns) {
+        if (dropout.threshold == 0) {
+          waiting[layer][k] = ~0u;
+        } else if (i < tile_count && row < tiles[i].rows && column < arguments.columns) {
           waiting[layer][k] =
               read(arguments.keep + word_place(arguments.rows_total, arguments.columns, first_layer + layer,
                                                tiles[i].row + row, column));
@@ -230,7 +233,9 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
         own.layer = layer_index(arguments.dropout, first_layer + layer);
         keep.draw(own, tiles[i].philox_row, first_column);
       }
-      keep.apply(rows_of(i, 0), rows_of(i, layer));
+      if (need_rows) {
+        keep.apply(rows_of(i, 0), rows_of(i, layer));
+      }
       if (need_dx) {
 #pragma unroll
         for (int k = 0; k < Keep::kOwn; ++k) {
@@ -247,8 +252,8 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   if (need_dx) {
 #pragma unroll
     for (int layer = 0; layer < kLayers; ++layer) {
-      FactorLoad<T, kRanks, kBlockColumns, false>().begin(factor_of(layer), panel_of(layer), first_column,
-                                                          columns);
+      FactorLoad<T, kRanks, kBlockColumns, false, kAligned>().begin(factor_of(layer), panel_of(layer),
+                                                                    first_column, columns);
     }
   }
   synchronize();
@@ -256,7 +261,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   for (int i = 0; i < Shape::kStages - 1; ++i) {
     fetch(i);
   }
-  if (kMasks == Masks::kStored && drops) {
+  if (kMasks == Masks::kStored) {
     fetch_keep(0);
   }
   Fragment<Shape::kM, Shape::kN> sum[kLayers];
@@ -269,7 +274,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
 #pragma unroll 1
   for (int i = 0; i < tile_count; ++i) {
     wait_copies<Shape::kStages - 2>();
-    if (drops) {
+    if constexpr (kDrops) {
       drop_rows(i);
       if (kMasks == Masks::kStored) {
         fetch_keep(i + 1);
@@ -281,37 +286,37 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
     dx.clear();
 #pragma unroll
     for (int layer = 0; layer < kLayers; ++layer) {
-      add_product<Ranks::kRows, false, false, kTileRows>(sum[layer], s_of(i, layer), m,
-                                                         rows_of(i, drops ? layer : 0), n, 0, ranks[layer]);
-      if (need_dx) {
-        if (!drops) {
-          add_delta(dx, s_of(i, layer), factor_of(layer), ranks[layer]);
-          continue;
-        }
-        Delta part;
-        part.clear();
-        add_delta(part, s_of(i, layer), factor_of(layer), ranks[layer]);
+      if (need_rows) {
+        add_product<Ranks::kRows, false, false, kTileRows>(
+            sum[layer], s_of(i, layer), m, rows_of(i, kDrops ? layer : 0), n, 0, ranks[layer]);
+      }
+      if (need_dx && kDrops) {
         uint32_t keep[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           keep[half] = words_of(i, layer)[(delta_row() + fragment_row() + 8 * half) * Shape::kWordsOfRow +
                                           delta_column() / kWordColumns];
         }
-        add_kept(dx, part, keep);
+        Delta part;
+        part.clear();
+        add_delta(part, s_of(i, layer), factor_of(layer), ranks[layer]);
+        add_kept(dx, part, keep, layer == 0);
+      } else if (need_dx) {
+        add_delta(dx, s_of(i, layer), factor_of(layer), ranks[layer]);
       }
     }
     if (need_dx) {
-      T* out = static_cast<T*>(arguments.dx.data) + tiles[i].row * arguments.dx.stride + first_column;
+      T* out = row_at(static_cast<T*>(arguments.dx.data), arguments.dx.stride, tiles[i].row) + first_column;
       if (add_dx) {
         add_existing(dx, out, arguments.dx.stride, tiles[i].rows, columns);
       }
-      store_delta(dx, out, arguments.dx.stride, tiles[i].rows, columns, arguments.dx.aligned);
+      store_delta<kAligned>(dx, out, arguments.dx.stride, tiles[i].rows, columns);
     }
   }
 #pragma unroll
   for (int layer = 0; layer < kLayers; ++layer) {
     const GradientOut<T> out{arguments, split, first_layer + layer, first_rank, first_column};
-    if (arguments.gradient != nullptr) {
+    if (need_rows) {
       sum[layer].for_each([&](int rank, int column, float value) {
         if (m + rank < ranks[layer] && n + column < columns) {
           out.write_sum(m + rank, n + column, value);

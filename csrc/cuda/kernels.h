@@ -17,7 +17,8 @@ struct Queue {
   int device;
 };
 
-// A matrix of rows whose last dimension is dense; `aligned` where each row begins at a multiple of 16 bytes.
+// A matrix of rows whose last dimension is dense; `aligned` where each row begins at a multiple of 16 bytes,
+// and 64 rows lie within 2 GiB.
 struct Rows {
   const void* data;
   int64_t stride;
@@ -112,6 +113,11 @@ struct GradientArguments {
   int columns;
   int ranks;
   bool add;  // to what `gradient` holds
+
+  MLORA_HD bool aligned() const {
+    return rows.aligned && s.aligned && factor.aligned && columns % 8 == 0 &&
+           (dx.data == nullptr || dx.aligned);
+  }
 };
 
 struct ReadDyArguments {

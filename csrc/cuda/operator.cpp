@@ -58,8 +58,8 @@ struct Call {
   DropoutTables dropout;
 
   Call(const Tensor& x, const Tensor& a_first, const Tensor& a_table, const Tensors& b_firsts,
-       const Tensors& b_tables, int64_t max_rank, const Tensor& made, int64_t tiles, int64_t splits,
-       const Tensor& scale, const DropoutInputs& inputs)
+       const Tensors& b_tables, bool aligned, int64_t max_rank, const Tensor& made, int64_t tiles,
+       int64_t splits, const Tensor& scale, const DropoutInputs& inputs)
       : queue(queue_of(x)),
         dtype(x.scalar_type()),
         type(scalar_of(x.scalar_type())),
@@ -78,9 +78,11 @@ struct Call {
     scaling = static_cast<const float*>(scale.const_data_ptr());
     a = factor_of(a_first, a_table, "a_table", layers * adapters, dtype);
     a.adapters = static_cast<int>(adapters);
+    a.aligned = aligned;
     for (size_t i = 0; i < b_firsts.size(); ++i) {
       b.push_back(factor_of(b_firsts[i], b_tables[i], "b_tables", adapters, dtype));
       b.back().adapters = static_cast<int>(adapters);
+      b.back().aligned = aligned;
     }
     check_table(made, "plan", 4, ScalarType::Int);
     MLORA_CHECK(tiles >= 0 && splits >= 0 && made.size(0) == tiles + splits + adapters, "plan: expected ",
@@ -222,14 +224,12 @@ class Partials {
 // y of each layer, s [L, T, R], and the keep bits that `save_masks` asks for, or an empty tensor. Without
 // weights `products` hold x W^T + bias, and the low-rank parts are added to them. A bias without numbers is
 // none.
-std::tuple<Tensors, Tensor, Tensor> forward(const Tensor& x, const Tensors& weights, const Tensors& biases,
-                                            Tensors products, const Tensor& a, const Tensor& a_table,
-                                            const Tensors& b, const Tensors& b_tables, int64_t max_rank,
-                                            const Tensor& made, int64_t tiles, int64_t splits,
-                                            const Tensor& scaling, const OptionalTensor& dropout_p,
-                                            const OptionalTensor& dropout_rng, const OptionalTensor& layers,
-                                            bool save_masks) {
-  const Call call(x, a, a_table, b, b_tables, max_rank, made, tiles, splits, scaling,
+std::tuple<Tensors, Tensor, Tensor> forward(
+    const Tensor& x, const Tensors& weights, const Tensors& biases, Tensors products, const Tensor& a,
+    const Tensor& a_table, const Tensors& b, const Tensors& b_tables, bool aligned, int64_t max_rank,
+    const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scaling, const OptionalTensor& dropout_p,
+    const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool save_masks) {
+  const Call call(x, a, a_table, b, b_tables, aligned, max_rank, made, tiles, splits, scaling,
                   {dropout_p, dropout_rng, layers});
   const bool multiplies = !weights.empty();
   MLORA_CHECK(
@@ -283,11 +283,11 @@ std::tuple<Tensors, Tensor, Tensor> forward(const Tensor& x, const Tensors& weig
 // Without weights `product` holds the sum of dy W, and the low-rank part is added to it.
 Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, OptionalTensor product,
                 const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensors& b,
-                const Tensors& b_tables, Tensors db, int64_t max_rank, const Tensor& s, const Tensor& keep,
-                const Tensor& made, int64_t tiles, int64_t splits, int64_t slots, const Tensor& scaling,
-                const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng,
+                const Tensors& b_tables, Tensors db, bool aligned, int64_t max_rank, const Tensor& s,
+                const Tensor& keep, const Tensor& made, int64_t tiles, int64_t splits, int64_t slots,
+                const Tensor& scaling, const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng,
                 const OptionalTensor& layers, bool need_dx, bool add) {
-  const Call call(x, a, a_table, b, b_tables, max_rank, made, tiles, splits, scaling,
+  const Call call(x, a, a_table, b, b_tables, aligned, max_rank, made, tiles, splits, scaling,
                   {dropout_p, dropout_rng, layers});
   MLORA_CHECK(dys.size() == b.size() && (db.empty() || db.size() == b.size()),
               "dys, db: expected one of each layer");

@@ -24,7 +24,7 @@ MLORA_HD float keep_scale(uint32_t threshold) { return 65536.0f / static_cast<fl
 
 // Index of a layer of this launch in the whole model.
 MLORA_HD uint32_t layer_index(const DropoutTables& tables, int layer) {
-  return static_cast<uint32_t>(tables.layers[layer]);
+  return tables.layers == nullptr ? 0 : static_cast<uint32_t>(tables.layers[layer]);
 }
 
 MLORA_HD Dropout dropout_of(const DropoutTables& tables, int layer, int adapter) {

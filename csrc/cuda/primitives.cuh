@@ -20,16 +20,22 @@ __device__ inline int grid_y() { return static_cast<int>(gridDim.y); }
 __device__ inline void synchronize() { __syncthreads(); }
 
 __device__ inline unsigned char* shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
   return shared_bytes;
 }
 
-// Copies `bytes` of 16 bytes and clears the rest; complete only after wait_copies.
-__device__ inline void copy_async(void* shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global), "r"(bytes)
-               : "memory");
+// Where something lies in shared memory, in bytes.
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// Copies 16 bytes, or clears them and reads nothing; complete only after wait_copies.
+__device__ inline void copy_async(void* shared, const void* global, bool present) {
+  asm volatile(
+      "{ .reg .pred ignore; setp.eq.u32 ignore, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, ignore; }" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(static_cast<uint32_t>(present))
+      : "memory");
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -40,10 +46,9 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit numbers; lane l gives row l % 8 of matrix l / 8.
+// Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
 template <bool kTranspose>
-__device__ inline void load_matrices(uint32_t (&out)[4], const void* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
   if constexpr (kTranspose) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])

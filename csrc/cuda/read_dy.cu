@@ -27,7 +27,7 @@ MLORA_HD SplitPrograms programs_of(const ReadDyArguments& arguments, int layer) 
           panels_of(arguments.gradient[layer].type, arguments.gradient[layer].ranks)};
 }
 
-template <typename T, int kRanks>
+template <typename T, int kRanks, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
     read_dy_kernel(const __grid_constant__ ReadDyArguments arguments) {
   int layer = 0;
@@ -45,10 +45,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
     const Split split = read(gradient.plan.splits + split_index);
     const int tile = split.tile_begin + place / programs.column_splits;
     if (tile < split.tile_end) {
-      shrink_program<T, kRanks, false>(arguments.ds[layer], tile, 0, place % programs.column_splits, panel);
+      shrink_program<T, kRanks, false, kAligned>(arguments.ds[layer], tile, 0, place % programs.column_splits,
+                                                 panel);
     }
   } else {
-    gradient_program<T, kRanks, 1, false, Masks::kNone>(gradient, split_index, 0, place - of_tiles, panel);
+    gradient_program<T, kRanks, 1, false, Masks::kNone, kAligned>(gradient, split_index, 0, place - of_tiles,
+                                                                  panel);
   }
 }
 
@@ -57,16 +59,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
 int launch_read_dy(ReadDyArguments arguments, const Queue& queue) {
   const GradientArguments& any = arguments.gradient[0];
   int64_t programs = 0;
+  bool aligned = true;
   for (int layer = 0; layer < arguments.layers; ++layer) {
     programs += int64_t{any.plan.split_count} * programs_of(arguments, layer).each();
+    aligned = aligned && arguments.gradient[layer].aligned();
     arguments.first_program[layer + 1] = static_cast<int>(programs < INT32_MAX ? programs : INT32_MAX);
   }
-  return for_panel(any.type, any.ranks, [&](auto number, auto width) {
+  return for_panel(any.type, any.ranks, aligned, [&](auto number, auto width, auto is_aligned) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
     constexpr int kShrinkBytes = ShrinkShape<T, kRanks>::kShared;
     constexpr int kGradientBytes = GradientShape<T, kRanks, 1, false>::kShared;
-    return launch(read_dy_kernel<T, kRanks>, Grid{programs}, kThreads,
+    return launch(read_dy_kernel<T, kRanks, decltype(is_aligned)::value>, Grid{programs}, kThreads,
                   kShrinkBytes > kGradientBytes ? kShrinkBytes : kGradientBytes, queue, arguments);
   });
 }

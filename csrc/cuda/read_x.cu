@@ -16,43 +16,48 @@ constexpr int kLayersAtOnce = std::is_same_v<T, BFloat16> && kRanks <= 64 ? 3 : 
 template <typename T, int kRanks, int kLayers>
 constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers * kRanks > 48) ? 1 : 2;
 
-template <typename T, int kRanks, int kLayers, Masks kMasks>
+template <typename T, int kRanks, int kLayers, Masks kMasks, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers>)
     read_x_kernel(const __grid_constant__ GradientArguments arguments, int first_layer) {
-  gradient_program<T, kRanks, kLayers, true, kMasks>(arguments, block_y(), first_layer, block_x(), block_z());
+  gradient_program<T, kRanks, kLayers, true, kMasks, kAligned>(arguments, block_y(), first_layer, block_x(),
+                                                               block_z());
 }
 
 int launch_gradient(const GradientArguments& arguments, const Queue& queue) {
-  return for_panel(arguments.type, arguments.ranks, [&](auto number, auto width) {
+  const auto with_panel = [&](auto number, auto width, auto is_aligned) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
-    constexpr int kMost = kLayersAtOnce<T, kRanks>;
     const Grid grid = {ceil_div(arguments.columns, kBlockColumns), arguments.plan.split_count,
                        panels_of(arguments.type, arguments.ranks)};
-    const auto run = [&](auto layers, int first) {
+    const auto run = [&](auto layers, auto kernel, int first) {
+      return launch(kernel, grid, kThreads, GradientShape<T, kRanks, decltype(layers)::value, true>::kShared,
+                    queue, arguments, first);
+    };
+    const auto run_aligned = [&](auto layers, int first) {
       constexpr int kLayers = decltype(layers)::value;
-      constexpr int kShared = GradientShape<T, kRanks, kLayers, true>::kShared;
-      const auto with = [&](auto kernel) {
-        return launch(kernel, grid, kThreads, kShared, queue, arguments, first);
-      };
-      return arguments.dropout.p == nullptr ? with(read_x_kernel<T, kRanks, kLayers, Masks::kNone>)
-             : arguments.keep == nullptr    ? with(read_x_kernel<T, kRanks, kLayers, Masks::kDrawn>)
-                                            : with(read_x_kernel<T, kRanks, kLayers, Masks::kStored>);
+      return arguments.dropout.p == nullptr
+                 ? run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kNone, true>, first)
+             : arguments.keep == nullptr
+                 ? run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kDrawn, true>, first)
+                 : run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kStored, true>, first);
     };
     int error = 0;
     for (int layer = 0; layer < arguments.layers && error == 0;) {
       const int left = arguments.layers - layer;
-      if constexpr (kMost >= 3) {
-        error = left >= 3   ? run(Constant<3>{}, layer)
-                : left == 2 ? run(Constant<2>{}, layer)
-                            : run(Constant<1>{}, layer);
-        layer += left < 3 ? left : 3;
+      if constexpr (!decltype(is_aligned)::value) {
+        error = run(Constant<1>{}, read_x_kernel<T, kRanks, 1, Masks::kDrawn, false>, layer++);
+      } else if constexpr (kLayersAtOnce<T, kRanks> == 1) {
+        error = run_aligned(Constant<1>{}, layer++);
       } else {
-        error = run(Constant<1>{}, layer++);
+        error = left >= 3   ? run_aligned(Constant<3>{}, layer)
+                : left == 2 ? run_aligned(Constant<2>{}, layer)
+                            : run_aligned(Constant<1>{}, layer);
+        layer += left < 3 ? left : 3;
       }
     }
     return error;
-  });
+  };
+  return for_panel(arguments.type, arguments.ranks, arguments.aligned(), with_panel);
 }
 
 }  // namespace
@@ -62,8 +67,8 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
   const bool need_dx = arguments.dx.data != nullptr;
   const bool one_panel = arguments.ranks <= widest_panel(arguments.type);
   GradientArguments gradient = arguments;
-  if (need_dx && !(need_gradient && one_panel)) {
-    // dx alone, or a sum over several panels of ranks, which no program of the gradient holds
+  if (need_dx && !one_panel) {
+    // dx is a sum over several panels of ranks, which no program of the gradient holds
     ExpandArguments dx = {};
     dx.type = arguments.type;
     dx.s = arguments.s;
@@ -81,7 +86,7 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
     }
     gradient.dx.data = nullptr;
   }
-  return need_gradient ? launch_gradient(gradient, queue) : 0;
+  return need_gradient || gradient.dx.data != nullptr ? launch_gradient(gradient, queue) : 0;
 }
 
 }  // namespace mlora::cuda

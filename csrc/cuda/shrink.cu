@@ -9,17 +9,19 @@ template <typename T, int kRanks>
 constexpr int kBlocks = sizeof(T) == 4 && kRanks > 32 ? 1 : 2;
 
 // Layers are neighbours in the launch: the later ones find the rows in the cache.
-template <typename T, int kRanks, bool kDrops>
+template <typename T, int kRanks, bool kDrops, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
     shrink_kernel(const __grid_constant__ ShrinkArguments arguments) {
   const int layers = arguments.layers;
-  shrink_program<T, kRanks, kDrops>(arguments, block_x() / layers, block_x() % layers, block_y(), block_z());
+  shrink_program<T, kRanks, kDrops, kAligned>(arguments, block_x() / layers, block_x() % layers, block_y(),
+                                              block_z());
 }
 
 }  // namespace
 
 int launch_shrink(const ShrinkArguments& arguments, const Queue& queue) {
-  return for_panel(arguments.type, arguments.ranks, [&](auto number, auto width) {
+  const bool aligned = arguments.rows.aligned && arguments.factor.aligned && arguments.columns % 8 == 0;
+  return for_panel(arguments.type, arguments.ranks, aligned, [&](auto number, auto width, auto is_aligned) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
     const Grid grid = {int64_t{arguments.plan.tile_count} * arguments.layers,
@@ -27,7 +29,9 @@ int launch_shrink(const ShrinkArguments& arguments, const Queue& queue) {
     const auto run = [&](auto kernel) {
       return launch(kernel, grid, kThreads, ShrinkShape<T, kRanks>::kShared, queue, arguments);
     };
-    return arguments.drops ? run(shrink_kernel<T, kRanks, true>) : run(shrink_kernel<T, kRanks, false>);
+    constexpr bool kAligned = decltype(is_aligned)::value;
+    return arguments.drops ? run(shrink_kernel<T, kRanks, true, kAligned>)
+                           : run(shrink_kernel<T, kRanks, false, kAligned>);
   });
 }
 

@@ -63,7 +63,7 @@ __device__ inline void store_keep_bits(const ShrinkArguments& arguments, const T
   }
 }
 
-template <typename T, int kRanks, bool kDrops>
+template <typename T, int kRanks, bool kDrops, bool kAligned>
 __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile_index, int layer, int split,
                                       int panel_index) {
   using Shape = ShrinkShape<T, kRanks>;
@@ -87,7 +87,7 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
   const int begin = split * kColumnSplit;
   const int end = clamp(arguments.columns, begin + kColumnSplit);
   const int steps = ceil_div(end - begin, Shape::kColumns);
-  const T* source = static_cast<const T*>(arguments.rows.data) + tile.row * arguments.rows.stride;
+  const T* source = row_at(static_cast<const T*>(arguments.rows.data), arguments.rows.stride, tile.row);
   unsigned char* shared = shared_memory();
   const auto rows_of = [&](int stage) {
     return Stage{reinterpret_cast<T*>(shared + stage * Shape::kStageBytes)};
@@ -95,12 +95,12 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, int tile
   const auto factor_of = [&](int stage) {
     return Stage{reinterpret_cast<T*>(shared + stage * Shape::kStageBytes + Shape::kRowBytes)};
   };
-  FactorLoad<T, kRanks, Shape::kColumns, Shape::kDefer> factor;
+  FactorLoad<T, kRanks, Shape::kColumns, Shape::kDefer, kAligned> factor;
   const auto fetch = [&](int step, int stage) {
     if (step < steps) {
       const int column = begin + step * Shape::kColumns;
-      load_rows<kTileRows>(rows_of(stage), source + column, arguments.rows.stride, tile.rows, end - column,
-                           arguments.rows.aligned);
+      load_rows<kTileRows, kAligned>(rows_of(stage), source + column, arguments.rows.stride, tile.rows,
+                                     end - column);
       factor.begin(factor_of(stage), panel, column, end - column);
     }
     commit_copies();

@@ -44,7 +44,7 @@ class CudaOperator:
             weights, biases = [], []
         made = self._plans.get(segments, len(x), len(scaling))
         ys, *saved = OPS.cuda_forward.default(
-            x, weights, biases, products, a.first, a.table, *_sides(b), a.max_rank,
+            x, weights, biases, products, a.first, a.table, *_sides(b), _aligned(adapters), a.max_rank,
             made.whole, made.sizes.tiles, made.sizes.splits, scaling, *dropout, self.saves_masks,
         )  # fmt: skip
         return products or ys, tuple(saved)
@@ -75,7 +75,8 @@ class CudaOperator:
         keep = saved[1] if len(saved) > 1 else saved[0].new_empty(0, dtype=torch.int32)
         dx = OPS.cuda_backward.default(
             dys, x, weights, product, a.first, a.table, a.into[0] if need_da and a.into else None, *_sides(b),
-            [one.into[0] for one in b if one.into] if need_db else [], a.max_rank, saved[0], keep,
+            [one.into[0] for one in b if one.into] if need_db else [], _aligned(adapters),
+            a.max_rank, saved[0], keep,
             made.whole, made.sizes.tiles, made.sizes.splits, made.sizes.slots, scaling, *dropout,
             need_dx, a.add,
         )  # fmt: skip
@@ -88,6 +89,10 @@ def _biases(layers: Sequence[Layer]) -> list[Tensor]:
         return []
     some = next(layer.bias for layer in layers if layer.bias is not None)
     return [some.new_empty(0) if layer.bias is None else layer.bias for layer in layers]
+
+
+def _aligned(adapters: Adapters) -> bool:
+    return adapters.a.aligned and all(one.aligned for one in adapters.b)
 
 
 def _sides(b: Sequence[Factors]) -> tuple[list[Tensor], list[Tensor]]:

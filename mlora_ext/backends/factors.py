@@ -35,6 +35,8 @@ class Factors:
         max_rank: R.
         rows_dense: whether every column stride, also of the gradients, is 1.
         alignment: a power of two, at most 16, that divides every offset and rank stride.
+        aligned: whether columns are dense and every row begins at a multiple of 16 bytes, so that it can be
+            loaded 16 bytes at a time.
         shapes: shape, strides and offset in one buffer of each gradient.
         into: memory of gradients, from which the table's offsets count; the first of several existing
             gradients, or one buffer. None: gradients are not wanted.
@@ -47,6 +49,7 @@ class Factors:
     max_rank: int
     rows_dense: bool
     alignment: int
+    aligned: bool
     shapes: _Shapes
     into: Sequence[Tensor] | None = None
     add: bool = False
@@ -110,14 +113,15 @@ def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
 @lru_cache(maxsize=_KEPT)
 def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
-) -> tuple[Tensor, int, int, bool, int, _Shapes]:
+) -> tuple[Tensor, int, int, bool, int, bool, _Shapes]:
     """Returns the fields of `Factors` that follow `matrices`."""
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)
     width = addresses[1][0][1 - rank_dim]
     places = None if existing is None else _places(existing, rank_dim, size)
     table, dense, alignment, shapes = _table(key, places, width, transposed, device)
-    return table, width, max(place[1] for place in key), dense, alignment, shapes
+    aligned = dense and alignment * size % 16 == 0 and addresses[0][0] % 16 == 0
+    return table, width, max(place[1] for place in key), dense, alignment, aligned, shapes
 
 
 def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ...]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+Row = tuple[int, int, int, int]
+"""Of a table of four columns."""
 TILE_ROWS = 64
 SPLIT_TILES = 16
 
@@ -47,15 +49,14 @@ class PlanSizes:
         return PlanSizes(rows, adapters, tiles, _ceil_div(tiles, SPLIT_TILES) + adapters + 1, slots)
 
     @staticmethod
-    def of_layout(lengths: Sequence[int], owners: Sequence[int], rows: int, adapters: int) -> PlanSizes:
-        """Returns the sizes that segments of these lengths and adapters need."""
-        tiles, base, reached, begin = [0] * adapters, 0, 0, 0
-        for length, adapter in zip(lengths, owners, strict=True):
-            if 0 <= adapter < adapters and length:
-                tiles[adapter] += _ceil_div(length, TILE_ROWS)
+    def of_segments(segments: Sequence[Row], rows: int, adapters: int) -> PlanSizes:
+        """Returns the sizes that these segments need."""
+        tiles, base, reached = [0] * adapters, 0, 0
+        for begin, end, adapter, _ in segments:
+            if 0 <= adapter < adapters and begin < end:
+                tiles[adapter] += _ceil_div(end - begin, TILE_ROWS)
                 base += _ceil_div(begin - reached, TILE_ROWS)
-                reached = begin + length
-            begin += length
+                reached = end
         base += _ceil_div(rows - reached, TILE_ROWS)
         runs = [max(1, _ceil_div(count, SPLIT_TILES)) for count in tiles]
         splits = sum(runs) + _ceil_div(base, SPLIT_TILES)
@@ -91,9 +92,9 @@ class PlanCache:
 
     Args:
         make: makes a plan.
-        capture: returns the id of the capture of a CUDA graph that a tensor's stream takes part in. A graph
-            must hold the launch that makes its plans, so a plan serves the capture that made it. None: while
-            a graph is captured, each call makes its plan.
+        capture: returns the id of the capture of a CUDA graph that a tensor's stream takes part in: a graph
+            must hold the launch that makes its plan, and its sizes must serve any layout. None: plans are
+            made on the host.
     """
 
     def __init__(self, make: MakePlan, capture: Callable[[Tensor], int] | None = None) -> None:
@@ -102,41 +103,43 @@ class PlanCache:
 
     def get(self, segments: Tensor, rows: int, adapters: int) -> Plan:
         """Returns the plan of `segments [S, 4]` int64, ascending rows `(begin, end, adapter, row0)`."""
+        # Tables made in inference mode count no versions, so a change would go unseen.
+        if segments.is_inference():
+            return self._make(segments, self._sizes(segments, rows, adapters))
+        kept: tuple[int, dict[tuple[int, ...], Plan]] | None = self._plans.get(segments)
+        if kept is None or kept[0] != segments._version:
+            kept = self._plans[segments] = (segments._version, {})
         stream = captured = 0
         if segments.is_cuda:
             # another stream would not wait for the tables
             stream = torch.cuda.current_stream(segments.device).cuda_stream
-            if torch.cuda.is_current_stream_capturing():
-                captured = -1 if self._capture is None else self._capture(segments)
-        # Tables made in inference mode count no versions, so a change would go unseen.
-        if captured < 0 or segments.is_inference():
-            return self._make(segments, _sizes(segments, rows, adapters, exact=False))
-        kept: tuple[int, dict[tuple[int, ...], Plan]] | None = self._plans.get(segments)
-        if kept is None or kept[0] != segments._version:
-            kept = self._plans[segments] = (segments._version, {})
+            if self._capture is not None and torch.cuda.is_current_stream_capturing():
+                captured = self._capture(segments)
         key = rows, adapters, stream, captured
         if key not in kept[1]:
-            kept[1][key] = self._make(segments, _sizes(segments, rows, adapters, exact=not captured))
+            kept[1][key] = self._make(segments, self._sizes(segments, rows, adapters, captured > 0))
         return kept[1][key]
 
-
-_layouts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def describe(segments: Tensor, lengths: Sequence[int], owners: Sequence[int]) -> None:
-    """Notes the layout that a table holds, so that a plan has exactly the rows that it needs.
-
-    Args:
-        segments: the table.
-        lengths: rows of each segment, from row 0 on.
-        owners: adapter of each segment, or -1.
-    """
-    _layouts[segments] = segments._version, lengths, owners
+    def _sizes(self, segments: Tensor, rows: int, adapters: int, captured: bool = False) -> PlanSizes:
+        if self._capture is None or (not captured and _described(segments) is not None):
+            return PlanSizes.of_segments(rows_of(segments), rows, adapters)
+        return PlanSizes.bounds(rows, len(segments), adapters)
 
 
-def _sizes(segments: Tensor, rows: int, adapters: int, exact: bool) -> PlanSizes:
-    """Returns bounds where a captured graph may run with another layout in the table."""
-    kept = _layouts.get(segments)
-    if exact and kept is not None and kept[0] == segments._version:
-        return PlanSizes.of_layout(kept[1], kept[2], rows, adapters)
-    return PlanSizes.bounds(rows, len(segments), adapters)
+_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def describe(segments: Tensor, rows: Sequence[Row]) -> None:
+    """Notes what a table holds, so that nobody has to ask its device."""
+    _rows[segments] = segments._version, rows
+
+
+def _described(segments: Tensor) -> Sequence[Row] | None:
+    version, rows = _rows.get(segments, (None, None))
+    return rows if version is not None and version == segments._version else None
+
+
+def rows_of(segments: Tensor) -> Sequence[Row]:
+    """Returns the rows of a table; waits for its device unless they were described."""
+    known = _described(segments)
+    return [tuple(row) for row in segments.tolist()] if known is None else known

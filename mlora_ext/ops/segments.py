@@ -113,8 +113,9 @@ class SegmentLayout:
         """
         device = torch.device(device)
         if device not in self._tables:
-            table = to_device(torch.tensor(self._rows(), dtype=torch.int64), device)
-            describe(table, self.lengths, self.adapters)
+            rows = self._rows()
+            table = to_device(torch.tensor(rows, dtype=torch.int64), device)
+            describe(table, rows[: len(self.lengths)])
             self._tables[device] = table
         return self._tables[device]
 

@@ -216,8 +216,14 @@ void meet(WarpWork work, void* operands) {
   }
 }
 
-void copy_async(void* shared, const void* global, int bytes) {
-  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - machine.shared_begin);
+}
+
+void copy_async(void* shared, const void* global, bool present) {
+  const int bytes = present ? 16 : 0;
+  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
+      (present && reinterpret_cast<uintptr_t>(global) % 16 != 0)) {
     die("a copy of 16 bytes is misaligned");
   }
   Fiber& fiber = machine.fibers[machine.current];
@@ -308,9 +314,10 @@ void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes,
   machine.run = run;
   machine.call = call;
   machine.grid_y = static_cast<int>(grid.y);
-  machine.shared.resize(static_cast<size_t>(shared_bytes) + 128);
+  constexpr size_t kAlignment = 1024;
+  machine.shared.resize(static_cast<size_t>(shared_bytes) + kAlignment);
   machine.shared_begin =
-      machine.shared.data() + 128 - reinterpret_cast<uintptr_t>(machine.shared.data()) % 128;
+      machine.shared.data() + kAlignment - reinterpret_cast<uintptr_t>(machine.shared.data()) % kAlignment;
   std::vector<int64_t> order(static_cast<size_t>(grid.x * grid.y * grid.z));
   std::iota(order.begin(), order.end(), int64_t{0});
   std::shuffle(order.begin(), order.end(), machine.random);

@@ -31,7 +31,8 @@ int block_z();
 int grid_y();
 void synchronize();
 unsigned char* shared_memory();
-void copy_async(void* shared, const void* global, int bytes);
+uint32_t shared_address(const void* shared);
+void copy_async(void* shared, const void* global, bool present);
 void commit_copies();
 void wait_for_copies(int pending);
 uint32_t exchange(uint32_t value, int bit);
@@ -96,8 +97,8 @@ void load_matrices_work(void* const* operands);
 void load_transposed_matrices_work(void* const* operands);
 
 template <bool kTranspose>
-void load_matrices(uint32_t (&out)[4], const void* row) {
-  MatrixLanes lanes{out, row};
+void load_matrices(uint32_t (&out)[4], uint32_t address) {
+  MatrixLanes lanes{out, shared_memory() + address};
   meet(kTranspose ? load_transposed_matrices_work : load_matrices_work, &lanes);
 }
 

@@ -251,6 +251,7 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
         "a_table": table,
         "b": [torch.zeros(3, 2)],
         "b_tables": [torch.tensor([[0, 1, 2, 2, 0, 1, 2, 0]])],
+        "aligned": False,
         "max_rank": 2,
         "plan": torch.tensor([[0, 4, 0, 0], [0, 1, 0, -1], [0, 1, 0, 0]], dtype=torch.int32),
         "tiles": 1,
@@ -303,7 +304,7 @@ def test_saved_masks_change_no_bit(
     drawn = []
     monkeypatch.setattr(gpu_operator(backend), "saves_masks", True)
     backward = OPS.cuda_backward.default
-    monkeypatch.setattr(OPS.cuda_backward, "default", lambda *a: drawn.append(a[12].shape) or backward(*a))
+    monkeypatch.setattr(OPS.cuda_backward, "default", lambda *a: drawn.append(a[13].shape) or backward(*a))
     for one, other in zip(case.run(), expected, strict=True):
         assert torch.equal(one, other)
     assert drawn == [(1, 191, 35)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...upload import to_device
 from ..factors import Factors
 from ..interface import Adapters, Layer, PlanTensors, Saved, Wanted
-from ..plan import SPLIT_TILES, TILE_ROWS, Plan, PlanCache, PlanSizes
+from ..plan import SPLIT_TILES, TILE_ROWS, Plan, PlanCache, PlanSizes, rows_of
 from .blocks import PANEL as _PANEL
 from .expand import expand
-from .plan import plan as plan_kernel
+from .plan import plan_rows
 from .read_dy import read_dy
 from .read_x import read_x
 from .reduce import reduce_gradients, reduce_rows
@@ -31,7 +33,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret and not isinstance(tl.sum, tr
 PANEL: int = _PANEL.value
 COLUMN_SPLIT = 2048
 """Columns that one sum over d takes; never a function of the batch."""
-_PLAN_BLOCK = 64
 _REDUCE = {"ROWS": 64, "RANKS": 16, "COLUMNS": 128}
 # Block sizes that spill on neither sm_80 nor sm_90; not tuned. fp32, which has no matrix instructions, holds
 # its products in registers and takes few rows of a tile at a time for a gradient.
@@ -62,14 +63,14 @@ class TritonOperator:
         self._plans = PlanCache(self.plan)
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        rows = sizes.tiles + sizes.splits + sizes.adapters
-        made = Plan(sizes, torch.empty(rows, 4, dtype=torch.int32, device=segments.device))
-        with _on(segments):
-            plan_kernel[len(segments) + sizes.adapters + 2,](
-                segments, *made.tables(), len(segments), sizes.rows, sizes.adapters, sizes.tiles,
-                sizes.splits, TILE=TILE_ROWS, SPLIT=SPLIT_TILES, BLOCK=_PLAN_BLOCK,
-            )  # fmt: skip
-        return made
+        if segments.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "backend 'triton' makes plans on the host, which no captured CUDA graph can hold; use 'cuda'"
+            )
+        tables = plan_rows(rows_of(segments), sizes.rows, sizes.adapters)
+        exact = replace(sizes, tiles=len(tables[0]), splits=len(tables[1]))
+        rows = torch.tensor([row for table in tables for row in table], dtype=torch.int32).view(-1, 4)
+        return Plan(exact, to_device(rows, segments.device))
 
     def forward(
         self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors
