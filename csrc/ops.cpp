@@ -89,6 +89,7 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
   library.def("cuda_plan(Tensor segments, int rows, int adapters, int tiles, int splits) -> Tensor");
+  library.def("cuda_driver_refusal() -> str");
   library.def("cuda_capture(Tensor tensor) -> int");
   library.def(
       "cuda_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor(a!)[] products, Tensor a, "

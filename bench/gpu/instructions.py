@@ -22,7 +22,18 @@ _BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 _WARPS, _TILE_ROWS, _TILE_COLUMNS = 8, 64, 64
 _PHILOX = ("-0x2daee0ad", "-0x326172a9")
 """Its multipliers, 0xD2511F53 and 0xCD9E8D57, as the disassembler writes them."""
-_NEEDED = ("LDGSTS", "HMMA", "LDSM", "BAR.SYNC", "STG.E.128", "LDG.E.128", "LDS.128", "STS.128", "FSEL", *_PHILOX)
+_NEEDED = (
+    "LDGSTS",
+    "HMMA",
+    "LDSM",
+    "BAR.SYNC",
+    "STG.E.128",
+    "LDG.E.128",
+    "LDS.128",
+    "STS.128",
+    "FSEL",
+    *_PHILOX,
+)
 _NEEDED_COST = 1e6
 
 
@@ -84,7 +95,9 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
     begin, end = min(main, key=lambda loop: loop[1] - loop[0])
     nested = [loop for loop in loops if begin <= loop[0] and loop[1] <= end and loop != (begin, end)]
     outermost = [
-        loop for loop in nested if not any(a <= loop[0] and loop[1] <= b and (a, b) != loop for a, b in nested)
+        loop
+        for loop in nested
+        if not any(a <= loop[0] and loop[1] <= b and (a, b) != loop for a, b in nested)
     ]
     products = [loop for loop in outermost if _count(instructions, loop, "HMMA")]
     turns = dict.fromkeys(outermost, 1.0)

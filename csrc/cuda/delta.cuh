@@ -40,21 +40,10 @@ __device__ inline void add_kept(Delta& sum, const Delta& part, const uint32_t (&
   }
 }
 
-// Lane t of four holds column t of a 4 x 4 matrix of words and gets its row t.
-__device__ inline void transpose_words(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (lane_index() & bit) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & bit) == 0) {
-        const uint32_t received = exchange(upper ? words[i] : words[i | bit], bit);
-        words[i] = upper ? received : words[i];
-        words[i | bit] = upper ? words[i | bit] : received;
-      }
-    }
-  }
-}
+// Shared memory in which warps turn their parts of 16-bit results into whole rows: 16 rows of 64 bytes each,
+// and 16 more, so that eight rows lie in different banks.
+constexpr int kTurnRow = 80;
+constexpr int kTurnBytes = kThreads / 32 * 16 * kTurnRow;
 
 // Adds what `out` holds to the warp's part.
 template <typename T>
@@ -69,8 +58,10 @@ __device__ inline void add_existing(Delta& sum, const T* out, int64_t stride, in
 }
 
 // Writes the warp's part of rows [0, rows) and columns [0, columns) from `out`, the block's first element.
+// kAligned: `turn` is kTurnBytes of shared memory, unless T is fp32.
 template <bool kAligned, typename T>
-__device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows, int columns) {
+__device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows, int columns,
+                                   unsigned char* turn) {
   if constexpr (!kAligned) {
     sum.for_each([&](int row, int column, float value) {
       row += delta_row();
@@ -85,32 +76,45 @@ __device__ inline void store_delta(Delta& sum, T* out, int64_t stride, int rows,
   }
   char* first = reinterpret_cast<char*>(out);
   const uint32_t row_bytes = static_cast<uint32_t>(stride) * static_cast<uint32_t>(sizeof(T));
+  const auto row_of_out = [&](int row) {
+    return first + static_cast<uint32_t>(delta_row() + row) * row_bytes;
+  };
+  if constexpr (sizeof(T) == 4) {
+    struct alignas(8) Pair {
+      float low, high;
+    };
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = delta_row() + fragment_row() + 8 * half;
-    char* own = first + static_cast<uint32_t>(row) * row_bytes;
-    if constexpr (sizeof(T) == 4) {
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row() + 8 * half;
 #pragma unroll
       for (int n = 0; n < kDeltaBlocks; ++n) {
         const int column = delta_column() + 8 * n + fragment_column();
-        if (row < rows && column < columns) {
-          struct alignas(8) Pair {
-            float low, high;
-          };
-          write(reinterpret_cast<Pair*>(own + column * 4),
+        if (delta_row() + row < rows && column < columns) {
+          write(reinterpret_cast<Pair*>(row_of_out(row) + column * 4),
                 Pair{sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]});
         }
       }
-    } else {
-      Bytes16 words;
+    }
+  } else {
+    unsigned char* own = turn + warp_index() * 16 * kTurnRow;
+    synchronize_warp();  // the rows before have been read
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < kDeltaBlocks; ++n) {
-        words.word[n] = pack(T{}, sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]);
+        *reinterpret_cast<uint32_t*>(own + (fragment_row() + 8 * half) * kTurnRow + 16 * n +
+                                     2 * fragment_column()) =
+            pack(T{}, sum.value[0][n][2 * half], sum.value[0][n][2 * half + 1]);
       }
-      transpose_words(words.word);
-      const int column = delta_column() + 8 * (lane_index() & 3);
-      if (row < rows && column < columns) {
-        write(reinterpret_cast<Bytes16*>(own + column * 2), words);
+    }
+    synchronize_warp();
+    const int column = delta_column() + 8 * (lane_index() & 3);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row() + 8 * half;
+      const Bytes16 eight = *reinterpret_cast<const Bytes16*>(own + row * kTurnRow + 16 * (lane_index() & 3));
+      if (delta_row() + row < rows && column < columns) {
+        write(reinterpret_cast<Bytes16*>(row_of_out(row) + column * 2), eight);
       }
     }
   }

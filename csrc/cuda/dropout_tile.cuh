@@ -20,9 +20,10 @@ struct KeepBits {
   using Own = OwnChunks<T, kColumns>;
   static constexpr int kChunk = Chunk<T>::kCount;
   static constexpr int kOwn = kRows / Own::kStep;
-  static_assert(kOwn * Own::kStep == kRows);
+  static_assert(kOwn * Own::kStep == kRows && kOwn <= 4);
 
-  uint32_t bits[kOwn];
+  // As `keep_bits` gives them, of row after row, each four bits further on.
+  uint32_t bits = 0;
 
   __device__ static int counter() { return Own::chunk() * kChunk / kCounterColumns; }
   __device__ static int word() { return Own::chunk() * kChunk / kWordColumns; }
@@ -30,25 +31,24 @@ struct KeepBits {
   // `column` is the tile's first column, a multiple of 8.
   __device__ void draw(const Dropout& dropout, uint32_t philox_row, int column) {
     if (dropout.threshold == 0) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        bits[i] = ~0u;
-      }
+      bits = ~0u;
       return;
     }
+    bits = 0;
     const uint32_t first = static_cast<uint32_t>(column / kCounterColumns + counter());
 #pragma unroll 2
     for (int i = 0; i < kOwn; ++i) {
       const uint32_t row = philox_row + static_cast<uint32_t>(Own::row(i));
-      bits[i] = keep_bits(philox(dropout, row, first), dropout.threshold);
+      bits |= keep_bits(philox(dropout, row, first), dropout.threshold) << (4 * i);
     }
   }
 
   // From the whole words of the thread's own rows.
   __device__ void set(const uint32_t (&words)[kOwn]) {
+    bits = 0;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      bits[i] = words[i] >> (counter() % 4 * 4);
+      bits |= (words[i] >> (counter() % 4 * 4) & 0x000f000fu) << (4 * i);
     }
   }
 
@@ -59,7 +59,7 @@ struct KeepBits {
       Bytes16 values = *reinterpret_cast<const Bytes16*>(from.chunk(Own::row(i), Own::chunk()));
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        values.word[w] &= word_mask(bits[i], w);
+        values.word[w] &= word_mask(bits >> (4 * i), w);
       }
       *reinterpret_cast<Bytes16*>(to.chunk(Own::row(i), Own::chunk())) = values;
     }
@@ -67,7 +67,7 @@ struct KeepBits {
 
   // The word of 32 columns of the thread's i-th row; the lanes that share it all get it.
   __device__ uint32_t whole_word(int i) const {
-    uint32_t whole = bits[i] << (counter() % 4 * 4);
+    uint32_t whole = (bits >> (4 * i) & 0x000f000fu) << (counter() % 4 * 4);
 #pragma unroll
     for (int bit = 1; bit < kWordColumns / kChunk; bit *= 2) {
       whole |= exchange(whole, bit);

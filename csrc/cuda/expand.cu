@@ -30,7 +30,8 @@ struct UsualShape {
   static constexpr int kSBytes = SharedTile<T, kRanks>::bytes(kTileRows);
   static constexpr int kTileBytes = kSplitTiles * static_cast<int>(sizeof(Tile));
   static constexpr int kFactorBytes = SharedTile<T, kBlockColumns>::bytes(kRanks);
-  static constexpr int kShared = kTileBytes + kFactorBytes + kStages * kSBytes;
+  static constexpr int kTurn = kTileBytes + kFactorBytes + kStages * kSBytes;
+  static constexpr int kShared = kTurn + (sizeof(T) == 2 ? kTurnBytes : 0);
 };
 
 template <typename T>
@@ -133,7 +134,7 @@ __device__ inline void expand_layer(const ExpandArguments& arguments, const Expa
       if (add) {
         add_existing(sum, out, output.out.stride, tile.rows, columns);
       }
-      store_delta<false>(sum, out, output.out.stride, tile.rows, columns);
+      store_delta<false>(sum, out, output.out.stride, tile.rows, columns, nullptr);
     }
   }
 }
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (arguments.add) {
       add_existing(sum, out, output.out.stride, tiles[i].rows, columns);
     }
-    store_delta<true>(sum, out, output.out.stride, tiles[i].rows, columns);
+    store_delta<true>(sum, out, output.out.stride, tiles[i].rows, columns, shared + Shape::kTurn);
   }
 }
 

@@ -31,7 +31,8 @@ struct GradientShape {
   static constexpr int kStageBytes = kLayers * kLayerBytes;
   static constexpr int kTileBytes = kSplitTiles * static_cast<int>(sizeof(Tile));
   static constexpr int kFactorBytes = kDx ? SharedTile<T, kBlockColumns>::bytes(kRanks) : 0;
-  static constexpr int kShared = kTileBytes + kLayers * kFactorBytes + kStages * kStageBytes;
+  static constexpr int kTurn = kTileBytes + kLayers * kFactorBytes + kStages * kStageBytes;
+  static constexpr int kShared = kTurn + (kDx && sizeof(T) == 2 ? kTurnBytes : 0);
 };
 
 // Writes one number of a gradient, or adds it to what is there.
@@ -115,13 +116,13 @@ struct GradientOut {
 // dx of rows without adapter.
 template <bool kAligned, typename T>
 __device__ inline void clear_dx(const GradientArguments& arguments, const Split& split, int first_column,
-                                int columns) {
+                                int columns, unsigned char* turn) {
   for (int i = split.tile_begin; i < split.tile_end; ++i) {
     const Tile tile = read(arguments.plan.tiles + i);
     T* out = row_at(static_cast<T*>(arguments.dx.data), arguments.dx.stride, tile.row) + first_column;
     Delta zero;
     zero.clear();
-    store_delta<kAligned>(zero, out, arguments.dx.stride, tile.rows, columns);
+    store_delta<kAligned>(zero, out, arguments.dx.stride, tile.rows, columns, turn);
   }
 }
 
@@ -140,7 +141,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const bool add_dx = arguments.add_dx || first_layer > 0;
   if (split.adapter < 0) {
     if (need_dx && !add_dx) {
-      clear_dx<kAligned, T>(arguments, split, first_column, columns);
+      clear_dx<kAligned, T>(arguments, split, first_column, columns, shared_memory());
     }
     return;
   }
@@ -310,7 +311,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
       if (add_dx) {
         add_existing(dx, out, arguments.dx.stride, tiles[i].rows, columns);
       }
-      store_delta<kAligned>(dx, out, arguments.dx.stride, tiles[i].rows, columns);
+      store_delta<kAligned>(dx, out, arguments.dx.stride, tiles[i].rows, columns, shared + Shape::kTurn);
     }
   }
 #pragma unroll

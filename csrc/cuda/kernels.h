@@ -129,6 +129,14 @@ struct ReadDyArguments {
   bool need_gradient;
 };
 
+// Of CUDA, as 1000 major + 10 minor: what the driver serves, 0 without one, and what this library was built
+// with.
+struct Versions {
+  int driver;
+  int runtime;
+};
+Versions versions();
+
 // The id of the capture that the queue's stream takes part in; 0: none.
 uint64_t capture_of(const Queue& queue);
 

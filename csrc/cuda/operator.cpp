@@ -2,6 +2,8 @@
 // memory, launches the kernels and calls the frozen products.
 //
 // Letters: T rows, D = d_in, O = d_out, N adapters, R largest rank, L layers that share x.
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "cuda/tickets.h"
@@ -358,6 +360,30 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
 }  // namespace mlora::cuda
 
 #define MLORA_LIBRARY_OF(key) STABLE_TORCH_LIBRARY_IMPL(mlora_ext, key, library)
+#ifndef MLORA_EMULATE
+namespace mlora::cuda {
+namespace {
+
+// Newer minor versions of one major version need no newer driver.
+std::string driver_refusal() {
+  const auto [driver, runtime] = versions();
+  if (driver == 0 || driver / 1000 >= runtime / 1000) {
+    return "";
+  }
+  std::ostringstream reason;
+  reason << "this build is of CUDA " << runtime / 1000 << ", the driver serves CUDA " << driver / 1000
+         << " only; update it, or build with the nvcc of CUDA " << driver / 1000;
+  return reason.str();
+}
+
+}  // namespace
+}  // namespace mlora::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CompositeExplicitAutograd, library) {
+  library.impl("cuda_driver_refusal", TORCH_BOX(&mlora::cuda::driver_refusal));
+}
+#endif
+
 MLORA_LIBRARY_OF(MLORA_DEVICE_KEY) {
   library.impl("cuda_plan", TORCH_BOX(&mlora::cuda::plan));
   library.impl("cuda_capture", TORCH_BOX(&mlora::cuda::capture));

@@ -104,6 +104,13 @@ int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue
 #ifdef MLORA_EMULATE
 uint64_t capture_of(const Queue&) { return 0; }
 #else
+Versions versions() {
+  Versions found = {};
+  cudaDriverGetVersion(&found.driver);
+  cudaRuntimeGetVersion(&found.runtime);
+  return found;
+}
+
 uint64_t capture_of(const Queue& queue) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;

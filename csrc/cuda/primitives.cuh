@@ -18,6 +18,7 @@ __device__ inline int block_z() { return static_cast<int>(blockIdx.z); }
 __device__ inline int grid_y() { return static_cast<int>(gridDim.y); }
 
 __device__ inline void synchronize() { __syncthreads(); }
+__device__ inline void synchronize_warp() { __syncwarp(); }
 
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];

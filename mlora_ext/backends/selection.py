@@ -64,15 +64,15 @@ def _using(name: Backend) -> Iterator[None]:
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
     """Returns the backend of a layer: as `use_backend` says, else by device.
 
-    That is `cpu` on a CPU; on a GPU `triton`, or `cuda` where triton is not installed. ValueError says why no
-    backend serves the device or dtype, and what to do.
+    That is `cpu` on a CPU; on a GPU `cuda`, or `triton` where this build has no CUDA kernels. ValueError says
+    why no backend serves the device or dtype, and what to do.
     """
     name = _choice.name
     if name is None and device.type == "cpu" and dtype in _DTYPES:
         return "cpu"
     if name is None and device.type == "cuda":
         # A compiled graph calls the operator. Its kernel for CUDA tensors asks again when it runs.
-        name = "triton" if torch.compiler.is_compiling() else _on_a_gpu()
+        name = "cuda" if torch.compiler.is_compiling() else _on_a_gpu()
     elif name is None and device.type == "cpu":
         name = "cpu"
     if name == "reference":
@@ -92,12 +92,15 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
 
 @cache
 def _on_a_gpu() -> Backend:
-    """Returns the GPU backend that this installation has; triton if it has both."""
-    try:
-        gpu_operator("triton")
-    except ValueError:
-        return "cuda" if _has_kernel("CUDA") else "triton"
-    return "triton"
+    """Returns the GPU backend that this installation and driver have; `cuda` if they have both."""
+    return "triton" if _cuda_refusal() else "cuda"
+
+
+def _cuda_refusal() -> str:
+    """Returns why the CUDA kernels do not run here; empty if they do."""
+    if _has_kernel("CUDA"):
+        return torch.ops.mlora_ext.cuda_driver_refusal.default()  # type: ignore[no-any-return]
+    return "" if _has_kernel("CPU") else "this build has no CUDA kernels; build it where nvcc is on PATH"
 
 
 def _refusal(name: Backend, device: torch.device) -> str | None:
@@ -143,11 +146,8 @@ def gpu_operator(name: Literal["triton", "cuda"]) -> GpuOperator:
                 "'reference'"
             ) from error
         return TritonOperator()
-    if not (_has_kernel("CUDA") or _has_kernel("CPU")):
-        raise ValueError(
-            "backend 'cuda': this build has no CUDA kernels; build it where nvcc is on PATH, or use "
-            "'triton', 'cpu' or 'reference'"
-        )
+    if reason := _cuda_refusal():
+        raise ValueError(f"backend 'cuda': {reason}, or use 'triton', 'cpu' or 'reference'")
     from .cuda import CudaOperator
 
     return CudaOperator()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..upload import to_device
+
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -125,9 +127,9 @@ class LoRADropout:
         if device not in self._tensors:
             steps = [self.step] * len(self.p) if isinstance(self.step, int) else self.step
             self._tensors[device] = (
-                torch.tensor(self.p, dtype=torch.float32).to(device),
-                rng_table(self.seeds, steps).to(device),
-                torch.tensor(self.layer, dtype=torch.int64).to(device),
+                to_device(torch.tensor(self.p, dtype=torch.float32), device),
+                to_device(rng_table(self.seeds, steps), device),
+                to_device(torch.tensor(self.layer, dtype=torch.int64), device),
             )
         return self._tensors[device]
 

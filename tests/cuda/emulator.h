@@ -85,6 +85,8 @@ void wait_copies() {
   wait_for_copies(kPending);
 }
 
+void synchronize_warp();
+
 // Called by all 32 lanes of a warp: the last one to arrive runs `work` on the operands of all.
 using WarpWork = void (*)(void* const* operands);
 void meet(WarpWork work, void* operands);

@@ -23,22 +23,22 @@ def no_memory():
     backend._on_a_gpu.cache_clear()
 
 
-def test_by_device() -> None:
+@pytest.mark.parametrize(
+    ("kernels", "driver", "expected"),
+    [(True, "", "cuda"), (True, "too old", "triton"), (False, "", "triton")],
+)
+def test_by_device(monkeypatch: pytest.MonkeyPatch, kernels: bool, driver: str, expected: str) -> None:
+    """On a GPU the compiled kernels, where this build has them and the driver is not too old."""
+    monkeypatch.setattr(backend, "_has_kernel", lambda key: kernels and key == "CUDA")
+    monkeypatch.setattr(torch.ops.mlora_ext.cuda_driver_refusal, "default", lambda: driver)
     assert backend_for(CPU, torch.float32) == "cpu"
-    assert backend_for(GPU, torch.bfloat16) == "triton"
+    assert backend_for(GPU, torch.bfloat16) == expected
     with pytest.raises(ValueError, match="no backend serves device 'meta'"):
         backend_for(torch.device("meta"), torch.float32)
-
-
-def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ValueError(f"no {name}")
-
-    monkeypatch.setattr(backend, "_has_kernel", lambda key: key == "CUDA")
-    with monkeypatch.context() as without:
-        without.setattr(backend, "gpu_operator", missing)
-        assert backend._on_a_gpu() == "cuda"
-    assert backend._on_a_gpu() == "cuda", "asked once"
+    if driver:
+        backend.gpu_operator.cache_clear()
+        with pytest.raises(ValueError, match="backend 'cuda': too old, or use 'triton'"):
+            mx.use_backend("cuda")
 
 
 @pytest.mark.usefixtures("no_cuda_kernels")

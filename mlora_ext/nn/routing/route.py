@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 
 from ...ops.dropout import rng_table
 from ...ops.segments import SegmentLayout
+from ...upload import to_device
 from .samples import EVERY, Places, SampleDim
 
 BASE = "__base__"
@@ -188,7 +189,7 @@ class Route:
         if key not in self._built:
             index = [self.names.index(name) for name in names]
             table = rng_table([self.seeds[i] for i in index], [self.steps[i] for i in index])
-            self._built[key] = table.to(device)
+            self._built[key] = to_device(table, device)
         return self._built[key]
 
     def _layout(self, rows: int) -> SegmentLayout:

@@ -71,6 +71,6 @@ class FusedAdamW(AdamW):
         # torch.optim.AdamW(fused=True) calls this kernel too, but takes twice the time for 28 small tensors.
         parameters, gradients, first, second = tensors
         device = parameters[0].device
-        counts = [torch.tensor(steps + 1.0, device=device)] * len(parameters)
-        divisor = torch.tensor(1.0 / scale, device=device)
+        counts = [torch.full((), steps + 1.0, device=device)] * len(parameters)
+        divisor = torch.full((), 1.0 / scale, device=device)
         torch._fused_adamw_(parameters, gradients, first, second, [], counts, grad_scale=divisor, **values)

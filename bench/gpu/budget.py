@@ -1,0 +1,210 @@
+"""What the `cuda` backend's launches must cost on an H200: bytes from shapes, instructions from machine code.
+
+Nothing here is measured on a GPU. A launch takes as long as its bytes or its instructions need, whichever is
+more, and a gap. Bytes are those that must come from memory or go there once; `tests/cuda/test_gpu_budget.py`
+compares them with what the kernels read and write in the emulator.
+
+Letters: T rows, D = d_in, O = d_out of a layer, R largest rank, N adapters, L layers that share x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BANDWIDTH = 4.3e12
+"""Bytes a second; measured on an H200, as `FLOPS`."""
+FLOPS = 790e12
+ISSUE = 0.7 * 132 * 4 * 1.755e9
+"""Instructions of warps a second: seven tenths of what 132 multiprocessors can issue."""
+GAP = 1e-6
+"""Seconds from one of our launches to the next."""
+ADDED = 0.7
+"""Share of the time of its bytes that a frozen product takes longer if it adds to what is there."""
+TWICE = 0.3
+"""Share of dy that comes from memory twice."""
+COLUMN_SPLIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 1024, 64, 16, 32
+ROW, FACTOR, SUM, WORD = 2, 4, 4, 4
+"""Bytes of a number of the rows (bf16), of an adapter (fp32), of a partial sum, of 32 keep bits."""
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Layers that share x, with the same adapters.
+
+    Attributes:
+        rows: of each adapter.
+        ranks: of each adapter.
+        d_in: D.
+        d_outs: O of each layer.
+        dropout: whether there is any.
+        saves_masks: whether shrink stores the keep bits for `read_x`.
+        adds: whether gradients are added to existing ones.
+    """
+
+    rows: Sequence[int]
+    ranks: Sequence[int]
+    d_in: int
+    d_outs: Sequence[int]
+    dropout: bool = True
+    saves_masks: bool = False
+    adds: bool = True
+
+    @property
+    def total_rows(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def layers(self) -> int:
+        return len(self.d_outs)
+
+    @property
+    def frozen(self) -> float:
+        """Seconds of the frozen forward and dX."""
+        return 4 * self.total_rows * self.d_in * sum(self.d_outs) / FLOPS
+
+
+class Traffic(NamedTuple):
+    """Bytes of a launch: read from memory, written, and written and read again by the same launch."""
+
+    read: int
+    written: int
+    again: int = 0
+
+
+def traffic(call: Call) -> dict[str, Traffic]:
+    """Returns the bytes of every launch."""
+    T, R, L, D = call.total_rows, max(call.ranks), call.layers, call.d_in
+    outs, ranks = sum(call.d_outs), sum(call.ranks)
+    s = L * T * R * ROW
+    # up to an adapter's own rank, in sectors of 32 bytes
+    owned = zip(call.rows, call.ranks, strict=True)
+    s_read = L * ROW * sum(n * min(R, 16 * _ceil_div(r, 16)) for n, r in owned)
+    keep = L * T * _ceil_div(D, WORD_COLUMNS) * WORD if call.dropout and call.saves_masks else 0
+    a, b = L * ranks * D * FACTOR, ranks * outs * FACTOR
+
+    def parts_of_sum(width: int) -> int:
+        splits = _ceil_div(width, COLUMN_SPLIT)
+        return splits * T * R * SUM if splits > 1 else 0
+
+    def parts_of_gradient(width: int) -> int:
+        runs = [_ceil_div(_ceil_div(n, TILE_ROWS), SPLIT_TILES) for n in call.rows]
+        return width * SUM * sum(run * r for run, r in zip(runs, call.ranks, strict=True) if run > 1)
+
+    parts_s = L * parts_of_sum(D)
+    parts_dy = sum(map(parts_of_sum, call.d_outs)) + parts_of_gradient(outs)
+    parts_x = L * parts_of_gradient(D)
+    return {
+        "shrink": Traffic(T * D * ROW + a, s + keep + parts_s, parts_s),
+        "expand": Traffic(s_read + b, T * outs * ROW),
+        "read_dy": Traffic(T * outs * ROW + s_read + b + call.adds * b, s + b + parts_dy, parts_dy),
+        "read_x": Traffic(
+            T * D * ROW + s_read + a + call.adds * a + keep, T * D * ROW + a + parts_x, parts_x
+        ),
+    }
+
+
+Instructions = Callable[[str, int, tuple[int, ...], bool], float]
+"""Instructions of a warp for each element: of a kernel, its panel of ranks, other arguments, and whether of a
+gradient's loop."""
+
+
+class Cost(NamedTuple):
+    """One launch, or what a frozen product takes longer.
+
+    Attributes:
+        name: of the launch.
+        bytes: from and to memory.
+        instructions: of a warp for each element of the rows, or None.
+        seconds: as computed.
+    """
+
+    name: str
+    bytes: float
+    instructions: float | None
+    seconds: float
+
+
+def costs(call: Call, instructions: Instructions) -> list[Cost]:
+    """Returns every launch of forward and backward, in order."""
+    T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
+    panel = next(width for width in (16, 32, 64, 128) if max(call.ranks) <= width or width == 128)
+    masks = 0 if not call.dropout else 2 if call.saves_masks else 1
+    at_once = min(L, 3 if panel <= 64 else 1)
+    per_element = {
+        "shrink": L * instructions("shrink", panel, (int(call.dropout), 1), False),
+        "expand": instructions("expand", panel, (), False),
+        "read_dy": sum(instructions("read_dy", panel, (1,), gradient) for gradient in (False, True)),
+        "read_x": instructions("read_x", panel, (at_once, masks, 1), True) * L / at_once,
+    }
+    elements = {"shrink": T * D, "expand": T * outs, "read_dy": T * outs, "read_x": T * D}
+    bytes_of = {name: one.read + one.written for name, one in traffic(call).items()}
+    bytes_of["read_dy"] += TWICE * T * outs * ROW
+
+    def launch(name: str) -> Cost:
+        issued = per_element[name] * elements[name] / ISSUE
+        seconds = max(bytes_of[name] / BANDWIDTH, issued) + GAP
+        return Cost(name, bytes_of[name], per_element[name], seconds)
+
+    def product(name: str, size: float) -> Cost:
+        return Cost(name, size, None, ADDED * size / BANDWIDTH)
+
+    return [
+        launch("shrink"),
+        launch("expand"),
+        product("y, added to", T * outs * ROW),
+        launch("read_dy"),
+        launch("read_x"),
+        product("dx, added to", L * T * D * ROW),
+    ]
+
+
+def ratio(calls: Sequence[Call], instructions: Instructions) -> float:
+    """Returns the time of layers with adapters to that of the frozen layers."""
+    frozen = sum(call.frozen for call in calls)
+    return 1 + sum(cost.seconds for call in calls for cost in costs(call, instructions)) / frozen
+
+
+def peers(calls: Sequence[Call]) -> dict[str, float]:
+    """Returns the same ratio of other layouts, from their passes over x and y alone, in their favour.
+
+    PEFT: each elementwise operation a pass, in forward and backward. LoRAFusion (Zhu et al., 2025): dropped x
+    is written, the low-rank part is added inside the products, whose kernel is taken to be as fast as the
+    vendor's. The limit: x and dy are read once, everything else happens inside the products.
+    """
+    frozen = sum(call.frozen for call in calls)
+    passes: dict[str, Callable[[Call], float]] = {
+        "PEFT": lambda c: c.layers * (11 if c.dropout else 6) * c.d_in + 10 * sum(c.d_outs),
+        "LoRAFusion": lambda c: c.layers * (5 if c.dropout else 2) * c.d_in + sum(c.d_outs),
+        "limit": lambda c: 2 * c.d_in + sum(c.d_outs),
+    }
+    return {
+        name: 1 + sum(count(c) * c.total_rows * ROW for c in calls) / BANDWIDTH / frozen
+        for name, count in passes.items()
+    }
+
+
+MODELS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
+    "4096²": [(4096, (4096,))],
+    "Llama-2-7B": [(4096, (4096,) * 3), (4096, (4096,)), (4096, (11008,) * 2), (11008, (4096,))],
+    "Llama-3-70B": [
+        (8192, (8192, 1024, 1024)),
+        (8192, (8192,)),
+        (8192, (28672,) * 2),
+        (28672, (8192,)),
+    ],
+}
+"""d_in and d_out of the layers of a decoder layer; those that share x together."""
+
+
+def calls_of(model: str, rows: int, ranks: Sequence[int], *, dropout: bool, saves_masks: bool) -> list[Call]:
+    """Returns the calls of one decoder layer, rows shared evenly among the adapters."""
+    each = [rows // len(ranks) + (i < rows % len(ranks)) for i in range(len(ranks))]
+    return [
+        Call(each, ranks, d_in, d_outs, dropout, saves_masks and dropout) for d_in, d_outs in MODELS[model]
+    ]

@@ -1,0 +1,121 @@
+"""The computed bytes of the CUDA launches are those that the kernels read and write."""
+
+import sys
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+
+import mlora_ext as mx
+from mlora_ext.backends.factors import factors_of
+from mlora_ext.backends.interface import Adapters, Layer
+from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.frozen.plain import PlainWeight
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+CALLS = {
+    "one layer, several splits": {"rows": (1100, 300), "ranks": (16, 8), "d_in": 1152, "d_outs": (256,)},
+    "three layers, masks saved": {
+        "rows": (200, 130),
+        "ranks": (8, 24),
+        "d_in": 640,
+        "d_outs": (256, 128, 64),
+        "saves_masks": True,
+    },
+    "no dropout, several splits of dy": {
+        "rows": (128, 65, 64),
+        "ranks": (16, 64, 32),
+        "d_in": 256,
+        "d_outs": (1088,),
+        "dropout": False,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def emulator():
+    if emulated.missing():
+        pytest.skip(emulated.missing())
+    emulated.load()
+
+
+def launches_of(call) -> dict[str, emulated.Launch]:
+    """What a call of these sizes does, with adapters that keep their gradients."""
+    dtype = torch.bfloat16
+    total, layout = call.total_rows, mx.SegmentLayout.from_lengths(call.rows)
+    x = torch.randn(total, call.d_in, dtype=dtype)
+    dys = [torch.randn(total, d_out, dtype=dtype) for d_out in call.d_outs]
+    weights = [torch.zeros(d_out, call.d_in, dtype=dtype) for d_out in call.d_outs]
+
+    def table(sizes: list[tuple[int, int]], transposed: bool):
+        matrices, gradients = ([torch.randn(r, d) for r, d in sizes] for _ in range(2))
+        if transposed:
+            matrices, gradients = ([one.t() for one in some] for some in (matrices, gradients))
+        return factors_of(matrices, transposed=transposed, gradients=gradients)
+
+    a = table([(rank, call.d_in) for _ in call.d_outs for rank in call.ranks], False)
+    b = [table([(rank, d_out) for rank in call.ranks], True) for d_out in call.d_outs]
+    drop = (None, None, None)
+    if call.dropout:
+        one = mx.LoRADropout([0.1] * len(call.ranks), list(range(len(call.ranks)))).tensors("cpu")
+        drop = (one[0], one[1], torch.arange(call.layers))
+    plan = (layout.table(), torch.ones(len(call.ranks)), *drop)
+    layers = [Layer(PlainWeight.of(weight), weight) for weight in weights]
+    operator = gpu_operator("cuda")
+    with torch.no_grad(), emulated.watched() as launches:
+        _, saved = operator.forward(x, layers, Adapters(a, b), plan)
+        operator.backward(dys, x, layers, Adapters(a, b), saved, plan, (True, True, True))
+    return {launch.name: launch for launch in launches}
+
+
+@pytest.mark.parametrize("which", CALLS)
+def test_bytes_are_those_that_kernels_move(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte that the kernels need counts once; what is left are the plan's tables."""
+    from gpu import budget
+
+    call = budget.Call(**CALLS[which])
+    monkeypatch.setattr(gpu_operator("cuda"), "saves_masks", call.saves_masks)
+    launches = launches_of(call)
+    for name, computed in budget.traffic(call).items():
+        seen = launches[name]
+        assert seen.read_once == pytest.approx(computed.read + computed.again, rel=0.01, abs=2048), name
+        assert seen.written_once == pytest.approx(computed.written, rel=0.01, abs=64), name
+
+
+def test_peers_and_limit_as_published() -> None:
+    """Of Llama-2-7B with 8192 rows: what the passes of each layout add up to."""
+    from gpu import budget
+
+    calls = budget.calls_of("Llama-2-7B", 8192, [16] * 4, dropout=True, saves_masks=False)
+    assert sum(call.frozen for call in calls) == pytest.approx(8.4e-3, rel=0.01)
+    found = budget.peers(calls)
+    assert found["PEFT"] == pytest.approx(1.371, abs=0.001)
+    assert found["LoRAFusion"] == pytest.approx(1.10, abs=0.003)
+
+
+def test_instructions_follow_the_way_that_a_launch_takes() -> None:
+    """A loop with a way around a slow part, an inner product and a way that loads."""
+    from gpu.instructions import Template, per_element
+
+    loop = [
+        "DEPBAR.LE SB0, 0x1",
+        "BAR.SYNC.DEFER_BLOCKING 0x0",
+        "@!P0 BRA 0x50",  # around the slow part
+        "LDG.E.U16 R1, desc[UR4][R2.64]",
+        "LDG.E.U16 R1, desc[UR4][R2.64]",
+        "@!P1 BRA 0x80",  # around the copy, which a launch needs
+        "IADD3 R1, R1, 0x1, RZ",
+        "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]",
+        "LDSM.16.MT88.4 R1, [R2]",
+        "LDSM.16.M88.4 R1, [R2]",
+        "HMMA.16816.F32.BF16 R1, R1, R1, R1",
+        "@!P2 BRA 0x80",  # the product, which turns four times
+        "STG.E.128 desc[UR4][R2.64], R1",
+        "@!P3 BRA 0x0",
+    ]
+    code = [(16 * index, text) for index, text in enumerate(loop)]
+    expected = 3 + 3 + 4 * 4 + 2
+    found = per_element(code, Template("read_x", 16, (1, 0, 1)), gradient=True)
+    assert found == expected * 8 / (64 * 64)
