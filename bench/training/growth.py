@@ -5,8 +5,8 @@
 
 One batch of 256 samples of 16 tokens is shared evenly among 1, 8, 64 or 256 adapters of rank 8, dropout 0.1,
 on 2 random blocks of TinyLlama-1.1B's sizes, bf16. A step is forward, backward, and every adapter's optimizer
-step (`adamw_torch_fused`), by `Engine`. Then 1, 2 and 4 blocks with 8 adapters. `frozen` is the base's decoder
-alone, forward and dX. Cases take turns; medians.
+step (`adamw_torch_fused`), by `Engine`. Then 1, 2 and 4 blocks with 8 adapters. `frozen` is the base's
+decoder alone, forward and dX. Cases take turns; medians.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def trained(blocks: int, adapters: int) -> Case:
     """Returns a step of so many adapters, which tells the seconds of each part."""
     engine = Engine(model_of(blocks), dtype=torch.bfloat16)
     names = [f"a{i}" for i in range(adapters)]
+    optim = OptimConfig(learning_rate=1e-4, total_steps=10**6, optim="adamw_torch_fused")
     for name in names:
         lora = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear")
         engine.create_adapter(
