@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from mlora.cluster.allocators import keep_freed_memory
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
@@ -46,9 +47,7 @@ def trained(blocks: int, adapters: int) -> Case:
     optim = OptimConfig(learning_rate=1e-4, total_steps=10**6, optim="adamw_torch_fused")
     for name in names:
         lora = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear")
-        engine.create_adapter(
-            name, lora, OptimConfig(learning_rate=1e-4, total_steps=10**6, optim="adamw_torch_fused")
-        )
+        engine.create_adapter(name, lora, optim)
     rows = torch.randint(VOCABULARY, (SAMPLES, TOKENS)).tolist()
     samples = [Sample(tuple(row), tuple(row)) for row in rows]
     batch = {name: samples[i::adapters] for i, name in enumerate(names)}
@@ -100,6 +99,7 @@ def main() -> None:
     parser.add_argument("--out", default="growth-cpu", help="name in results/, or a path")
     arguments = parser.parse_args()
     start_quietly(arguments.threads)
+    keep_freed_memory()  # as `mlora train` does
     info = machine.describe()
     lines = [
         f"{info['processor']}, {arguments.threads} threads, torch {info['torch']}, commit {info['commit']}",
