@@ -1,6 +1,6 @@
 """Train many LoRA adapters over one frozen base model in one batch."""
 
-from .backends.selection import use_backend
+from .backends.selection import save_dropout_masks, use_backend
 from .nn import (
     MultiLoRALinear,
     adapter_parameters,
@@ -38,6 +38,7 @@ __all__ = [
     "remove_adapter",
     "route",
     "save_adapter",
+    "save_dropout_masks",
     "set_frozen_weights",
     "use_backend",
 ]

@@ -138,7 +138,7 @@ def costs(call: Call, instructions: Instructions) -> list[Cost]:
     at_once = min(L, 3 if panel <= 64 else 1)
     per_element = {
         "shrink": L * instructions("shrink", panel, (int(call.dropout), 1), False),
-        "expand": instructions("expand", panel, (), False),
+        "expand": instructions("expand", panel, (1,), False),
         "read_dy": sum(instructions("read_dy", panel, (1,), gradient) for gradient in (False, True)),
         "read_x": instructions("read_x", panel, (at_once, masks, 1), True) * L / at_once,
     }

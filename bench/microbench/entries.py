@@ -48,6 +48,13 @@ def entries(settings: Settings) -> dict[str, Entry]:
         if backend == "triton" and settings.device.type == "cpu":
             name += ", interpreted"
         found[name] = Entry(name, ours, mine=True, own_masks=False)
+        if settings.device.type == "cuda":
+
+            def floats(layer: Layer, backend: Any = backend) -> Contender:
+                return contenders.ours(layer.with_fp32_adapters(), backend=backend)
+
+            of_floats = f"{name}, fp32 adapters"
+            found[of_floats] = Entry(of_floats, floats, mine=True, own_masks=False)
         found[f"{name}, p=0"] = Entry(f"{name}, p=0", without, mine=True, drops=False, own_masks=False)
     return found
 

@@ -52,14 +52,14 @@ def names(adapters: int) -> list[str]:
 
 
 def lora(rank: int, p: float) -> LoraConfig:
-    """LoRA on all seven linears."""
+    """LoRA on all seven linears; adapters of a bf16 or fp16 base are fp32, as is the default."""
     return LoraConfig(r=rank, lora_alpha=int(SCALING * rank), lora_dropout=p, target_modules=list(ALL_LINEAR))
 
 
 def converted(base: nn.Module, ranks: Sequence[int], p: float) -> nn.Module:
     """mlora_ext's model with one adapter for each rank, as trained ones look: no B is zero."""
     configs = {name: lora(rank, p) for name, rank in zip(names(len(ranks)), ranks, strict=True)}
-    model = mx.convert_model(shared(base), configs, autocast_adapter_dtype=False)
+    model = mx.convert_model(shared(base), configs)
     with torch.no_grad():
         for name in configs:
             for key, parameter in mx.adapter_parameters(model, name).items():
@@ -72,7 +72,7 @@ def peft_models(base: nn.Module, like: nn.Module, ranks: Sequence[int], p: float
     """PEFT's models, one for each adapter of `like`, with its numbers."""
     models = []
     for name, rank in zip(names(len(ranks)), ranks, strict=True):
-        model = get_peft_model(shared(base), lora(rank, p), autocast_adapter_dtype=False)
+        model = get_peft_model(shared(base), lora(rank, p))
         mine = mx.adapter_parameters(like, name)
         with torch.no_grad():
             for key, parameter in peft_parameters(model):

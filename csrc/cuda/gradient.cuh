@@ -126,7 +126,7 @@ __device__ inline void clear_dx(const GradientArguments& arguments, const Split&
   }
 }
 
-// kLayers layers from `first_layer` on; those before have written dx already.
+// kLayers layers from `first_layer` on; those before, and panels before, have written dx already.
 template <typename T, int kRanks, int kLayers, bool kDx, Masks kMasks, bool kAligned>
 __device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int first_layer,
                                         int block, int panel_index) {
@@ -138,7 +138,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const int columns = clamp(arguments.columns - first_column, kBlockColumns);
   const bool need_dx = kDx && arguments.dx.data != nullptr;
   const bool need_rows = !kDx || arguments.gradient != nullptr;
-  const bool add_dx = arguments.add_dx || first_layer > 0;
+  const bool add_dx = arguments.add_dx || first_layer > 0 || panel_index > 0;
   if (split.adapter < 0) {
     if (need_dx && !add_dx) {
       clear_dx<kAligned, T>(arguments, split, first_column, columns, shared_memory());

@@ -72,7 +72,7 @@ struct ShrinkArguments {
   int ranks;
 };
 
-// One result, or one for each layer.
+// The result of one layer.
 struct ExpandOutput {
   FactorTable factor;
   const void* bias;
@@ -86,10 +86,8 @@ struct ExpandArguments {
   Rows s;  // [L, T, R]
   int64_t layer_stride;
   int layers;
-  bool adds_up;  // the layers' results in output 0; else each layer has its own
-  bool add;      // to what is there
+  bool add;  // to what is there
   PlanView plan;
-  DropoutTables dropout;  // of each layer's result
   ExpandOutput output[kMostLayers];
   int ranks;
 };

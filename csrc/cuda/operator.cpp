@@ -223,10 +223,10 @@ class Partials {
   OptionalTensor sums_;
 };
 
-// y of each layer, s [L, T, R], and the keep bits that `save_masks` asks for, or an empty tensor. Without
+// y of each layer, s [L, T, R], and the keep bits that `save_masks` asks for, or none. Without
 // weights `products` hold x W^T + bias, and the low-rank parts are added to them. A bias without numbers is
 // none.
-std::tuple<Tensors, Tensor, Tensor> forward(
+std::tuple<Tensors, Tensor, OptionalTensor> forward(
     const Tensor& x, const Tensors& weights, const Tensors& biases, Tensors products, const Tensor& a,
     const Tensor& a_table, const Tensors& b, const Tensors& b_tables, bool aligned, int64_t max_rank,
     const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scaling, const OptionalTensor& dropout_p,
@@ -239,12 +239,15 @@ std::tuple<Tensors, Tensor, Tensor> forward(
       "weights or products, biases: expected one of each layer");
   const bool saves = save_masks && dropout_p.has_value();
   Tensor s = empty_like_device(x, {call.layers, call.rows, call.ranks}, call.dtype);
-  Tensor keep = empty_like_device(
-      x, {saves ? call.layers : 0, call.rows, ceil_div(call.columns, kWordColumns)}, ScalarType::Int);
+  OptionalTensor keep;
+  if (saves) {
+    keep =
+        empty_like_device(x, {call.layers, call.rows, ceil_div(call.columns, kWordColumns)}, ScalarType::Int);
+  }
   ShrinkArguments shrink = call.shrink(x, call.a, s.mutable_data_ptr());
   shrink.layers = static_cast<int>(call.layers);
   shrink.drops = dropout_p.has_value();
-  shrink.keep = saves ? static_cast<uint32_t*>(keep.mutable_data_ptr()) : nullptr;
+  shrink.keep = saves ? static_cast<uint32_t*>(keep->mutable_data_ptr()) : nullptr;
   ExpandArguments expand = {};
   expand.type = call.type;
   expand.s = {s.const_data_ptr(), call.ranks, is_aligned(s.const_data_ptr(), call.ranks, s.element_size())};
@@ -286,7 +289,7 @@ std::tuple<Tensors, Tensor, Tensor> forward(
 Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, OptionalTensor product,
                 const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensors& b,
                 const Tensors& b_tables, Tensors db, bool aligned, int64_t max_rank, const Tensor& s,
-                const Tensor& keep, const Tensor& made, int64_t tiles, int64_t splits, int64_t slots,
+                const OptionalTensor& keep, const Tensor& made, int64_t tiles, int64_t splits, int64_t slots,
                 const Tensor& scaling, const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng,
                 const OptionalTensor& layers, bool need_dx, bool add) {
   const Call call(x, a, a_table, b, b_tables, aligned, max_rank, made, tiles, splits, scaling,
@@ -329,12 +332,12 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     read_x.add = add;
     partials.add_gradient(read_x.partial, call.columns, call.layers, slots);
   }
-  if (keep.numel() > 0) {
-    check_dense(keep, "keep", 3, ScalarType::Int);
-    MLORA_CHECK(keep.size(0) == call.layers && keep.size(1) == call.rows &&
-                    keep.size(2) == ceil_div(call.columns, kWordColumns),
-                "keep: expected the bits of forward, got ", shape_of(keep));
-    read_x.keep = static_cast<const uint32_t*>(keep.const_data_ptr());
+  if (keep) {
+    check_dense(*keep, "keep", 3, ScalarType::Int);
+    MLORA_CHECK(keep->size(0) == call.layers && keep->size(1) == call.rows &&
+                    keep->size(2) == ceil_div(call.columns, kWordColumns),
+                "keep: expected the bits of forward, got ", shape_of(*keep));
+    read_x.keep = static_cast<const uint32_t*>(keep->const_data_ptr());
   }
   if (need_dx) {
     check_rows(dx, "product", call.rows, call.columns, call.dtype);

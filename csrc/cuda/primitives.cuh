@@ -148,6 +148,13 @@ struct Grid {
   int64_t z = 1;
 };
 
+// Shared memory that a block may have; 48 KiB if the device does not tell.
+inline int most_shared_bytes(const Queue& queue) {
+  int bytes = 48 * 1024;
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, queue.device);
+  return bytes;
+}
+
 // Launches on the queue's device; an empty grid launches nothing.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, const Queue& queue,

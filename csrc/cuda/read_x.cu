@@ -7,8 +7,9 @@
 namespace mlora::cuda {
 namespace {
 
-// How many layers a program takes at once. Wide panels leave no registers for more than one, and fp16 is
-// rare: then layers are launches one after the other, and the later ones add to dx.
+// How many layers a program takes at once, where the device has the shared memory. Wide panels leave no
+// registers for more than one, and fp16 is rare: then layers are launches one after the other, and the later
+// ones add to dx.
 template <typename T, int kRanks>
 constexpr int kLayersAtOnce = std::is_same_v<T, BFloat16> && kRanks <= 64 ? 3 : 1;
 
@@ -18,75 +19,57 @@ constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers
 
 template <typename T, int kRanks, int kLayers, Masks kMasks, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers>)
-    read_x_kernel(const __grid_constant__ GradientArguments arguments, int first_layer) {
+    read_x_kernel(const __grid_constant__ GradientArguments arguments, int first_layer, int first_panel) {
   gradient_program<T, kRanks, kLayers, true, kMasks, kAligned>(arguments, block_y(), first_layer, block_x(),
-                                                               block_z());
-}
-
-int launch_gradient(const GradientArguments& arguments, const Queue& queue) {
-  const auto with_panel = [&](auto number, auto width, auto is_aligned) {
-    using T = decltype(number);
-    constexpr int kRanks = decltype(width)::value;
-    const Grid grid = {ceil_div(arguments.columns, kBlockColumns), arguments.plan.split_count,
-                       panels_of(arguments.type, arguments.ranks)};
-    const auto run = [&](auto layers, auto kernel, int first) {
-      return launch(kernel, grid, kThreads, GradientShape<T, kRanks, decltype(layers)::value, true>::kShared,
-                    queue, arguments, first);
-    };
-    const auto run_aligned = [&](auto layers, int first) {
-      constexpr int kLayers = decltype(layers)::value;
-      return arguments.dropout.p == nullptr
-                 ? run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kNone, true>, first)
-             : arguments.keep == nullptr
-                 ? run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kDrawn, true>, first)
-                 : run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kStored, true>, first);
-    };
-    int error = 0;
-    for (int layer = 0; layer < arguments.layers && error == 0;) {
-      const int left = arguments.layers - layer;
-      if constexpr (!decltype(is_aligned)::value) {
-        error = run(Constant<1>{}, read_x_kernel<T, kRanks, 1, Masks::kDrawn, false>, layer++);
-      } else if constexpr (kLayersAtOnce<T, kRanks> == 1) {
-        error = run_aligned(Constant<1>{}, layer++);
-      } else {
-        error = left >= 3   ? run_aligned(Constant<3>{}, layer)
-                : left == 2 ? run_aligned(Constant<2>{}, layer)
-                            : run_aligned(Constant<1>{}, layer);
-        layer += left < 3 ? left : 3;
-      }
-    }
-    return error;
-  };
-  return for_panel(arguments.type, arguments.ranks, arguments.aligned(), with_panel);
+                                                               first_panel + block_z());
 }
 
 }  // namespace
 
 int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
-  const bool need_gradient = arguments.gradient != nullptr;
-  const bool need_dx = arguments.dx.data != nullptr;
-  const bool one_panel = arguments.ranks <= widest_panel(arguments.type);
-  GradientArguments gradient = arguments;
-  if (need_dx && !one_panel) {
-    // dx is a sum over several panels of ranks, which no program of the gradient holds
-    ExpandArguments dx = {};
-    dx.type = arguments.type;
-    dx.s = arguments.s;
-    dx.layer_stride = arguments.layer_stride;
-    dx.layers = arguments.layers;
-    dx.adds_up = true;
-    dx.add = arguments.add_dx;
-    dx.plan = arguments.plan;
-    dx.dropout = arguments.dropout;
-    dx.output[0] = {arguments.factor, nullptr, arguments.dx, arguments.columns, 0};
-    dx.ranks = arguments.ranks;
-    const int error = launch_expand(dx, queue);
-    if (error != 0) {
-      return error;
+  const int most_shared = most_shared_bytes(queue);
+  const auto with_panel = [&](auto number, auto width, auto is_aligned) {
+    using T = decltype(number);
+    constexpr int kRanks = decltype(width)::value;
+    // dx is a sum over panels: then these too are launches one after the other, and the later ones add
+    const int panels = panels_of(arguments.type, arguments.ranks);
+    const int at_once = arguments.dx.data == nullptr ? panels : 1;
+    const Grid grid = {ceil_div(arguments.columns, kBlockColumns), arguments.plan.split_count, at_once};
+    const auto run = [&](auto layers, auto kernel, int layer, int panel) {
+      return launch(kernel, grid, kThreads, GradientShape<T, kRanks, decltype(layers)::value, true>::kShared,
+                    queue, arguments, layer, panel);
+    };
+    const auto run_aligned = [&](auto layers, int layer, int panel) {
+      constexpr int kLayers = decltype(layers)::value;
+      return arguments.dropout.p == nullptr
+                 ? run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kNone, true>, layer, panel)
+             : arguments.keep == nullptr
+                 ? run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kDrawn, true>, layer, panel)
+                 : run(layers, read_x_kernel<T, kRanks, kLayers, Masks::kStored, true>, layer, panel);
+    };
+    int error = 0;
+    for (int panel = 0; panel < panels; panel += at_once) {
+      for (int layer = 0; layer < arguments.layers && error == 0;) {
+        const int left = arguments.layers - layer;
+        if constexpr (!decltype(is_aligned)::value) {
+          error = run(Constant<1>{}, read_x_kernel<T, kRanks, 1, Masks::kDrawn, false>, layer++, panel);
+        } else if constexpr (kLayersAtOnce<T, kRanks> == 1) {
+          error = run_aligned(Constant<1>{}, layer++, panel);
+        } else {
+          const int fitting = most_shared >= GradientShape<T, kRanks, 3, true>::kShared   ? 3
+                              : most_shared >= GradientShape<T, kRanks, 2, true>::kShared ? 2
+                                                                                          : 1;
+          const int count = left < fitting ? left : fitting;
+          error = count == 3   ? run_aligned(Constant<3>{}, layer, panel)
+                  : count == 2 ? run_aligned(Constant<2>{}, layer, panel)
+                               : run_aligned(Constant<1>{}, layer, panel);
+          layer += count;
+        }
+      }
     }
-    gradient.dx.data = nullptr;
-  }
-  return need_gradient || gradient.dx.data != nullptr ? launch_gradient(gradient, queue) : 0;
+    return error;
+  };
+  return for_panel(arguments.type, arguments.ranks, arguments.aligned(), with_panel);
 }
 
 }  // namespace mlora::cuda

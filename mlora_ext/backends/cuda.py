@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .factors import Factors
 from .interface import Adapters, Layer, PlanTensors, Saved, Wanted
 from .plan import Plan, PlanCache, PlanSizes
 
@@ -18,8 +17,6 @@ MOST_LAYERS = 4
 
 class CudaOperator:
     """See `interface.GpuOperator`."""
-
-    fuses = True
 
     def __init__(self) -> None:
         self._plans = PlanCache(self.plan, OPS.cuda_capture.default)
@@ -35,19 +32,21 @@ class CudaOperator:
         segments, scaling, *dropout = plan
         assert segments is not None
         assert scaling is not None
-        a, b = adapters
+        a = adapters.a
         weights = [layer.weight for layer in layers if layer.weight is not None]
         products: list[Tensor] = []
         biases = _biases(layers)
         if len(weights) < len(layers):
             products = [layer.frozen.matmul(x, layer.bias) for layer in layers]
             weights, biases = [], []
-        made = self._plans.get(segments, len(x), len(scaling))
-        ys, *saved = OPS.cuda_forward.default(
-            x, weights, biases, products, a.first, a.table, *_sides(b), _aligned(adapters), a.max_rank,
-            made.whole, made.sizes.tiles, made.sizes.splits, scaling, *dropout, self.saves_masks,
+        made = self._plans.get(segments, x.shape[0], scaling.shape[0])
+        sizes = made.sizes
+        ys, s, keep = OPS.cuda_forward.default(
+            x, weights, biases, products, a.first, a.table, adapters.b_firsts, adapters.b_tables,
+            adapters.aligned, a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling, *dropout,
+            self.saves_masks,
         )  # fmt: skip
-        return products or ys, tuple(saved)
+        return products or ys, (s,) if keep is None else (s, keep)
 
     def backward(
         self,
@@ -62,7 +61,7 @@ class CudaOperator:
         segments, scaling, *dropout = plan
         assert segments is not None
         assert scaling is not None
-        (a, b), (need_dx, need_da, need_db) = adapters, wanted
+        a, (need_dx, need_da, need_db) = adapters.a, wanted
         weights = [layer.weight for layer in layers if layer.weight is not None]
         product = None
         if len(weights) < len(layers):
@@ -71,14 +70,14 @@ class CudaOperator:
                 product = layers[0].frozen.matmul_dx(dys[0])
                 for layer, dy in zip(layers[1:], dys[1:], strict=True):
                     layer.frozen.add_matmul_dx(product, dy)
-        made = self._plans.get(segments, len(x), len(scaling))
-        keep = saved[1] if len(saved) > 1 else saved[0].new_empty(0, dtype=torch.int32)
+        made = self._plans.get(segments, x.shape[0], scaling.shape[0])
+        sizes = made.sizes
+        db = [one.into[0] for one in adapters.b if one.into] if need_db else []
         dx = OPS.cuda_backward.default(
-            dys, x, weights, product, a.first, a.table, a.into[0] if need_da and a.into else None, *_sides(b),
-            [one.into[0] for one in b if one.into] if need_db else [], _aligned(adapters),
-            a.max_rank, saved[0], keep,
-            made.whole, made.sizes.tiles, made.sizes.splits, made.sizes.slots, scaling, *dropout,
-            need_dx, a.add,
+            dys, x, weights, product, a.first, a.table, a.into[0] if need_da and a.into else None,
+            adapters.b_firsts, adapters.b_tables, db, adapters.aligned, a.max_rank, saved[0],
+            saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits, sizes.slots, scaling,
+            *dropout, need_dx, a.add,
         )  # fmt: skip
         return (dx if product is None else product) if need_dx else None
 
@@ -89,11 +88,3 @@ def _biases(layers: Sequence[Layer]) -> list[Tensor]:
         return []
     some = next(layer.bias for layer in layers if layer.bias is not None)
     return [some.new_empty(0) if layer.bias is None else layer.bias for layer in layers]
-
-
-def _aligned(adapters: Adapters) -> bool:
-    return adapters.a.aligned and all(one.aligned for one in adapters.b)
-
-
-def _sides(b: Sequence[Factors]) -> tuple[list[Tensor], list[Tensor]]:
-    return [one.first for one in b], [one.table for one in b]

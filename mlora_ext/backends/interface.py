@@ -37,23 +37,30 @@ class Layer(NamedTuple):
     bias: Tensor | None = None
 
 
-class Adapters(NamedTuple):
+class Adapters:
     """The same adapters on every layer.
 
-    Attributes:
+    Args:
         a: A of all adapters of the first layer, then of the second, and so on.
         b: B of all adapters, by layer.
+
+    Attributes:
+        b_firsts, b_tables: of `b`, as the compiled call takes them.
+        aligned: whether all of them can be loaded 16 bytes at a time.
     """
 
-    a: Factors
-    b: Sequence[Factors]
+    def __init__(self, a: Factors, b: Sequence[Factors]) -> None:
+        self.a, self.b = a, b
+        self.b_firsts = [one.first for one in b]
+        self.b_tables = [one.table for one in b]
+        self.aligned = a.aligned and all(one.aligned for one in b)
 
 
 class GpuOperator(Protocol):
     """One backend's forward and backward."""
 
-    fuses: bool
-    """Whether one call serves several layers that share x."""
+    saves_masks: bool
+    """Whether forward stores dropout masks for backward."""
 
     def forward(
         self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors

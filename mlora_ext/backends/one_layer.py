@@ -100,7 +100,8 @@ def backward_of(
             if dx is not None:
                 layer.frozen.add_matmul_dx(dx, dy)
         return dx, [], [[] for _ in layers]
-    a, b = _adapters(lora_a, lora_b)
+    adapters = _adapters(lora_a, lora_b)
+    a, b = adapters.a, adapters.b
     da: list[Tensor] = []
     db: list[list[Tensor]] = [[] for _ in layers]
     if wanted[1]:

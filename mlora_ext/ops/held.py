@@ -156,7 +156,7 @@ class _Held(torch.autograd.Function):
         weights = [None if one is None else one.weight for one in ctx.operands]
         with torch._C._AutoDispatchBelowAutograd():
             if backend == "cpu":
-                a, (b,) = held.tables
+                a, (b,) = held.tables.a, held.tables.b
                 y, s = one_layer.cpu_forward(x, frozen[0], ctx.operands[0], biases[0], a, b, plan)
                 ctx.save_for_backward(x, weights[0], s)
                 return (y,)
@@ -182,7 +182,7 @@ class _Held(torch.autograd.Function):
             if backend == "cpu":
                 (dy,), (s,), (weight,) = map(dense_rows, dys), saved, weights  # type: ignore[arg-type]
                 operands = None if weight is None else FusedOperands(weight, *ctx.operands[0][1:])
-                a, (b,) = held.tables
+                a, (b,) = held.tables.a, held.tables.b
                 dx, _, _ = one_layer.cpu_backward(dy, x, frozen[0], operands, a, b, s, plan, wanted)
             else:
                 rows = [

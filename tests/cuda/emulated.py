@@ -125,6 +125,17 @@ def without_kernels() -> Iterator[None]:
         library.mlora_emulator_skip(False)
 
 
+@contextmanager
+def shared_memory(kibibytes: int) -> Iterator[None]:
+    """Gives blocks so much shared memory, as some devices do."""
+    library = ctypes.CDLL(str(build()))
+    library.mlora_emulator_limit(kibibytes * 1024)
+    try:
+        yield
+    finally:
+        library.mlora_emulator_limit(227 * 1024)
+
+
 def load() -> None:
     """Register the emulated operators for CPU tensors, once per process."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("mlora_ext::cuda_plan", "CPU"):

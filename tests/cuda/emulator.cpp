@@ -115,6 +115,7 @@ struct Watch {
 
 Watch watch;
 bool launches_do_nothing = false;
+int shared_limit = 227 * 1024;
 
 [[noreturn]] void die(const char* message) {
   std::fprintf(stderr, "emulator: %s (block %d %d %d, thread %d)\n", message, machine.block[0],
@@ -216,6 +217,8 @@ void meet(WarpWork work, void* operands) {
   }
 }
 
+int most_shared_bytes(const Queue&) { return shared_limit; }
+
 uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - machine.shared_begin);
 }
@@ -307,6 +310,9 @@ void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes,
   if (launches_do_nothing) {
     return;
   }
+  if (shared_bytes > shared_limit) {
+    die("a block asks for too much shared memory");
+  }
   const std::lock_guard lock(machine.mutex);
   watch.reads = watch.writes = {};
   if (machine.stacks == nullptr) {
@@ -346,6 +352,11 @@ void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes,
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_watch(bool on) {
   mlora::cuda::watch = {};
   mlora::cuda::watch.on = on;
+}
+
+// Shared memory that a block may have from now on.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_limit(int bytes) {
+  mlora::cuda::shared_limit = bytes;
 }
 
 // Whether launches are left out from now on, for measurements of the host's part.

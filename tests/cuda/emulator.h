@@ -154,6 +154,7 @@ struct Grid {
   int64_t z = 1;
 };
 
+int most_shared_bytes(const Queue&);
 void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
               const void* call);
 

@@ -57,7 +57,7 @@ _FLOAT: dict[str, dict[str, Any]] = {
 class TritonOperator:
     """See `interface.GpuOperator`."""
 
-    fuses = False
+    saves_masks = False
 
     def __init__(self) -> None:
         self._plans = PlanCache(self.plan)
@@ -75,7 +75,7 @@ class TritonOperator:
     def forward(
         self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors
     ) -> tuple[list[Tensor], Saved]:
-        (layer,), a, (b,) = layers, *adapters
+        (layer,), a, (b,) = layers, adapters.a, adapters.b
         with _on(x):
             call = _Call(self._plans, x, a, plan)
             s = x.new_empty(len(x), a.max_rank)
@@ -95,7 +95,7 @@ class TritonOperator:
         plan: PlanTensors,
         wanted: Wanted,
     ) -> Tensor | None:
-        (layer,), a, (b,), (dy,), (s,) = layers, *adapters, dys, saved[0]
+        (layer,), a, (b,), (dy,), (s,) = layers, adapters.a, adapters.b, dys, saved[0]
         need_dx, need_da, need_db = wanted
         need_ds = need_dx or need_da
         dx = x.new_empty(x.shape) if need_dx else None
