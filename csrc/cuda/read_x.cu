@@ -13,12 +13,21 @@ namespace {
 template <typename T, int kRanks>
 constexpr int kLayersAtOnce = std::is_same_v<T, BFloat16> && kRanks <= 64 ? 3 : 1;
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kNeedsMore = true;  // registers, for the same code
+#else
+constexpr bool kNeedsMore = false;
+#endif
+
 // Blocks of a multiprocessor whose registers suffice without spilling.
-template <typename T, int kRanks, int kLayers>
-constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers * kRanks > 48) ? 1 : 2;
+template <typename T, int kRanks, int kLayers, Masks kMasks>
+constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers * kRanks > 48) ||
+                                (kNeedsMore && kRanks > 32 && kMasks == Masks::kDrawn)
+                            ? 1
+                            : 2;
 
 template <typename T, int kRanks, int kLayers, Masks kMasks, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers>)
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers, kMasks>)
     read_x_kernel(const __grid_constant__ GradientArguments arguments, int first_layer, int first_panel) {
   gradient_program<T, kRanks, kLayers, true, kMasks, kAligned>(arguments, block_y(), first_layer, block_x(),
                                                                first_panel + block_z());
