@@ -93,14 +93,16 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("cuda_capture(Tensor tensor) -> int");
   library.def(
       "cuda_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor(a!)[] products, Tensor a, "
-      "Tensor a_table, Tensor[] b, Tensor[] b_tables, bool aligned, int max_rank, Tensor plan, int tiles, "
+      "Tensor a_table, Tensor[] b, Tensor[] b_tables, bool a_aligned, bool b_aligned, int max_rank, Tensor "
+      "plan, int tiles, "
       "int splits, "
       "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, bool save_masks) "
       "-> (Tensor[] y, Tensor s, Tensor? keep)");
   library.def(
       "cuda_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor(a!)? product, Tensor a, Tensor "
       "a_table, "
-      "Tensor(b!)? da, Tensor[] b, Tensor[] b_tables, Tensor(c!)[] db, bool aligned, int max_rank, Tensor s, "
+      "Tensor(b!)? da, Tensor[] b, Tensor[] b_tables, Tensor(c!)[] db, bool a_aligned, bool b_aligned, int "
+      "max_rank, Tensor s, "
       "Tensor? keep, "
       "Tensor plan, int tiles, int splits, int slots, Tensor scaling, Tensor? dropout_p, Tensor? "
       "dropout_rng, "

@@ -139,6 +139,9 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const bool need_dx = kDx && arguments.dx.data != nullptr;
   const bool need_rows = !kDx || arguments.gradient != nullptr;
   const bool add_dx = arguments.add_dx || first_layer > 0 || panel_index > 0;
+  if (split.slot >= arguments.slots) {
+    return;  // a plan of another layout: there is no memory for its sums
+  }
   if (split.adapter < 0) {
     if (need_dx && !add_dx) {
       clear_dx<kAligned, T>(arguments, split, first_column, columns, shared_memory());

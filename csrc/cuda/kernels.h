@@ -135,6 +135,9 @@ struct Versions {
 };
 Versions versions();
 
+// Whether the current device can run these kernels, as far as one can tell.
+bool has_code();
+
 // The id of the capture that the queue's stream takes part in; 0: none.
 uint64_t capture_of(const Queue& queue);
 

@@ -60,8 +60,8 @@ struct Call {
   DropoutTables dropout;
 
   Call(const Tensor& x, const Tensor& a_first, const Tensor& a_table, const Tensors& b_firsts,
-       const Tensors& b_tables, bool aligned, int64_t max_rank, const Tensor& made, int64_t tiles,
-       int64_t splits, const Tensor& scale, const DropoutInputs& inputs)
+       const Tensors& b_tables, bool a_aligned, bool b_aligned, int64_t max_rank, const Tensor& made,
+       int64_t tiles, int64_t splits, const Tensor& scale, const DropoutInputs& inputs)
       : queue(queue_of(x)),
         dtype(x.scalar_type()),
         type(scalar_of(x.scalar_type())),
@@ -80,11 +80,11 @@ struct Call {
     scaling = static_cast<const float*>(scale.const_data_ptr());
     a = factor_of(a_first, a_table, "a_table", layers * adapters, dtype);
     a.adapters = static_cast<int>(adapters);
-    a.aligned = aligned;
+    a.aligned = a_aligned;
     for (size_t i = 0; i < b_firsts.size(); ++i) {
       b.push_back(factor_of(b_firsts[i], b_tables[i], "b_tables", adapters, dtype));
       b.back().adapters = static_cast<int>(adapters);
-      b.back().aligned = aligned;
+      b.back().aligned = b_aligned;
     }
     check_table(made, "plan", 4, ScalarType::Int);
     MLORA_CHECK(tiles >= 0 && splits >= 0 && made.size(0) == tiles + splits + adapters, "plan: expected ",
@@ -197,7 +197,8 @@ class Partials {
       return;
     }
     sums_ = empty_like_device(like, {numbers_}, ScalarType::Float);
-    int* first = tickets_of(call_.queue, like, tickets_);
+    tickets_memory_ = tickets_of(call_.queue, like, tickets_);
+    int* first = static_cast<int*>(tickets_memory_->mutable_data_ptr());
     for (const Wanted& one : wanted_) {
       *one.partial = {static_cast<float*>(sums_->mutable_data_ptr()) + one.number, first + one.ticket};
     }
@@ -220,7 +221,7 @@ class Partials {
   std::vector<Wanted> wanted_;
   int64_t numbers_ = 0;
   int64_t tickets_ = 0;
-  OptionalTensor sums_;
+  OptionalTensor sums_, tickets_memory_;
 };
 
 // y of each layer, s [L, T, R], and the keep bits that `save_masks` asks for, or none. Without
@@ -228,10 +229,11 @@ class Partials {
 // none.
 std::tuple<Tensors, Tensor, OptionalTensor> forward(
     const Tensor& x, const Tensors& weights, const Tensors& biases, Tensors products, const Tensor& a,
-    const Tensor& a_table, const Tensors& b, const Tensors& b_tables, bool aligned, int64_t max_rank,
-    const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scaling, const OptionalTensor& dropout_p,
-    const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool save_masks) {
-  const Call call(x, a, a_table, b, b_tables, aligned, max_rank, made, tiles, splits, scaling,
+    const Tensor& a_table, const Tensors& b, const Tensors& b_tables, bool a_aligned, bool b_aligned,
+    int64_t max_rank, const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scaling,
+    const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng, const OptionalTensor& layers,
+    bool save_masks) {
+  const Call call(x, a, a_table, b, b_tables, a_aligned, b_aligned, max_rank, made, tiles, splits, scaling,
                   {dropout_p, dropout_rng, layers});
   const bool multiplies = !weights.empty();
   MLORA_CHECK(
@@ -288,11 +290,11 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
 // Without weights `product` holds the sum of dy W, and the low-rank part is added to it.
 Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, OptionalTensor product,
                 const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensors& b,
-                const Tensors& b_tables, Tensors db, bool aligned, int64_t max_rank, const Tensor& s,
-                const OptionalTensor& keep, const Tensor& made, int64_t tiles, int64_t splits, int64_t slots,
-                const Tensor& scaling, const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng,
-                const OptionalTensor& layers, bool need_dx, bool add) {
-  const Call call(x, a, a_table, b, b_tables, aligned, max_rank, made, tiles, splits, scaling,
+                const Tensors& b_tables, Tensors db, bool a_aligned, bool b_aligned, int64_t max_rank,
+                const Tensor& s, const OptionalTensor& keep, const Tensor& made, int64_t tiles,
+                int64_t splits, int64_t slots, const Tensor& scaling, const OptionalTensor& dropout_p,
+                const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool need_dx, bool add) {
+  const Call call(x, a, a_table, b, b_tables, a_aligned, b_aligned, max_rank, made, tiles, splits, scaling,
                   {dropout_p, dropout_rng, layers});
   MLORA_CHECK(dys.size() == b.size() && (db.empty() || db.size() == b.size()),
               "dys, db: expected one of each layer");
@@ -344,6 +346,11 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     read_x.dx = out_rows_of(dx);
     read_x.add_dx = !multiplies;
   }
+  MLORA_CHECK(!multiplies || weights.size() == dys.size(), "weights: expected one of each layer, got ",
+              weights.size());
+  for (size_t i = 0; multiplies && i < dys.size(); ++i) {
+    check_weight(weights[i], dys[i].size(1), call.columns, call.dtype);
+  }
   partials.allocate(x);
   if (need_ds || !db.empty()) {
     check_launch(launch_read_dy(read_dy, call.queue), "read_dy");
@@ -352,8 +359,6 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     check_launch(launch_read_x(read_x, call.queue), "read_x");
   }
   for (size_t i = 0; multiplies && i < dys.size(); ++i) {
-    MLORA_CHECK(weights.size() == dys.size(), "weights: expected one of each layer, got ", weights.size());
-    check_weight(weights[i], dys[i].size(1), call.columns, call.dtype);
     add_product(dx, dys[i], weights[i]);
   }
   return dx;
@@ -370,8 +375,12 @@ namespace {
 // Newer minor versions of one major version need no newer driver.
 std::string driver_refusal() {
   const auto [driver, runtime] = versions();
-  if (driver == 0 || driver / 1000 >= runtime / 1000) {
+  if (driver == 0) {
     return "";
+  }
+  if (driver / 1000 >= runtime / 1000) {
+    return has_code() ? ""
+                      : "this build has no code for this GPU; build it with MLORA_CUDA_ARCHITECTURES of it";
   }
   std::ostringstream reason;
   reason << "this build is of CUDA " << runtime / 1000 << ", the driver serves CUDA " << driver / 1000

@@ -104,6 +104,13 @@ int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue
 #ifdef MLORA_EMULATE
 uint64_t capture_of(const Queue&) { return 0; }
 #else
+bool has_code() {
+  cudaFuncAttributes attributes = {};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, plan_kernel);
+  cudaGetLastError();
+  return error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction;
+}
+
 Versions versions() {
   Versions found = {};
   cudaDriverGetVersion(&found.driver);

@@ -27,7 +27,7 @@ class CudaOperator:
         return Plan(sizes, tables)
 
     def forward(
-        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors
+        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors, masks: bool = True
     ) -> tuple[list[Tensor], Saved]:
         segments, scaling, *dropout = plan
         assert segments is not None
@@ -37,14 +37,14 @@ class CudaOperator:
         products: list[Tensor] = []
         biases = _biases(layers)
         if len(weights) < len(layers):
-            products = [layer.frozen.matmul(x, layer.bias) for layer in layers]
+            products = [layer.product.matmul(x, layer.bias) for layer in layers]
             weights, biases = [], []
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         ys, s, keep = OPS.cuda_forward.default(
             x, weights, biases, products, a.first, a.table, adapters.b_firsts, adapters.b_tables,
-            adapters.aligned, a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling, *dropout,
-            self.saves_masks,
+            a.aligned, adapters.b_aligned, a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling,
+            *dropout, masks and self.saves_masks,
         )  # fmt: skip
         return products or ys, (s,) if keep is None else (s, keep)
 
@@ -67,15 +67,15 @@ class CudaOperator:
         if len(weights) < len(layers):
             weights = []
             if need_dx:
-                product = layers[0].frozen.matmul_dx(dys[0])
+                product = layers[0].product.matmul_dx(dys[0])
                 for layer, dy in zip(layers[1:], dys[1:], strict=True):
-                    layer.frozen.add_matmul_dx(product, dy)
+                    layer.product.add_matmul_dx(product, dy)
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         db = [one.into[0] for one in adapters.b if one.into] if need_db else []
         dx = OPS.cuda_backward.default(
             dys, x, weights, product, a.first, a.table, a.into[0] if need_da and a.into else None,
-            adapters.b_firsts, adapters.b_tables, db, adapters.aligned, a.max_rank, saved[0],
+            adapters.b_firsts, adapters.b_tables, db, a.aligned, adapters.b_aligned, a.max_rank, saved[0],
             saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits, sizes.slots, scaling,
             *dropout, need_dx, a.add,
         )  # fmt: skip

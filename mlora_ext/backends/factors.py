@@ -14,11 +14,12 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ..upload import to_device
-
 _ADDRESS, _SHAPE, _STRIDE = Tensor.data_ptr, attrgetter("shape"), Tensor.stride
 _KEPT = 4096
 _ALIGNMENT = 16
+_MOST_ROW_BYTES = 1 << 24
+_captured: list[Tensor] = []
+"""Tables whose addresses stand in captured CUDA graphs; nobody tells when a graph goes."""
 _Place = tuple[int, int, int, int]
 _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
 _Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
@@ -102,7 +103,10 @@ def factors_of(
     assert gradients is None or all(gradient.dtype is first.dtype for gradient in gradients)
     size, device = first.element_size(), first.device
     described = _described(_addresses(matrices), existing, transposed, size, device)
-    return Factors(matrices, *described, gradients, gradients is not None)
+    made = Factors(matrices, *described, gradients, gradients is not None)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(made.table)
+    return made
 
 
 def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
@@ -120,7 +124,8 @@ def _described(
     width = addresses[1][0][1 - rank_dim]
     places = None if existing is None else _places(existing, rank_dim, size)
     table, dense, alignment, shapes = _table(key, places, width, transposed, device)
-    aligned = dense and alignment * size % 16 == 0 and addresses[0][0] % 16 == 0
+    near = all(place[2] * size < _MOST_ROW_BYTES for place in key)  # ranks are at 32-bit distances there
+    aligned = dense and near and alignment * size % 16 == 0 and addresses[0][0] % 16 == 0
     return table, width, max(place[1] for place in key), dense, alignment, aligned, shapes
 
 
@@ -159,4 +164,5 @@ def _table(
     alignment = _ALIGNMENT
     while any(value % alignment for row in rows for value in (row[0], row[1], row[4], row[5])):
         alignment //= 2
-    return to_device(torch.tensor(rows, dtype=torch.int64), device), dense, alignment, tuple(shapes)
+    # waits for the copy: all streams share the table, and it is made once
+    return torch.tensor(rows, dtype=torch.int64).to(device), dense, alignment, tuple(shapes)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..frozen.plain import PlainWeight
 from ..frozen.weight import FrozenWeight
 from .factors import Factors
 from .plan import Plan, PlanSizes
@@ -36,6 +37,11 @@ class Layer(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None = None
 
+    @property
+    def product(self) -> FrozenWeight:
+        """What makes the products: of the weight as it is given, if it is."""
+        return self.frozen if self.weight is None else PlainWeight.of(self.weight)
+
 
 class Adapters:
     """The same adapters on every layer.
@@ -46,14 +52,14 @@ class Adapters:
 
     Attributes:
         b_firsts, b_tables: of `b`, as the compiled call takes them.
-        aligned: whether all of them can be loaded 16 bytes at a time.
+        b_aligned: whether all of `b` can be loaded 16 bytes at a time.
     """
 
     def __init__(self, a: Factors, b: Sequence[Factors]) -> None:
         self.a, self.b = a, b
         self.b_firsts = [one.first for one in b]
         self.b_tables = [one.table for one in b]
-        self.aligned = a.aligned and all(one.aligned for one in b)
+        self.b_aligned = all(one.aligned for one in b)
 
 
 class GpuOperator(Protocol):
@@ -63,11 +69,12 @@ class GpuOperator(Protocol):
     """Whether forward stores dropout masks for backward."""
 
     def forward(
-        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors
+        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors, masks: bool = True
     ) -> tuple[list[Tensor], Saved]:
         """Returns `y [T, O]` of every layer, and what backward needs.
 
-        Rows of x `[T, D]` may have any stride; their elements are dense.
+        Rows of x `[T, D]` may have any stride; their elements are dense. `masks`: whether backward can take
+        the keep bits that `save_dropout_masks` asks for.
         """
 
     def backward(

@@ -68,10 +68,12 @@ def forward_of(
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Sequence[Tensor]],
     plan: PlanTensors,
+    masks: bool = True,
 ) -> tuple[list[Tensor], Saved]:
     """Returns y of layers that share x, and what backward needs, by a GPU backend.
 
-    `lora_a` holds A of all adapters of the first layer, then of the second, and so on; `lora_b` B by layer.
+    `lora_a` holds A of all adapters of the first layer, then of the second, and so on; `lora_b` B by layer;
+    `masks` as in `GpuOperator.forward`.
     """
     if not lora_a:
         ys = [layer.frozen.matmul(x, layer.bias) for layer in layers]
@@ -79,7 +81,8 @@ def forward_of(
     segments = plan[0]
     if segments is not None and segments.device != x.device:
         raise ValueError(f"segments: expected device {x.device} (that of x), got {segments.device}")
-    return gpu_operator(backend).forward(x, layers, _adapters(lora_a, lora_b), plan)  # type: ignore[arg-type]
+    operator = gpu_operator(backend)  # type: ignore[arg-type]
+    return operator.forward(x, layers, _adapters(lora_a, lora_b), plan, masks)
 
 
 def backward_of(

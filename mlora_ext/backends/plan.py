@@ -113,8 +113,12 @@ class PlanCache:
         if segments.is_cuda:
             # another stream would not wait for the tables
             stream = torch.cuda.current_stream(segments.device).cuda_stream
-            if self._capture is not None and torch.cuda.is_current_stream_capturing():
+            if self._capture is not None:
                 captured = self._capture(segments)
+            elif torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "backend 'triton' makes plans on the host, which no CUDA graph can hold; use 'cuda'"
+                )
         key = rows, adapters, stream, captured
         if key not in kept[1]:
             kept[1][key] = self._make(segments, self._sizes(segments, rows, adapters, captured > 0))

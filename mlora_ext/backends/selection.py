@@ -73,7 +73,8 @@ def save_dropout_masks(on: bool = True) -> None:
     Raises:
         ValueError: this installation has no backend `cuda`.
     """
-    gpu_operator("cuda").saves_masks = on
+    if on or not _cuda_refusal():
+        gpu_operator("cuda").saves_masks = on
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:

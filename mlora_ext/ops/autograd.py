@@ -172,9 +172,9 @@ class _LoRAFused(torch.autograd.Function):
         lora_b = [ctx.operands[i].lora_b for i in used]
         plan = ctx.plan
         if len(used) < len(dys):
-            # s and keep bits, unless there are none of these
-            saved = [one[used] if len(one) == len(dys) else one for one in saved]
-            plan = (*plan[:-1], None if plan[-1] is None else plan[-1][used])
+            saved = [torch.stack([one[i] for i in used]) for one in saved]
+            layers_left = None if plan[-1] is None else torch.stack([plan[-1][i] for i in used])
+            plan = (*plan[:-1], layers_left)
         rows = [dense_rows(dy) for dy in dys if dy is not None]
         with torch._C._AutoDispatchBelowAutograd():
             dx, da, db = one_layer.backward_of(

@@ -6,12 +6,12 @@ Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ..upload import to_device
+from ..upload import once_per_stream, to_device
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -102,7 +102,7 @@ class LoRADropout:
     seeds: Sequence[int]
     step: int | Sequence[int] = 0
     layer: int = 0
-    _tensors: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+    _tensors: dict[Hashable, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -124,14 +124,16 @@ class LoRADropout:
             device: the tensors' device; they are copied to it once.
         """
         device = torch.device(device)
-        if device not in self._tensors:
+
+        def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             steps = [self.step] * len(self.p) if isinstance(self.step, int) else self.step
-            self._tensors[device] = (
+            return (
                 to_device(torch.tensor(self.p, dtype=torch.float32), device),
                 to_device(rng_table(self.seeds, steps), device),
                 to_device(torch.tensor(self.layer, dtype=torch.int64), device),
             )
-        return self._tensors[device]
+
+        return once_per_stream(self._tensors, "tensors", device, made)
 
 
 def rng_table(seeds: Sequence[int], steps: Sequence[int]) -> torch.Tensor:

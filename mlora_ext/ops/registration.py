@@ -22,7 +22,7 @@ from . import fake
 
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
     layer, plan = Layer(PlainWeight.of(weight), weight, bias), rest[: len(PLAN)]
-    (y,), saved = one_layer.forward_of(_of_device(x), x, [layer], lora_a, [lora_b], plan)
+    (y,), saved = one_layer.forward_of(_of_device(x), x, [layer], lora_a, [lora_b], plan, masks=False)
     return y, saved[0][0]
 
 

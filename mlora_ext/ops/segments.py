@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..backends.plan import describe
-from ..upload import to_device
+from ..upload import once_per_stream, to_device
 
 SMALLEST_TABLE = 64
 
@@ -31,9 +31,7 @@ class SegmentLayout:
     lengths: tuple[int, ...]
     adapters: tuple[int, ...]
     row0: tuple[int, ...]
-    _tables: dict[torch.device, torch.Tensor] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _tables: dict[Hashable, torch.Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("adapters", "row0"):
@@ -102,7 +100,7 @@ class SegmentLayout:
 
     @torch.inference_mode(False)
     def table(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Returns the operator's `segments` argument, made once per device.
+        """Returns the operator's `segments` argument, made once per device and stream.
 
         Args:
             device: the table's device.
@@ -112,12 +110,14 @@ class SegmentLayout:
             64 and a power of two, so that layouts of different sizes share one compiled graph.
         """
         device = torch.device(device)
-        if device not in self._tables:
+
+        def made() -> torch.Tensor:
             rows = self._rows()
             table = to_device(torch.tensor(rows, dtype=torch.int64), device)
             describe(table, rows[: len(self.lengths)])
-            self._tables[device] = table
-        return self._tables[device]
+            return table
+
+        return once_per_stream(self._tables, "table", device, made)
 
     def _rows(self) -> list[tuple[int, int, int, int]]:
         rows, begin = [], 0

@@ -253,7 +253,8 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
         "a_table": table,
         "b": [torch.zeros(3, 2)],
         "b_tables": [torch.tensor([[0, 1, 2, 2, 0, 1, 2, 0]])],
-        "aligned": False,
+        "a_aligned": False,
+        "b_aligned": False,
         "max_rank": 2,
         "plan": torch.tensor([[0, 4, 0, 0], [0, 1, 0, -1], [0, 1, 0, 0]], dtype=torch.int32),
         "tiles": 1,
@@ -340,7 +341,7 @@ def test_saved_masks_change_no_bit(
     expected = case.run()
     request.getfixturevalue("saved_masks")
     saved, backward = [], OPS.cuda_backward.default
-    monkeypatch.setattr(OPS.cuda_backward, "default", lambda *a: saved.append(a[13].shape) or backward(*a))
+    monkeypatch.setattr(OPS.cuda_backward, "default", lambda *a: saved.append(a[14].shape) or backward(*a))
     for one, other in zip(case.run(), expected, strict=True):
         assert torch.equal(one, other)
     assert saved == [(1, 191, 35)]

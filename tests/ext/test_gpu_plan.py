@@ -11,6 +11,7 @@ import mlora_ext as mx
 from mlora_ext.backends.factors import factors_of, own_gradients
 from mlora_ext.backends.plan import Plan, PlanCache, PlanSizes
 from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.upload import once_per_stream, to_device
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 
@@ -171,6 +172,23 @@ def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert cache.get(segments, 9, 2) is first
     assert cache.get(segments, 9, 2) is not first
     assert calls == [PlanSizes.bounds(9, len(segments), 2)] * 2
+    with pytest.raises(RuntimeError, match="backend 'triton' makes plans on the host"):
+        PlanCache(make).get(segments, 9, 2)
+
+
+def test_no_table_is_copied_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would hold the copy; what another stream has serves."""
+    device, kept = torch.device("cuda"), {}
+    streams = iter([1, 2, 2, 3])
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": next(streams)})
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert [once_per_stream(kept, "key", device, lambda made=made: made) for made in "abc"] == ["a", "b", "b"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert once_per_stream(kept, "key", device, lambda: "d") == "a"
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured; run a step before"):
+        to_device(torch.zeros(1), device)
 
 
 def test_factors_of_a_bank_and_of_loose_matrices() -> None:

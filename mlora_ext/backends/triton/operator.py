@@ -63,17 +63,13 @@ class TritonOperator:
         self._plans = PlanCache(self.plan)
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        if segments.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "backend 'triton' makes plans on the host, which no captured CUDA graph can hold; use 'cuda'"
-            )
         tables = plan_rows(rows_of(segments), sizes.rows, sizes.adapters)
         exact = replace(sizes, tiles=len(tables[0]), splits=len(tables[1]))
         rows = torch.tensor([row for table in tables for row in table], dtype=torch.int32).view(-1, 4)
         return Plan(exact, to_device(rows, segments.device))
 
     def forward(
-        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors
+        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors, masks: bool = True
     ) -> tuple[list[Tensor], Saved]:
         (layer,), a, (b,) = layers, adapters.a, adapters.b
         with _on(x):
@@ -107,8 +103,7 @@ class TritonOperator:
             if ds is not None:
                 call.read_x(x, ds, a, dx, need_da)
         if dx is not None:
-            frozen = layer.frozen
-            frozen.add_matmul_dx(dx, dy)
+            layer.product.add_matmul_dx(dx, dy)
         return dx
 
 
