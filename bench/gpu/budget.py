@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BANDWIDTH = 4.3e12
-"""Bytes a second; measured on an H200, as `FLOPS`."""
+"""Bytes a second. This and `FLOPS` were measured on an H200 before, not by this repository."""
 FLOPS = 790e12
 ISSUE = 0.7 * 132 * 4 * 1.755e9
 """Instructions of warps a second: seven tenths of what 132 multiprocessors can issue."""

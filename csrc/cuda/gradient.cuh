@@ -225,8 +225,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
     }
   };
   // Clears what is dropped of the rows of tile i, for each layer, and notes the words for dx.
-  const auto drop_rows = [&](int i) {
-  // layer 0's rows are dropped from in place: last
+  const auto drop_rows = [&](int i) {  // layer 0's rows are dropped from in place: last
 #pragma unroll
     for (int layer = kLayers - 1; layer >= 0; --layer) {
       Keep keep;

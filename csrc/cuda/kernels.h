@@ -3,6 +3,8 @@
 // Letters: T rows, d columns, N adapters, R largest rank, K tiles, M splits, L layers that share x.
 #pragma once
 
+#include <string>
+
 #include "cuda/factor.h"
 #include "cuda/philox.h"
 #include "cuda/plan.h"
@@ -127,16 +129,8 @@ struct ReadDyArguments {
   bool need_gradient;
 };
 
-// Of CUDA, as 1000 major + 10 minor: what the driver serves, 0 without one, and what this library was built
-// with.
-struct Versions {
-  int driver;
-  int runtime;
-};
-Versions versions();
-
-// Whether the current device can run these kernels, as far as one can tell.
-bool has_code();
+// Why the driver or the current device cannot run these kernels; empty where it can, or where none is.
+std::string driver_refusal();
 
 // The id of the capture that the queue's stream takes part in; 0: none.
 uint64_t capture_of(const Queue& queue);

@@ -101,29 +101,4 @@ int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue
   return launch(plan_kernel, Grid{1}, kPlanThreads, 0, queue, batch, tables);
 }
 
-#ifdef MLORA_EMULATE
-uint64_t capture_of(const Queue&) { return 0; }
-#else
-bool has_code() {
-  cudaFuncAttributes attributes = {};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, plan_kernel);
-  cudaGetLastError();
-  return error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction;
-}
-
-Versions versions() {
-  Versions found = {};
-  cudaDriverGetVersion(&found.driver);
-  cudaRuntimeGetVersion(&found.runtime);
-  return found;
-}
-
-uint64_t capture_of(const Queue& queue) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  const cudaError_t error = cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(queue.stream), &status, &id);
-  return error == cudaSuccess && status == cudaStreamCaptureStatusActive ? id : 0;
-}
-#endif
-
 }  // namespace mlora::cuda

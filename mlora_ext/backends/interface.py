@@ -90,4 +90,4 @@ class GpuOperator(Protocol):
         """Returns dx `[T, D]`, if it is wanted; gradients go to the memory that the tables tell of."""
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        """Returns the plan's tables, made on the device."""
+        """Returns the plan's tables on the device."""

@@ -1,4 +1,4 @@
-"""The tile plan of a batch: its sizes, known on the host, and its tables, made once on the device.
+"""The tile plan of a batch: its sizes, known on the host, and its tables on the device, made once.
 
 Letters: T rows, N adapters, S rows of the table `segments`.
 """

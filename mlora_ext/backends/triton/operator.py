@@ -75,10 +75,10 @@ class TritonOperator:
         with _on(x):
             call = _Call(self._plans, x, a, plan)
             s = x.new_empty(len(x), a.max_rank)
-            call.sum_columns("shrink", x, a, s)
+            call.shrink(x, a, s)
             y = x.new_empty(len(x), b.width)
             call.expand(s, b, layer.bias, y)
-        layer.frozen.add_matmul(y, x)
+        layer.product.add_matmul(y, x)
         return [y], (s.unsqueeze(0),)
 
     def backward(
@@ -121,13 +121,13 @@ class _Call:
         self.how = _FLOAT if x.dtype == torch.float32 else _SIXTEEN_BITS
         self.panels = triton.cdiv(self.rank, PANEL)
 
-    def sum_columns(self, kernel: str, x: Tensor, a: Factors, s: Tensor) -> None:
+    def shrink(self, x: Tensor, a: Factors, s: Tensor) -> None:
         """Launches `s = scaling drop(x) A^T`, one column split at a time, and their sum."""
         out, splits = _partial_rows(s, a.width)
         shrink[len(self.tiles) * self.panels, splits](
             x, x.stride(0), a.first, a.table, self.tiles, self.scaling, *(self.dropout or (x, x, x)), out,
             s.numel(), a.width, self.rank, self.panels, COLUMN_SPLIT=COLUMN_SPLIT,
-            DROP=self.dropout is not None, ROWS=TILE_ROWS, **_of(a), **_options(self.how[kernel]),
+            DROP=self.dropout is not None, ROWS=TILE_ROWS, **_of(a), **_options(self.how["shrink"]),
         )  # fmt: skip
         self._sum_rows(out, s)
 
