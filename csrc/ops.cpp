@@ -82,10 +82,10 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("base_gemm(ScalarType dtype) -> str");
   library.def("set_base_gemm(ScalarType dtype, str name) -> ()");
   library.def(
-      "adamw(Tensor gradient, Tensor(a!) parameter, Tensor(b!) first, Tensor(c!) second, Tensor(d!)? copy, "
-      "float lr, float beta1, float beta2, float eps, float weight_decay, int step, float scale, int "
-      "threads) "
-      "-> float");
+      "adamw(Tensor(a!)[] gradients, Tensor(b!)[] parameters, Tensor(c!)[] first, Tensor(d!)[] second, "
+      "Tensor(e!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
+      "float scale, bool clear, int threads) -> float");
+  library.def("squares(Tensor[] tensors, int threads) -> float");
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
   library.def("cuda_plan(Tensor segments, int rows, int adapters, int tiles, int splits) -> Tensor");
@@ -120,6 +120,7 @@ STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {
   library.impl("lora_add_backward.table", TORCH_BOX(&mlora::cpu::lora_add_backward_table));
   library.impl("dropout_mask", TORCH_BOX(&mlora::cpu::dropout_mask));
   library.impl("adamw", TORCH_BOX(&mlora::cpu::adamw));
+  library.impl("squares", TORCH_BOX(&mlora::cpu::squares));
   library.impl("base_linear", TORCH_BOX(&mlora::base_linear));
   library.impl("base_linear_dx", TORCH_BOX(&mlora::base_linear_dx));
 }

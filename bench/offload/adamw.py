@@ -31,9 +31,9 @@ class Ours:
 
     def update(self, gradient: Tensor) -> None:
         self.steps += 1
-        options = (LEARNING_RATE, *BETAS, EPS, DECAY, self.steps, 1.0, 0)
-        states = (self.parameter, self.first, self.second, self.copy)
-        torch.ops.mlora_ext.adamw(gradient, *states, *options)
+        options = (LEARNING_RATE, *BETAS, EPS, DECAY, self.steps, 1.0, False, 0)
+        tensors = (gradient, self.parameter, self.first, self.second, self.copy)
+        torch.ops.mlora_ext.adamw(*([one] for one in tensors), *options)
 
 
 class Peer:

@@ -1,6 +1,8 @@
-// One AdamW update of a span of numbers in one pass: gradient, fp32 state, and a low-precision copy.
+// One AdamW update of a span of numbers in one pass: gradient, fp32 state, and a low-precision copy; and the
+// sum of the squares of a span.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cpu/kernels.h"
@@ -27,7 +29,8 @@ struct AdamWConstants {
 template <typename G, typename C, typename... N>
 inline void adamw_vector(const AdamWArgs& args, const AdamWConstants& c, Simd::Vec& squares, int64_t i,
                          N... n) {
-  const Simd::Vec given = Simd::load(static_cast<const G*>(args.gradient) + i, n...);
+  G* const gradients = static_cast<G*>(args.gradient) + i;
+  const Simd::Vec given = Simd::load(gradients, n...);
   squares = Simd::fma(given, given, squares);
   const Simd::Vec gradient = Simd::mul(given, c.scale);
   const Simd::Vec first = Simd::fma(Simd::load(args.first + i, n...), c.beta1, Simd::mul(gradient, c.rest1));
@@ -39,6 +42,9 @@ inline void adamw_vector(const AdamWArgs& args, const AdamWConstants& c, Simd::V
   Simd::store(args.first + i, first, n...);
   Simd::store(args.second + i, second, n...);
   Simd::store(args.parameter + i, parameter, n...);
+  if (args.clear) {
+    Simd::store(gradients, Simd::set1(0.0f), n...);
+  }
   if constexpr (!std::is_void_v<C>) {
     Simd::store(static_cast<C*>(args.copy) + i, parameter, n...);
   }
@@ -73,6 +79,27 @@ float adamw(const AdamWArgs& args, int64_t begin, int64_t end) {
     default:
       return adamw_span<G, float>(args, begin, end);
   }
+}
+
+template <typename G>
+float squares(const void* numbers, int64_t begin, int64_t end) {
+  const G* const data = static_cast<const G*>(numbers);
+  Simd::Vec sums[4] = {Simd::set1(0.0f), Simd::set1(0.0f), Simd::set1(0.0f), Simd::set1(0.0f)};
+  int64_t i = begin;
+  for (; i + 4 * Simd::kLanes <= end; i += 4 * Simd::kLanes) {
+    for (int64_t k = 0; k < 4; ++k) {
+      const Simd::Vec value = Simd::load(data + i + k * Simd::kLanes);
+      sums[k] = Simd::fma(value, value, sums[k]);
+    }
+  }
+  for (int64_t n; i < end; i += n) {
+    n = std::min<int64_t>(Simd::kLanes, end - i);
+    const Simd::Vec value = Simd::load(data + i, n);
+    sums[0] = Simd::fma(value, value, sums[0]);
+  }
+  float found[4];
+  Simd::sum4(sums, found);
+  return found[0] + found[1] + found[2] + found[3];
 }
 
 }  // namespace mlora::cpu::MLORA_ISA

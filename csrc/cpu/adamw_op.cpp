@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <vector>
+#include <string>
 
 #include "cpu/plan.h"
 
@@ -12,55 +12,123 @@ namespace {
 
 constexpr int64_t kSpan = 1 << 14;  // numbers of one task
 
-void check_state(const Tensor& state, const char* name, const Tensor& gradient) {
-  MLORA_CHECK(state.scalar_type() == ScalarType::Float && state.is_contiguous(), name,
-              ": expected a contiguous Float tensor, got ", dtype_name(state.scalar_type()));
-  MLORA_CHECK(state.numel() == gradient.numel(), name, ": expected ", gradient.numel(),
-              " numbers (as many as the gradient has), got ", state.numel());
+// Numbers [begin, end) of one tensor of a list.
+struct Span {
+  size_t tensor;
+  int64_t begin;
+  int64_t end;
+};
+
+std::string name_of(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
+
+// Whether the tensor's numbers lie without gaps: as rows, or as the rows of its transpose.
+bool is_dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ||
+         (tensor.dim() == 2 && tensor.stride(0) == 1 && tensor.stride(1) == tensor.size(0));
+}
+
+void check_numbers(const Tensor& tensor, const char* list, size_t i) {
+  MLORA_CHECK(tensor.is_cpu() && is_scalar(tensor.scalar_type()) && is_dense(tensor), name_of(list, i),
+              ": expected a dense CPU Float, BFloat16 or Half tensor, got ", dtype_name(tensor.scalar_type()),
+              " of shape ", shape_of(tensor));
+}
+
+void check_beside(const Tensor& tensor, const char* list, size_t i, const Tensor& gradient) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const bool same = std::equal(sizes.begin(), sizes.end(), gradient.sizes().begin(), gradient.sizes().end());
+  MLORA_CHECK(same && (gradient.is_contiguous()
+                           ? tensor.is_contiguous()
+                           : std::equal(strides.begin(), strides.end(), gradient.strides().begin())),
+              name_of(list, i), ": expected shape ", shape_of(gradient),
+              " and the strides of the gradient, got ", shape_of(tensor));
+}
+
+void check_state(const std::vector<Tensor>& list, const char* name, const std::vector<Tensor>& gradients) {
+  MLORA_CHECK(list.size() == gradients.size(), name, ": expected ", gradients.size(),
+              " (one for each gradient), got ", list.size());
+  for (size_t i = 0; i < list.size(); ++i) {
+    check_numbers(list[i], name, i);
+    MLORA_CHECK(list[i].scalar_type() == ScalarType::Float, name_of(name, i), ": expected Float, got ",
+                dtype_name(list[i].scalar_type()));
+    check_beside(list[i], name, i, gradients[i]);
+  }
+}
+
+// Sums what `task` returns for each span of the tensors, in their order, so it depends on no thread.
+template <typename Task>
+double sum_of_spans(const std::vector<Tensor>& tensors, int64_t threads, const Task& task) {
+  std::vector<Span> spans;
+  int64_t numbers = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t count = tensors[i].numel();
+    numbers += count;
+    for (int64_t begin = 0; begin < count; begin += kSpan) {
+      spans.push_back({i, begin, std::min(count, begin + kSpan)});
+    }
+  }
+  std::vector<float> sums(spans.size());
+  Team(numbers, threads).run(static_cast<int64_t>(spans.size()), [&](int64_t i, int64_t) {
+    sums[static_cast<size_t>(i)] = task(spans[static_cast<size_t>(i)]);
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 }  // namespace
 
-double adamw(const Tensor& gradient, const Tensor& parameter, const Tensor& first, const Tensor& second,
-             const std::optional<Tensor>& copy, double lr, double beta1, double beta2, double eps,
-             double weight_decay, int64_t step, double scale, int64_t threads) {
-  MLORA_CHECK(is_scalar(gradient.scalar_type()) && gradient.is_contiguous(),
-              "gradient: expected a contiguous Float, BFloat16 or Half tensor, got ",
-              dtype_name(gradient.scalar_type()));
-  check_state(parameter, "parameter", gradient);
-  check_state(first, "first", gradient);
-  check_state(second, "second", gradient);
-  MLORA_CHECK(
-      !copy || (is_scalar(copy->scalar_type()) && copy->is_contiguous() && copy->numel() == gradient.numel()),
-      "copy: expected a contiguous Float, BFloat16 or Half tensor of ", gradient.numel(), " numbers, got ",
-      dtype_name(copy->scalar_type()), " of ", copy->numel());
+double adamw(const std::vector<Tensor>& gradients, const std::vector<Tensor>& parameters,
+             const std::vector<Tensor>& first, const std::vector<Tensor>& second,
+             const std::vector<Tensor>& copies, double lr, double beta1, double beta2, double eps,
+             double weight_decay, int64_t step, double scale, bool clear, int64_t threads) {
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    check_numbers(gradients[i], "gradients", i);
+  }
+  check_state(parameters, "parameters", gradients);
+  check_state(first, "first", gradients);
+  check_state(second, "second", gradients);
+  MLORA_CHECK(copies.empty() || copies.size() == gradients.size(), "copies: expected none or ",
+              gradients.size(), " (one for each gradient), got ", copies.size());
+  for (size_t i = 0; i < copies.size(); ++i) {
+    check_numbers(copies[i], "copies", i);
+    check_beside(copies[i], "copies", i, gradients[i]);
+  }
   MLORA_CHECK(step >= 1, "step: expected at least 1, got ", step);
   MLORA_CHECK(threads >= 0, "threads: expected at least 0 (0 = torch's), got ", threads);
   const double count = static_cast<double>(step);
-  const AdamWArgs args{
-      .gradient = gradient.mutable_data_ptr(),
-      .parameter = static_cast<float*>(parameter.mutable_data_ptr()),
-      .first = static_cast<float*>(first.mutable_data_ptr()),
-      .second = static_cast<float*>(second.mutable_data_ptr()),
-      .copy = copy ? copy->mutable_data_ptr() : nullptr,
-      .copy_type = copy ? scalar_of(copy->scalar_type()) : Scalar::kFloat,
-      .scale = static_cast<float>(scale),
-      .beta1 = static_cast<float>(beta1),
-      .beta2 = static_cast<float>(beta2),
-      .keep = static_cast<float>(1.0 - lr * weight_decay),
-      .step_size = static_cast<float>(lr / (1.0 - std::pow(beta1, count))),
-      .root = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, count))),
-      .eps = static_cast<float>(eps),
-  };
-  const Kernels& table = kernels(scalar_of(gradient.scalar_type()));
-  const int64_t numbers = gradient.numel();
-  const int64_t spans = (numbers + kSpan - 1) / kSpan;
-  std::vector<float> squares(spans);
-  const Team team(numbers, threads);
-  team.run(spans, [&](int64_t task, int64_t) {
-    squares[task] = table.adamw(args, task * kSpan, std::min(numbers, (task + 1) * kSpan));
+  AdamWArgs values{};
+  values.scale = static_cast<float>(scale);
+  values.beta1 = static_cast<float>(beta1);
+  values.beta2 = static_cast<float>(beta2);
+  values.keep = static_cast<float>(1.0 - lr * weight_decay);
+  values.step_size = static_cast<float>(lr / (1.0 - std::pow(beta1, count)));
+  values.root = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, count)));
+  values.eps = static_cast<float>(eps);
+  values.clear = clear;
+  std::vector<AdamWArgs> args(gradients.size(), values);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    args[i].gradient = gradients[i].mutable_data_ptr();
+    args[i].parameter = static_cast<float*>(parameters[i].mutable_data_ptr());
+    args[i].first = static_cast<float*>(first[i].mutable_data_ptr());
+    args[i].second = static_cast<float*>(second[i].mutable_data_ptr());
+    if (!copies.empty()) {
+      args[i].copy = copies[i].mutable_data_ptr();
+      args[i].copy_type = scalar_of(copies[i].scalar_type());
+    }
+  }
+  return sum_of_spans(gradients, threads, [&](const Span& span) {
+    return kernels(scalar_of(gradients[span.tensor].scalar_type()))
+        .adamw(args[span.tensor], span.begin, span.end);
   });
-  return std::accumulate(squares.begin(), squares.end(), 0.0);
+}
+
+double squares(const std::vector<Tensor>& tensors, int64_t threads) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_numbers(tensors[i], "tensors", i);
+  }
+  return sum_of_spans(tensors, threads, [&](const Span& span) {
+    const Tensor& tensor = tensors[span.tensor];
+    return kernels(scalar_of(tensor.scalar_type())).squares(tensor.const_data_ptr(), span.begin, span.end);
+  });
 }
 
 }  // namespace mlora::cpu

@@ -74,7 +74,7 @@ struct PackArgs {
 // An AdamW update (Loshchilov and Hutter, 2019): m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
 // p = keep p - step_size m / (root sqrt(v) + eps), for g = scale * gradient.
 struct AdamWArgs {
-  const void* gradient;
+  void* gradient;
   float* parameter;
   float* first;   // m
   float* second;  // v
@@ -87,6 +87,7 @@ struct AdamWArgs {
   float step_size;  // learning rate / (1 - beta1^step)
   float root;       // 1 / sqrt(1 - beta2^step)
   float eps;
+  bool clear;  // leaves zeros in the gradient
 };
 
 struct Kernels {
@@ -103,6 +104,8 @@ struct Kernels {
   void (*keep_bits)(const Dropout&, uint32_t row, int64_t words, uint64_t* bits);
   // numbers [begin, end); the table's dtype is the gradient's. Returns the sum of its squares, unscaled.
   float (*adamw)(const AdamWArgs&, int64_t begin, int64_t end);
+  // the sum of the squares of numbers [begin, end) of the table's dtype
+  float (*squares)(const void* numbers, int64_t begin, int64_t end);
 };
 
 // Kernels of the best instruction set of this processor, or of the one chosen by name.

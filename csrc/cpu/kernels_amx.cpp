@@ -20,6 +20,7 @@ extern const Kernels kKernels_amx = {.compute = Scalar::kBFloat16,
                                      .backward = amx::amx_backward,
                                      .write_gradient = amx::amx_write_gradient,
                                      .keep_bits = amx::keep_bits,
-                                     .adamw = amx::adamw<amx::BF16>};
+                                     .adamw = amx::adamw<amx::BF16>,
+                                     .squares = amx::squares<amx::BF16>};
 
 }  // namespace mlora::cpu

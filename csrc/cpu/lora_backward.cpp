@@ -46,22 +46,17 @@ void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
 class GradientSums {
  public:
   // Without gradients: not wanted.
-  GradientSums(const Kernels& table, const Plan& plan, const std::vector<BlockGroup>& groups,
-               const Team& team, const Matrices& gradients, bool add, int64_t cols, Workspace& workspace)
+  GradientSums(const Kernels& table, const Plan& plan, const std::vector<int32_t>& groups, const Team& team,
+               const Matrices& gradients, bool add, int64_t cols, Workspace& workspace)
       : table_(table),
         plan_(plan),
         gradients_(gradients),
         add_(add),
         cols_(cols),
         workspace_(workspace),
-        groups_(gradients.count()),
+        groups_(groups),
         offsets_(gradients.count()) {
-    for (const BlockGroup& group : groups) {
-      if (!groups_.empty()) {
-        ++groups_[static_cast<size_t>(group.adapter)];
-      }
-    }
-    for (size_t i = 0; i < groups_.size(); ++i) {
+    for (size_t i = 0; i < gradients.count(); ++i) {
       if (groups_[i] == 1) {
         alone_bytes_ = std::max(alone_bytes_, size_of(i) * kFloat);
       } else if (groups_[i] > 1) {
@@ -73,7 +68,7 @@ class GradientSums {
   }
 
   float* of(const BlockGroup& group, int64_t thread) const {
-    if (groups_.empty()) {
+    if (gradients_.count() == 0) {
       return nullptr;
     }
     const size_t i = static_cast<size_t>(group.adapter);
@@ -84,7 +79,7 @@ class GradientSums {
 
   // The only group of an adapter: its sums are in this thread's caches.
   void write_if_alone(const BlockGroup& group, int64_t thread) const {
-    if (!groups_.empty() && groups_[static_cast<size_t>(group.adapter)] == 1) {
+    if (gradients_.count() > 0 && groups_[static_cast<size_t>(group.adapter)] == 1) {
       table_.write_gradient(args_of(static_cast<size_t>(group.adapter), of(group, thread)));
     }
   }
@@ -92,7 +87,7 @@ class GradientSums {
   // What is still to be written: gradients of several groups, and new ones of none, which are zero.
   void add_pieces(std::vector<GradientArgs>& pieces) const {
     constexpr int64_t kColumns = 512;
-    for (size_t i = 0; i < groups_.size(); ++i) {
+    for (size_t i = 0; i < gradients_.count(); ++i) {
       if (groups_[i] > 1 || (groups_[i] == 0 && !add_)) {
         GradientArgs piece = args_of(i, reinterpret_cast<const float*>(workspace_.at(offsets_[i])));
         for (piece.begin = 0; piece.begin < cols_; piece.begin += kColumns) {
@@ -125,7 +120,7 @@ class GradientSums {
   bool add_;
   int64_t cols_;
   const Workspace& workspace_;
-  std::vector<int32_t> groups_;
+  const std::vector<int32_t>& groups_;  // of each adapter
   std::vector<int64_t> offsets_;
   int64_t alone_bytes_ = 0;
   int64_t alone_ = 0;
@@ -147,20 +142,25 @@ void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
   const Tensor s = dense_rows(s_in);
   const Team team(plan.rank_rows * (x.size(1) + dy.size(1)));
   const std::vector<BlockGroup> groups = groups_of(plan, x.size(1) + dy.size(1));
+  std::vector<int32_t> tasks(plan.adapters.size());
+  for (const BlockGroup& group : groups) {
+    ++tasks[static_cast<size_t>(group.adapter)];
+  }
   Workspace workspace;
-  Operands operands(table, plan.adapters, workspace);
+  Operands operands(table, plan.adapters, tasks, workspace);
   if (dx) {
     operands.add_a(adapters.a, x.size(1), Along::kRank);
   }
   if (dx || gradients.a.count() > 0) {
     operands.add_b(adapters.b, dy.size(1), Along::kColumns);
   }
-  const GradientSums sums_a(table, plan, groups, team, gradients.a, gradients.add, x.size(1), workspace);
-  const GradientSums sums_b(table, plan, groups, team, gradients.b, gradients.add, dy.size(1), workspace);
+  operands.reserve(team);
+  const GradientSums sums_a(table, plan, tasks, team, gradients.a, gradients.add, x.size(1), workspace);
+  const GradientSums sums_b(table, plan, tasks, team, gradients.b, gradients.add, dy.size(1), workspace);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
   const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
   workspace.allocate();
-  operands.pack(team);
+  operands.pack_shared(team);
 
   BackwardArgs args{};
   args.blocks = plan.blocks.data();
@@ -185,6 +185,7 @@ void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
     mine.da = sums_a.of(group, thread);
     mine.db = sums_b.of(group, thread);
     mine.scratch = workspace.at(scratch + thread * scratch_bytes);
+    operands.pack_alone(group.adapter, thread);
     table.backward(mine);
     sums_a.write_if_alone(group, thread);
     sums_b.write_if_alone(group, thread);

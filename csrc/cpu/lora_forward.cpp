@@ -11,6 +11,15 @@ namespace {
 
 const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
+// The number of each adapter's blocks.
+std::vector<int32_t> blocks_of(const Plan& plan) {
+  std::vector<int32_t> blocks(plan.adapters.size());
+  for (const RowBlock& block : plan.blocks) {
+    ++blocks[static_cast<size_t>(block.adapter)];
+  }
+  return blocks;
+}
+
 // s is zero on rows that no adapter has.
 void zero_other_rows(const Plan& plan, Tensor& s) {
   const int64_t row_bytes = s.size(1) * static_cast<int64_t>(s.element_size());
@@ -37,13 +46,15 @@ Tensor add_low_rank(const Tensor& y, const Tensor& x, const Adapters& adapters, 
 
   const Team team(plan.rank_rows * (x.size(1) + y.size(1)));
   Workspace workspace;
-  Operands operands(table, plan.adapters, workspace);
+  const std::vector<int32_t> tasks = blocks_of(plan);
+  Operands operands(table, plan.adapters, tasks, workspace);
   operands.add_a(adapters.a, x.size(1), Along::kColumns);
   operands.add_b(adapters.b, y.size(1), Along::kRank);
+  operands.reserve(team);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
   const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
   workspace.allocate();
-  operands.pack(team);
+  operands.pack_shared(team);
 
   ForwardArgs args{};
   args.x = x.const_data_ptr();
@@ -59,6 +70,7 @@ Tensor add_low_rank(const Tensor& y, const Tensor& x, const Adapters& adapters, 
     mine.block = &plan.blocks[static_cast<size_t>(task)];
     mine.adapter = &plan.adapters[static_cast<size_t>(mine.block->adapter)];
     mine.scratch = workspace.at(scratch + thread * scratch_bytes);
+    operands.pack_alone(mine.block->adapter, thread);
     table.forward(mine);
   });
   return s;

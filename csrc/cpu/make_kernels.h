@@ -54,7 +54,8 @@ constexpr Kernels make_kernels() {
                  .backward = backward<Op, T>,
                  .write_gradient = write_gradient,
                  .keep_bits = keep_bits,
-                 .adamw = adamw<T>};
+                 .adamw = adamw<T>,
+                 .squares = squares<T>};
 }
 
 }  // namespace mlora::cpu::MLORA_ISA

@@ -62,7 +62,8 @@ def _update_seconds() -> float:
     tensors = [torch.zeros(count) for _ in range(3)]
     gradient, copy = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
     begin = time.perf_counter()
-    torch.ops.mlora_ext.adamw(gradient, *tensors, copy, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, 1.0, 1)
+    lists = [[tensor] for tensor in (gradient, *tensors, copy)]
+    torch.ops.mlora_ext.adamw(*lists, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, 1.0, False, 1)
     return (time.perf_counter() - begin) / count
 
 

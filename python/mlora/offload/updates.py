@@ -227,11 +227,11 @@ class Updates:
         else:
             new = goal.memory[unit.first : unit.first + unit.count]
         square = torch.ops.mlora_ext.adamw(
-            task.gradient,
-            weights,
-            first,
-            second,
-            new,
+            [task.gradient],
+            [weights],
+            [first],
+            [second],
+            [new],
             step.lr,
             step.beta1,
             step.beta2,
@@ -239,6 +239,7 @@ class Updates:
             step.weight_decay,
             step.step,
             step.scale,
+            False,
             0 if self._hurries else 1,
         )
         if not math.isfinite(square):

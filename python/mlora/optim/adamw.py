@@ -1,4 +1,4 @@
-"""AdamW by PyTorch's own functions (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
+"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from mlora.optim.optimizer import Optimizer, Shapes, elements
+from mlora.optim.optimizer import Optimizer, Shapes, compiled_for, elements
 
 
 class AdamW(Optimizer):
@@ -37,11 +38,23 @@ class AdamW(Optimizer):
         learning_rate: float,
         scale: float,
         steps: int,
-    ) -> None:
+    ) -> bool:
         parameters = [self.parameters[i] for i in index]
         first, second = ([self.state[i][order] for i in index] for order in (0, 1))
+        return self._update([list(gradients), parameters, first, second], learning_rate, scale, steps)
+
+    def _update(self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int) -> bool:
+        """Updates Parameters by gradients, first and second moments; returns what `step` returns."""
+        gradients, parameters, first, second = tensors
+        torch._foreach_mul_(gradients, scale)
+        counts = list(torch.full((len(parameters),), float(steps)).unbind())
+        values = self._torch_values(learning_rate)
+        adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
+        return False
+
+    def _torch_values(self, learning_rate: float) -> dict[str, Any]:
         config = self.config
-        values = {
+        return {
             "amsgrad": False,
             "beta1": config.adam_beta1,
             "beta2": config.adam_beta2,
@@ -50,27 +63,32 @@ class AdamW(Optimizer):
             "eps": config.adam_epsilon,
             "maximize": False,
         }
-        self._update([parameters, list(gradients), first, second], values, scale, steps)
-
-    def _update(self, tensors: list[list[Tensor]], values: dict[str, Any], scale: float, steps: int) -> None:
-        """Calls PyTorch's function with Parameters, gradients, first and second moments."""
-        parameters, gradients, first, second = tensors
-        torch._foreach_mul_(gradients, scale)
-        counts = list(torch.full((len(parameters),), float(steps)).unbind())
-        adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
 
 
 class FusedAdamW(AdamW):
-    """`adamw_torch_fused`: PyTorch's fused kernel, which needs no memory beside the moments."""
+    """`adamw_torch_fused`: one kernel for all Parameters, which needs no memory beside the moments.
+
+    On a GPU it is PyTorch's. On a CPU it is ours, which also clears the gradients; PyTorch's makes a parallel
+    region for each of many small tensors.
+    """
 
     @staticmethod
     def step_bytes(shapes: Shapes) -> int:
         return 0
 
-    def _update(self, tensors: list[list[Tensor]], values: dict[str, Any], scale: float, steps: int) -> None:
+    def _update(self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int) -> bool:
+        gradients, parameters, first, second = tensors
+        if compiled_for(parameters[0]):
+            config = self.config
+            betas = config.adam_beta1, config.adam_beta2
+            decay, step = (config.adam_epsilon, config.weight_decay), steps + 1
+            torch.ops.mlora_ext.adamw(*tensors, [], learning_rate, *betas, *decay, step, scale, True, 0)
+            increment_version(parameters)
+            return True
         # torch.optim.AdamW(fused=True) calls this kernel too, but takes twice the time for 28 small tensors.
-        parameters, gradients, first, second = tensors
         device = parameters[0].device
         counts = [torch.full((), steps + 1.0, device=device)] * len(parameters)
         divisor = torch.full((), 1.0 / scale, device=device)
+        values = self._torch_values(learning_rate)
         torch._fused_adamw_(parameters, gradients, first, second, [], counts, grad_scale=divisor, **values)
+        return False

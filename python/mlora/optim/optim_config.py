@@ -26,7 +26,7 @@ class OptimConfig:
     """
 
     learning_rate: float = 5e-5
-    optim: str = "adamw_torch"
+    optim: str = "adamw_torch_fused"
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import Update
+from mlora_ext.library import LOADED
 
 Shapes = Sequence[Sequence[int]]
 
@@ -61,7 +62,7 @@ class Optimizer(ABC):
         learning_rate: float,
         scale: float,
         steps: int,
-    ) -> None:
+    ) -> bool | None:
         """Makes a step on some of the Parameters, in place.
 
         Args:
@@ -70,6 +71,9 @@ class Optimizer(ABC):
             learning_rate: the learning rate of this step.
             scale: factor on the gradients.
             steps: number of steps made before.
+
+        Returns:
+            Whether it left zeros in the gradients; if not, the caller clears them.
         """
 
     @staticmethod
@@ -84,38 +88,46 @@ class Optimizer(ABC):
 
     def gradients(self) -> dict[int, Tensor]:
         """Returns the gradients that backward has added to, by the index of their Parameter."""
-        return {
-            i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None and not self._is_blank(i)
-        }
+        found: dict[int, Tensor] = {}
+        for i, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not None and not (self._cleared and self._is_blank(i, gradient)):
+                found[i] = gradient
+        return found
 
     def squares(self) -> Tensor:
         """Returns the sum of the squares of the gradients: `[]` fp64, on their device."""
         gradients = list(self.gradients().values())
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
+        if compiled_for(gradients[0]):
+            found = torch.ops.mlora_ext.squares(gradients, 0)
+            return torch.full((), found, dtype=torch.float64)
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).double().square()
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
         """Makes an update, and drops the gradients."""
+        found, cleared = self.gradients(), False
         if update.taken:
             self.begin()
-            found = self.gradients()
             if found:
                 step = list(found), list(found.values()), update.learning_rate, update.scale, self.steps
-                self.step(*step)
+                cleared = bool(self.step(*step))
             self.steps += 1
-        self.drop_gradients()
+        self._drop(found, cleared)
 
     @torch.no_grad()
     def drop_gradients(self) -> None:
         """Drops all gradients. Held ones stay, as zeros that count as none until backward adds to them."""
+        self._drop(self.gradients(), False)
+
+    def _drop(self, found: Mapping[int, Tensor], cleared: bool) -> None:
         if not self._cleared:
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        found = self.gradients()
-        if found:
+        if found and not cleared:
             torch._foreach_zero_(list(found.values()))
         for i, gradient in found.items():
             self._clear(i, gradient)
@@ -139,11 +151,8 @@ class Optimizer(ABC):
         self._cleared[index] = gradient._version
         self._written[index].discard(self._adapter)
 
-    def _is_blank(self, index: int) -> bool:
-        gradient = self.parameters[index].grad
-        if not self._cleared or gradient is None or gradient._version != self._cleared[index]:
-            return False
-        return self._adapter not in self._written[index]
+    def _is_blank(self, index: int, gradient: Tensor) -> bool:
+        return gradient._version == self._cleared[index] and self._adapter not in self._written[index]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Returns copies of `state` by Parameter name; leaves out Parameters without state."""
@@ -182,6 +191,11 @@ class Optimizer(ABC):
             raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
         self.load_state([state.get(name, ()) for name in self._names])
         self.steps = steps
+
+
+def compiled_for(tensor: Tensor) -> bool:
+    """Returns whether our compiled operators serve tensors like this one."""
+    return LOADED and tensor.is_cpu
 
 
 def elements(shapes: Shapes) -> int:

@@ -143,6 +143,27 @@ def test_resume_is_bit_equal(optim: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(mine, again, strict=True))
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_held_gradients_are_zeros_after_a_step_and_every_version_counts(optim: str) -> None:
+    """Backward notices a Parameter that was changed in place by its version."""
+    mine = parameters()
+    ours = Optimizer(mine, OptimConfig(1e-2, optim, lr_scheduler_type="constant"))
+    written: list[set[str]] = [set(), set()]
+    ours.stage.hold_gradients("a", written)
+    for step in range(3):
+        held, before = [p.grad for p in mine], [p._version for p in mine]
+        assert ours.stage.squares() == 0
+        for p, names in zip(mine, written, strict=True):
+            p.grad.copy_(torch.full_like(p, step + 1.0))
+            names.add("a")
+        assert ours.stage.squares() == pytest.approx((step + 1) ** 2 * sum(p.numel() for p in mine))
+        ours.step(1)
+        assert all(p.grad is g and not g.any() for p, g in zip(mine, held, strict=True))
+        assert all(p._version > version for p, version in zip(mine, before, strict=True))
+        assert not any(written)
+        assert not ours.stage.gradients()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("optim", "adam"), ("learning_rate", -1.0), ("max_grad_norm", float("nan")), ("adam_beta2", 1.0)],
