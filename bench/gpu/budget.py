@@ -24,6 +24,8 @@ ADDED = 0.7
 """Share of the time of its bytes that a frozen product takes longer if it adds to what is there."""
 TWICE = 0.3
 """Share of dy that comes from memory twice."""
+EXTENSION = 64
+"""The low-rank columns of an extended base come in multiples of this."""
 COLUMN_SPLIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 1024, 64, 16, 32
 ROW, FACTOR, SUM, WORD = 2, 4, 4, 4
 """Bytes of a number of the rows (bf16), of an adapter (fp32), of a partial sum, of 32 keep bits."""
@@ -164,10 +166,48 @@ def costs(call: Call, instructions: Instructions) -> list[Cost]:
     ]
 
 
-def ratio(calls: Sequence[Call], instructions: Instructions) -> float:
-    """Returns the time of layers with adapters to that of the frozen layers."""
-    frozen = sum(call.frozen for call in calls)
-    return 1 + sum(cost.seconds for call in calls for cost in costs(call, instructions)) / frozen
+def extended_costs(call: Call, instructions: Instructions) -> list[Cost]:
+    """Returns every launch if the low-rank part were inside the forward product; nothing computes so yet.
+
+    B of all adapters stands beside W, `[W, B_1, B_2, ...]`, and shrink writes x with s beside it, the s of a
+    row in the columns of its own adapter: `[s_1 | x | s_2 | s_3 ...]` for layers 1, 2, 3 that share x, so
+    that each finds its own s next to x. One product makes y: no expand, and y is written once. In return x
+    is written once more, and the product is wider by the adapters' ranks. The instructions for the copy are
+    few and not counted. Backward stays as it is: dropout stands between ds A and dx.
+    """
+    T, L, D = call.total_rows, call.layers, call.d_in
+    width = EXTENSION * _ceil_div(sum(call.ranks), EXTENSION)
+    shrink, _, _, *backward = costs(call, instructions)
+    size = shrink.bytes + T * (D + L * width) * ROW
+    issued = (shrink.instructions or 0.0) * T * D / ISSUE
+    # a layer behind the second multiplies by its neighbours' columns, too, which are zero beside its W
+    columns = sum(width * max(1, i) * d_out for i, d_out in enumerate(call.d_outs))
+    wider = 2 * T * columns / FLOPS
+    return [
+        shrink._replace(bytes=size, seconds=max(size / BANDWIDTH, issued) + GAP),
+        Cost("y, wider", 0, None, wider),
+        *backward,
+    ]
+
+
+def seconds(costs: Sequence[Cost]) -> float:
+    """Returns the seconds of all launches."""
+    return sum(cost.seconds for cost in costs)
+
+
+def ratio(calls: Sequence[Call], instructions: Instructions, *, extended: bool = False) -> float:
+    """Returns the time of layers with adapters to that of the frozen layers.
+
+    Args:
+        calls: of the layers.
+        instructions: of the kernels.
+        extended: whether layers have an extended base where that is faster.
+    """
+    total = 0.0
+    for call in calls:
+        ways = [costs(call, instructions)] + [extended_costs(call, instructions)] * extended
+        total += min(map(seconds, ways))
+    return 1 + total / sum(call.frozen for call in calls)
 
 
 def peers(calls: Sequence[Call]) -> dict[str, float]:

@@ -50,11 +50,31 @@ def launches(rows: int, ranks: str, mode: str, model: str) -> Iterator[str]:
     yield f"  frozen {1e6 * frozen:.0f} µs, ratio {budget.ratio(calls, _instructions):.3f}"
 
 
+def extensions() -> Iterator[str]:
+    """Yields what an extended base would gain for each group of layers, by the adapters' number."""
+    counts = (1, 4, 8, 16, 32, 64)
+    yield "an extended base, which is not built: µs that layers of Llama-2-7B would gain in 8192 rows, by the"
+    yield "number of adapters of rank 16"
+    yield f"  {'layers':24} {'masks':11} " + " ".join(f"{count:>6}" for count in counts)
+    for mode, (dropout, saves) in MODES.items():
+        gains: dict[str, list[float]] = {}
+        for count in counts:
+            ranks = (16,) * count
+            calls = budget.calls_of("Llama-2-7B", 8192, ranks, dropout=dropout, saves_masks=saves)
+            for call in calls:
+                ways = budget.costs(call, _instructions), budget.extended_costs(call, _instructions)
+                ours, extended = map(budget.seconds, ways)
+                shape = f"{call.d_in} -> {' '.join(map(str, call.d_outs))}"
+                gains.setdefault(shape, []).append(1e6 * (ours - extended))
+        for shape, values in gains.items():
+            yield f"  {shape:24} {mode:11} " + " ".join(f"{value:6.0f}" for value in values)
+
+
 def ratios() -> Iterator[str]:
     """Yields the table of ratios to the frozen layers."""
     yield (
-        f"{'model':12} {'rows':>5} {'adapters':14} {'masks':11} {'ours':>6} {'PEFT':>6} {'LoRAFusion':>11} "
-        f"{'limit':>6}"
+        f"{'model':12} {'rows':>5} {'adapters':14} {'masks':11} {'ours':>6} {'extended':>8} {'PEFT':>6} "
+        f"{'LoRAFusion':>11} {'limit':>6}"
     )
     for model in budget.MODELS:
         for rows in (8192, 2048):
@@ -62,8 +82,10 @@ def ratios() -> Iterator[str]:
                 for mode, (dropout, saves) in MODES.items():
                     calls = budget.calls_of(model, rows, RANKS[ranks], dropout=dropout, saves_masks=saves)
                     others = budget.peers(calls)
+                    ours = budget.ratio(calls, _instructions)
+                    extended = budget.ratio(calls, _instructions, extended=True)
                     yield (
-                        f"{model:12} {rows:5} {ranks:14} {mode:11} {budget.ratio(calls, _instructions):6.3f} "
+                        f"{model:12} {rows:5} {ranks:14} {mode:11} {ours:6.3f} {extended:8.3f} "
                         f"{others['PEFT']:6.3f} {others['LoRAFusion']:11.3f} {others['limit']:6.3f}"
                     )
 
@@ -81,7 +103,7 @@ def main() -> None:
     try:
         for mode in MODES:
             lines += [*launches(8192, "4 of rank 16", mode, "Llama-2-7B"), ""]
-        lines += ratios()
+        lines += [*extensions(), "", *ratios()]
     except (OSError, RuntimeError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print("\n".join(lines))

@@ -25,7 +25,7 @@ _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...
 _Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Factors:
     """All adapters' A, or all their B.
 

@@ -55,6 +55,8 @@ class Adapters:
         b_aligned: whether all of `b` can be loaded 16 bytes at a time.
     """
 
+    __slots__ = ("a", "b", "b_aligned", "b_firsts", "b_tables")
+
     def __init__(self, a: Factors, b: Sequence[Factors]) -> None:
         self.a, self.b = a, b
         self.b_firsts = [one.first for one in b]

@@ -5,6 +5,7 @@ Letters: T rows, N adapters, S rows of the table `segments`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,29 +101,43 @@ class PlanCache:
     def __init__(self, make: MakePlan, capture: Callable[[Tensor], int] | None = None) -> None:
         self._make, self._capture = make, capture
         self._plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._latest: tuple[Callable[[], Tensor | None], tuple[int, ...], Plan] | None = None
 
     def get(self, segments: Tensor, rows: int, adapters: int) -> Plan:
         """Returns the plan of `segments [S, 4]` int64, ascending rows `(begin, end, adapter, row0)`."""
         # Tables made in inference mode count no versions, so a change would go unseen.
         if segments.is_inference():
             return self._make(segments, self._sizes(segments, rows, adapters))
-        kept: tuple[int, dict[tuple[int, ...], Plan]] | None = self._plans.get(segments)
-        if kept is None or kept[0] != segments._version:
-            kept = self._plans[segments] = (segments._version, {})
         stream = captured = 0
         if segments.is_cuda:
             # another stream would not wait for the tables
-            stream = torch.cuda.current_stream(segments.device).cuda_stream
-            if self._capture is not None:
-                captured = self._capture(segments)
-            elif torch.cuda.is_current_stream_capturing():
+            stream = torch._C._cuda_getCurrentRawStream(segments.device.index)
+            captured = self._capture_of(segments)
+        key = segments._version, rows, adapters, stream, captured
+        latest = self._latest  # a batch's layers ask one after the other
+        if latest is not None and latest[0]() is segments and latest[1] == key:
+            return latest[2]
+        kept: tuple[int, dict[tuple[int, ...], Plan]] | None = self._plans.get(segments)
+        if kept is None or kept[0] != segments._version:
+            kept = self._plans[segments] = (segments._version, {})
+        if key not in kept[1]:
+            kept[1][key] = self._make(segments, self._sizes(segments, rows, adapters, captured > 0))
+        self._latest = weakref.ref(segments), key, kept[1][key]
+        return kept[1][key]
+
+    def _capture_of(self, segments: Tensor) -> int:
+        """Returns the id of the capture that the stream of a table on a GPU takes part in, or 0."""
+        device = segments.device.index
+        if device == torch.cuda.current_device() and not torch.cuda.is_current_stream_capturing():
+            return 0
+        if self._capture is not None:
+            return self._capture(segments)
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "backend 'triton' makes plans on the host, which no CUDA graph can hold; use 'cuda'"
                 )
-        key = rows, adapters, stream, captured
-        if key not in kept[1]:
-            kept[1][key] = self._make(segments, self._sizes(segments, rows, adapters, captured > 0))
-        return kept[1][key]
+        return 0
 
     def _sizes(self, segments: Tensor, rows: int, adapters: int, captured: bool = False) -> PlanSizes:
         if self._capture is None or (not captured and _described(segments) is not None):

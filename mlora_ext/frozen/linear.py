@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..once_differentiable import once_differentiable
 from .base_gemm import linear, linear_dx, serves
 from .weight import FrozenWeight, FusedOperands
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..backends import one_layer
 from ..backends.interface import PLAN, Layer, PlanTensors
@@ -20,6 +19,7 @@ from ..backends.selection import Backend
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight, FusedOperands
 from ..library import check_library
+from ..once_differentiable import once_differentiable
 from . import registration  # noqa: F401 - tells torch.library of the operators
 
 _CHANGED = (

@@ -1,6 +1,7 @@
 """The plan and the tables of the GPU backends, against plain Python; the number of launches."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -164,8 +165,11 @@ def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatc
     class OnDevice(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 1}))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    capturing = True
     segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)
     cache = PlanCache(make, lambda tensor: next(captures))
     first = cache.get(segments, 9, 2)
@@ -174,6 +178,36 @@ def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert calls == [PlanSizes.bounds(9, len(segments), 2)] * 2
     with pytest.raises(RuntimeError, match="backend 'triton' makes plans on the host"):
         PlanCache(make).get(segments, 9, 2)
+    capturing = False
+    outside = cache.get(segments, 9, 2)
+    assert outside is not first
+    assert cache.get(segments, 9, 2) is outside
+    assert len(calls) == 3
+
+
+def test_each_stream_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream would not wait for the launch that makes it."""
+    streams = iter([1, 2, 2, 1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    cache, calls = recorded()
+    segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)
+    first, second, again, back = (cache.get(segments, 9, 2) for _ in range(4))
+    assert first is back
+    assert second is again
+    assert len(calls) == 2
+
+
+def test_a_freed_table_is_not_mistaken_for_another() -> None:
+    cache, calls = recorded()
+    for lengths in ([4, 5], [2, 7], [9, 0], [1, 8]):
+        cache.get(mx.SegmentLayout.from_lengths(lengths).table().clone(), 9, 2)  # often the same address
+    assert len(calls) == 4
 
 
 def test_no_table_is_copied_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
