@@ -93,7 +93,7 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("cuda_capture(Tensor tensor) -> int");
   library.def(
       "cuda_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor(a!)[] products, Tensor a, "
-      "Tensor a_table, Tensor[] b, Tensor[] b_tables, bool a_aligned, bool b_aligned, int max_rank, Tensor "
+      "Tensor a_table, Tensor b, Tensor b_table, bool a_aligned, bool b_aligned, int max_rank, Tensor "
       "plan, int tiles, "
       "int splits, "
       "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, bool save_masks) "
@@ -101,7 +101,7 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def(
       "cuda_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor(a!)? product, Tensor a, Tensor "
       "a_table, "
-      "Tensor(b!)? da, Tensor[] b, Tensor[] b_tables, Tensor(c!)[] db, bool a_aligned, bool b_aligned, int "
+      "Tensor(b!)? da, Tensor b, Tensor b_table, Tensor(c!)? db, bool a_aligned, bool b_aligned, int "
       "max_rank, Tensor s, "
       "Tensor? keep, "
       "Tensor plan, int tiles, int splits, int slots, Tensor scaling, Tensor? dropout_p, Tensor? "

@@ -28,38 +28,31 @@ struct Call {
   int64_t adapters;
   int64_t ranks;
   FactorTable a;
-  std::vector<FactorTable> b;
+  FactorTable b;
   PlanView plan;
   const float* scaling;
   DropoutTables dropout;
 
-  Call(const Tensor& x, const Tensor& a_first, const Tensor& a_table, const Tensors& b_firsts,
-       const Tensors& b_tables, bool a_aligned, bool b_aligned, int64_t max_rank, const Tensor& made,
-       int64_t tiles, int64_t splits, const Tensor& scale, const DropoutInputs& inputs)
+  Call(const Tensor& x, size_t layer_count, const Tensor& a_first, const Tensor& a_table,
+       const Tensor& b_first, const Tensor& b_table, bool a_aligned, bool b_aligned, int64_t max_rank,
+       const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scale, const DropoutInputs& inputs)
       : queue(queue_of(x)),
         dtype(x.scalar_type()),
         type(scalar_of(x.scalar_type())),
         rows(x.size(0)),
         columns(x.dim() == 2 ? x.size(1) : -1),
-        layers(static_cast<int64_t>(b_firsts.size())),
+        layers(static_cast<int64_t>(layer_count)),
         adapters(scale.numel()),
         ranks(max_rank) {
     MLORA_CHECK(is_scalar(dtype), "x: expected dtype Float, BFloat16 or Half, got ", dtype_name(dtype));
     check_rows(x, "x", rows, columns, dtype);
-    MLORA_CHECK(layers >= 1 && layers <= kMostLayers && b_tables.size() == b_firsts.size(),
-                "b: expected 1 to ", kMostLayers, " layers and a table of each, got ", layers, " and ",
-                b_tables.size());
+    MLORA_CHECK(layers >= 1 && layers <= kMostLayers, "weights, products or dys: expected 1 to ", kMostLayers,
+                " layers, got ", layers);
     MLORA_CHECK(ranks >= 1, "max_rank: expected at least 1, got ", ranks);
     check_dense(scale, "scaling", 1, ScalarType::Float);
     scaling = static_cast<const float*>(scale.const_data_ptr());
-    a = factor_of(a_first, a_table, "a_table", layers * adapters, dtype);
-    a.adapters = static_cast<int>(adapters);
-    a.aligned = a_aligned;
-    for (size_t i = 0; i < b_firsts.size(); ++i) {
-      b.push_back(factor_of(b_firsts[i], b_tables[i], "b_tables", adapters, dtype));
-      b.back().adapters = static_cast<int>(adapters);
-      b.back().aligned = b_aligned;
-    }
+    a = factor_of(a_first, a_table, "a_table", a_aligned);
+    b = factor_of(b_first, b_table, "b_table", b_aligned);
     check_table(made, "plan", 4, ScalarType::Int);
     MLORA_CHECK(tiles >= 0 && splits >= 0 && made.size(0) == tiles + splits + adapters, "plan: expected ",
                 tiles, " + ", splits, " + ", adapters, " rows, got ", made.size(0));
@@ -71,6 +64,13 @@ struct Call {
   }
 
   int64_t row_numbers() const { return rows * ranks; }
+
+  // B of one layer.
+  FactorTable b_of(size_t layer) const {
+    FactorTable one = b;
+    one.rows += static_cast<int64_t>(layer) * adapters;
+    return one;
+  }
 
   ShrinkArguments shrink(const Tensor& from, const FactorTable& factor, void* out) const {
     ShrinkArguments arguments = {};
@@ -107,6 +107,19 @@ struct Call {
   }
 
  private:
+  // `first` is the first adapter's matrix of the first layer; `table` says where the others lie.
+  FactorTable factor_of(const Tensor& first, const Tensor& table, const char* name, bool aligned) const {
+    check_table(table, name, 8, ScalarType::Long);
+    MLORA_CHECK(table.size(0) == layers * adapters, name, ": expected ", layers * adapters, " rows, got ",
+                table.size(0));
+    MLORA_CHECK(
+        on_device(first) && (first.scalar_type() == dtype || first.scalar_type() == ScalarType::Float), name,
+        ": expected matrices of dtype ", dtype_name(dtype), " (that of x) or Float, got ",
+        dtype_name(first.scalar_type()));
+    return {first.const_data_ptr(), static_cast<const FactorRow*>(table.const_data_ptr()),
+            static_cast<int>(adapters), scalar_of(first.scalar_type()), aligned};
+  }
+
   void set_dropout(const DropoutInputs& inputs) {
     const auto& [p, rng, indices] = inputs;
     MLORA_CHECK(p.has_value() == rng.has_value() && p.has_value() == indices.has_value(),

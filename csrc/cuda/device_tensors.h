@@ -106,17 +106,4 @@ inline void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
 #endif
 }
 
-// The adapters' matrices of one side of `layers` layers: `first` is the first one, `table` says where the
-// others lie.
-inline FactorTable factor_of(const Tensor& first, const Tensor& table, const char* name, int64_t rows,
-                             ScalarType type) {
-  check_table(table, name, 8, ScalarType::Long);
-  MLORA_CHECK(table.size(0) == rows, name, ": expected ", rows, " rows, got ", table.size(0));
-  MLORA_CHECK(on_device(first) && (first.scalar_type() == type || first.scalar_type() == ScalarType::Float),
-              name, ": expected matrices of dtype ", dtype_name(type), " (that of x) or Float, got ",
-              dtype_name(first.scalar_type()));
-  return {first.const_data_ptr(), static_cast<const FactorRow*>(table.const_data_ptr()), 0,
-          scalar_of(first.scalar_type()), false};
-}
-
 }  // namespace mlora::cuda

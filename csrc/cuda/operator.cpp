@@ -55,16 +55,15 @@ void* part(const Tensor& tensor, int64_t numbers) {
 // none.
 std::tuple<Tensors, Tensor, OptionalTensor> forward(
     const Tensor& x, const Tensors& weights, const Tensors& biases, Tensors products, const Tensor& a,
-    const Tensor& a_table, const Tensors& b, const Tensors& b_tables, bool a_aligned, bool b_aligned,
+    const Tensor& a_table, const Tensor& b, const Tensor& b_table, bool a_aligned, bool b_aligned,
     int64_t max_rank, const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scaling,
     const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng, const OptionalTensor& layers,
     bool save_masks) {
-  const Call call(x, a, a_table, b, b_tables, a_aligned, b_aligned, max_rank, made, tiles, splits, scaling,
-                  {dropout_p, dropout_rng, layers});
   const bool multiplies = !weights.empty();
-  MLORA_CHECK(
-      (multiplies ? weights : products).size() == b.size() && (biases.empty() || biases.size() == b.size()),
-      "weights or products, biases: expected one of each layer");
+  const size_t count = (multiplies ? weights : products).size();
+  const Call call(x, count, a, a_table, b, b_table, a_aligned, b_aligned, max_rank, made, tiles, splits,
+                  scaling, {dropout_p, dropout_rng, layers});
+  MLORA_CHECK(biases.empty() || biases.size() == count, "biases: expected none or one of each layer");
   const bool saves = save_masks && dropout_p.has_value();
   Tensor s = empty_like_device(x, {call.layers, call.rows, call.ranks}, call.dtype);
   OptionalTensor keep;
@@ -84,7 +83,7 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
   expand.add = !multiplies;
   expand.plan = call.plan;
   expand.ranks = shrink.ranks;
-  for (size_t i = 0; i < b.size(); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     if (multiplies) {
       const int64_t columns = weights[i].size(0);
       check_weight(weights[i], columns, call.columns, call.dtype);
@@ -98,7 +97,7 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
       MLORA_CHECK(biases[i].size(0) == y.size(1), "bias: expected ", y.size(1), " numbers, got ",
                   biases[i].size(0));
     }
-    expand.output[i] = {call.b[i], biased ? biases[i].const_data_ptr() : nullptr, out_rows_of(y),
+    expand.output[i] = {call.b_of(i), biased ? biases[i].const_data_ptr() : nullptr, out_rows_of(y),
                         static_cast<int>(y.size(1)), 0};
   }
   Partials partials(call);
@@ -115,15 +114,13 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
 // dx, or an empty tensor; gradients go to where the tables say, from `da` and `db` on, or are added there.
 // Without weights `product` holds the sum of dy W, and the low-rank part is added to it.
 Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, OptionalTensor product,
-                const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensors& b,
-                const Tensors& b_tables, Tensors db, bool a_aligned, bool b_aligned, int64_t max_rank,
+                const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensor& b,
+                const Tensor& b_table, OptionalTensor db, bool a_aligned, bool b_aligned, int64_t max_rank,
                 const Tensor& s, const OptionalTensor& keep, const Tensor& made, int64_t tiles,
                 int64_t splits, int64_t slots, const Tensor& scaling, const OptionalTensor& dropout_p,
                 const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool need_dx, bool add) {
-  const Call call(x, a, a_table, b, b_tables, a_aligned, b_aligned, max_rank, made, tiles, splits, scaling,
-                  {dropout_p, dropout_rng, layers});
-  MLORA_CHECK(dys.size() == b.size() && (db.empty() || db.size() == b.size()),
-              "dys, db: expected one of each layer");
+  const Call call(x, dys.size(), a, a_table, b, b_table, a_aligned, b_aligned, max_rank, made, tiles, splits,
+                  scaling, {dropout_p, dropout_rng, layers});
   check_dense(s, "s", 3, call.dtype);
   MLORA_CHECK(s.size(0) == call.layers && s.size(1) == call.rows && s.size(2) == call.ranks, "s: expected [",
               call.layers, ", ", call.rows, ", ", call.ranks, "], got ", shape_of(s));
@@ -135,20 +132,20 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
   ReadDyArguments read_dy = {};
   read_dy.layers = static_cast<int>(call.layers);
   read_dy.need_ds = need_ds;
-  read_dy.need_gradient = !db.empty();
+  read_dy.need_gradient = db.has_value();
   for (size_t i = 0; i < dys.size(); ++i) {
     const Tensor& dy = dys[i];
     check_rows(dy, "dy", call.rows, dy.dim() == 2 ? dy.size(1) : 0, call.dtype);
     const int64_t first = static_cast<int64_t>(i) * call.row_numbers();
     GradientArguments& gradient = read_dy.gradient[i];
-    gradient = call.gradient(dy, part(s, first), call.b[i], 1, slots);
-    if (!db.empty()) {
-      gradient.gradient = checked_gradient(db[i], call.b[i], "db");
+    gradient = call.gradient(dy, part(s, first), call.b_of(i), 1, slots);
+    if (db) {
+      gradient.gradient = checked_gradient(*db, call.b, "db");
       gradient.add = add;
       partials.add_gradient(gradient.partial, dy.size(1), 1, slots);
     }
     if (need_ds) {
-      read_dy.ds[i] = call.shrink(dy, call.b[i], part(ds, first));
+      read_dy.ds[i] = call.shrink(dy, call.b_of(i), part(ds, first));
       read_dy.ds[i].dropout.layers += call.dropout.layers == nullptr ? 0 : i;
       partials.add_shrink(read_dy.ds[i].partial, dy.size(1), 1);
     }
@@ -178,7 +175,7 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     check_weight(weights[i], dys[i].size(1), call.columns, call.dtype);
   }
   partials.allocate(x);
-  if (need_ds || !db.empty()) {
+  if (need_ds || db) {
     check_launch(launch_read_dy(read_dy, call.queue), "read_dy");
   }
   if (need_ds) {

@@ -32,7 +32,7 @@ class CudaOperator:
         segments, scaling, *dropout = plan
         assert segments is not None
         assert scaling is not None
-        a = adapters.a
+        a, b = adapters
         weights = [layer.weight for layer in layers if layer.weight is not None]
         products: list[Tensor] = []
         biases = _biases(layers)
@@ -42,9 +42,9 @@ class CudaOperator:
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         ys, s, keep = OPS.cuda_forward.default(
-            x, weights, biases, products, a.first, a.table, adapters.b_firsts, adapters.b_tables,
-            a.aligned, adapters.b_aligned, a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling,
-            *dropout, masks and self.saves_masks,
+            x, weights, biases, products, a.first, a.table, b.first, b.table, a.aligned, b.aligned,
+            a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling, *dropout,
+            masks and self.saves_masks,
         )  # fmt: skip
         return products or ys, (s,) if keep is None else (s, keep)
 
@@ -61,7 +61,7 @@ class CudaOperator:
         segments, scaling, *dropout = plan
         assert segments is not None
         assert scaling is not None
-        a, (need_dx, need_da, need_db) = adapters.a, wanted
+        (a, b), (need_dx, need_da, need_db) = adapters, wanted
         weights = [layer.weight for layer in layers if layer.weight is not None]
         product = None
         if len(weights) < len(layers):
@@ -72,19 +72,19 @@ class CudaOperator:
                     layer.product.add_matmul_dx(product, dy)
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
-        db = [one.into[0] for one in adapters.b if one.into] if need_db else []
         dx = OPS.cuda_backward.default(
             dys, x, weights, product, a.first, a.table, a.into[0] if need_da and a.into else None,
-            adapters.b_firsts, adapters.b_tables, db, a.aligned, adapters.b_aligned, a.max_rank, saved[0],
-            saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits, sizes.slots, scaling,
-            *dropout, need_dx, a.add,
+            b.first, b.table, b.into[0] if need_db and b.into else None, a.aligned, b.aligned, a.max_rank,
+            saved[0], saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits,
+            sizes.slots, scaling, *dropout, need_dx, a.add,
         )  # fmt: skip
         return (dx if product is None else product) if need_dx else None
 
 
 def _biases(layers: Sequence[Layer]) -> list[Tensor]:
     """Returns no bias if there is none, else one of each layer, without numbers where a layer has none."""
-    if all(layer.bias is None for layer in layers):
+    biases = [layer.bias for layer in layers]
+    some = next((bias for bias in biases if bias is not None), None)
+    if some is None:
         return []
-    some = next(layer.bias for layer in layers if layer.bias is not None)
-    return [some.new_empty(0) if layer.bias is None else layer.bias for layer in layers]
+    return [some.new_empty(0) if bias is None else bias for bias in biases]

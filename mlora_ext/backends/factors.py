@@ -20,19 +20,19 @@ _ALIGNMENT = 16
 _MOST_ROW_BYTES = 1 << 24
 _captured: list[Tensor] = []
 """Tables whose addresses stand in captured CUDA graphs; nobody tells when a graph goes."""
-_Place = tuple[int, int, int, int]
+_Place = tuple[int, int, int, int, int]
 _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
 _Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Factors:
-    """All adapters' A, or all their B.
+    """All adapters' A, or all their B, of one layer or of several that share x, layer after layer.
 
     Attributes:
-        matrices: one per adapter; they must live until the launches that read them are enqueued.
-        table: `[N, 8]` int64 on their device; columns: docs/gpu.md, "Factors".
-        width: d.
+        matrices: one per adapter and layer; they must live until the launches that read them are enqueued.
+        table: `[L · N, 8]` int64 on their device; columns: docs/gpu.md, "Factors".
+        width: d, of the first layer.
         max_rank: R.
         rows_dense: whether every column stride, also of the gradients, is 1.
         alignment: a power of two, at most 16, that divides every offset and rank stride.
@@ -92,7 +92,7 @@ def one_dtype(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
 def factors_of(
     matrices: Sequence[Tensor], *, transposed: bool, gradients: Sequence[Tensor] | None = None
 ) -> Factors:
-    """Returns all adapters' A `[r_i, d]`, or with `transposed` all their B `[d, r_i]`; all of one dtype.
+    """Returns all A `[r_i, d]`, or with `transposed` all B `[d, r_i]`; all of one dtype.
 
     `gradients` are existing gradients to add to, of the same shapes and dtype; offsets count from the first
     of them. Without them, offsets count in the buffer of `new_gradients`. The table is made, and copied to
@@ -121,19 +121,24 @@ def _described(
     """Returns the fields of `Factors` that follow `matrices`."""
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)
-    width = addresses[1][0][1 - rank_dim]
     places = None if existing is None else _places(existing, rank_dim, size)
-    table, dense, alignment, shapes = _table(key, places, width, transposed, device)
+    table, dense, alignment, shapes = _table(key, places, transposed, device)
     near = all(place[2] * size < _MOST_ROW_BYTES for place in key)  # ranks are at 32-bit distances there
     aligned = dense and near and alignment * size % 16 == 0 and addresses[0][0] % 16 == 0
-    return table, width, max(place[1] for place in key), dense, alignment, aligned, shapes
+    return table, key[0][4], max(place[1] for place in key), dense, alignment, aligned, shapes
 
 
 def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ...]:
-    """Returns offset from the first, rank, rank stride and column stride of each matrix, in elements."""
+    """Returns offset from the first, rank, rank stride, column stride and width of each, in elements."""
     base = addresses[0][0]
     return tuple(
-        ((address - base) // size, shape[rank_dim], stride[rank_dim], stride[1 - rank_dim])
+        (
+            (address - base) // size,
+            shape[rank_dim],
+            stride[rank_dim],
+            stride[1 - rank_dim],
+            shape[1 - rank_dim],
+        )
         for address, shape, stride in zip(*addresses, strict=True)
     )
 
@@ -143,12 +148,11 @@ def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ..
 def _table(
     key: tuple[_Place, ...],
     existing: tuple[_Place, ...] | None,
-    width: int,
     transposed: bool,
     device: torch.device,
 ) -> tuple[Tensor, bool, int, _Shapes]:
     rows, shapes, place = [], [], 0
-    for index, (offset, rank, rank_stride, column_stride) in enumerate(key):
+    for index, (offset, rank, rank_stride, column_stride, width) in enumerate(key):
         shape = torch.Size((width, rank) if transposed else (rank, width))
         strides = (rank_stride, column_stride)
         # As `ops.fake.gradient_of`: a Parameter's own strides if it is transposed, else contiguous.
@@ -156,7 +160,7 @@ def _table(
         grad = (1, shape[0]) if lies_transposed else (shape[1], 1)
         grad_place = (place, *(grad[::-1] if transposed else grad))
         if existing is not None:
-            grad_place = (existing[index][0], *existing[index][2:])
+            grad_place = (existing[index][0], *existing[index][2:4])
         rows.append((offset, rank_stride, column_stride, rank, *grad_place, 0))
         shapes.append((shape, grad, place))
         place += -(-shape.numel() // _ALIGNMENT) * _ALIGNMENT

@@ -43,25 +43,11 @@ class Layer(NamedTuple):
         return self.frozen if self.weight is None else PlainWeight.of(self.weight)
 
 
-class Adapters:
-    """The same adapters on every layer.
+class Adapters(NamedTuple):
+    """A and B of the same adapters on every layer: all of the first layer, then of the second, and so on."""
 
-    Args:
-        a: A of all adapters of the first layer, then of the second, and so on.
-        b: B of all adapters, by layer.
-
-    Attributes:
-        b_firsts, b_tables: of `b`, as the compiled call takes them.
-        b_aligned: whether all of `b` can be loaded 16 bytes at a time.
-    """
-
-    __slots__ = ("a", "b", "b_aligned", "b_firsts", "b_tables")
-
-    def __init__(self, a: Factors, b: Sequence[Factors]) -> None:
-        self.a, self.b = a, b
-        self.b_firsts = [one.first for one in b]
-        self.b_tables = [one.table for one in b]
-        self.b_aligned = all(one.aligned for one in b)
+    a: Factors
+    b: Factors
 
 
 class GpuOperator(Protocol):

@@ -103,28 +103,26 @@ def backward_of(
             if dx is not None:
                 layer.frozen.add_matmul_dx(dx, dy)
         return dx, [], [[] for _ in layers]
-    adapters = _adapters(lora_a, lora_b)
-    a, b = adapters.a, adapters.b
+    a, b = _adapters(lora_a, lora_b)
     da: list[Tensor] = []
-    db: list[list[Tensor]] = [[] for _ in layers]
+    db: list[Tensor] = []
     if wanted[1]:
         a, da = a.new_gradients()
     if wanted[2]:
-        made = [one.new_gradients() for one in b]
-        b, db = [one for one, _ in made], [views for _, views in made]
+        b, db = b.new_gradients()
     operator = gpu_operator(backend)  # type: ignore[arg-type]
     dx = operator.backward(dys, x, layers, Adapters(a, b), saved, plan, wanted)
     da = own_gradients(lora_a, da) if da else da
-    return (
-        dx,
-        da,
-        [own_gradients(some, views) if views else [] for some, views in zip(lora_b, db, strict=True)],
-    )
+    db = own_gradients([matrix for some in lora_b for matrix in some], db) if db else db
+    each = len(db) // len(layers)
+    return dx, da, [db[i * each : (i + 1) * each] for i in range(len(layers))]
 
 
 def _adapters(lora_a: Sequence[Tensor], lora_b: Sequence[Sequence[Tensor]]) -> Adapters:
-    a = factors_of(one_dtype(lora_a), transposed=False)
-    return Adapters(a, [factors_of(one_dtype(some), transposed=True) for some in lora_b])
+    every_b = [matrix for some in lora_b for matrix in some]
+    return Adapters(
+        factors_of(one_dtype(lora_a), transposed=False), factors_of(one_dtype(every_b), transposed=True)
+    )
 
 
 def cpu_forward(

@@ -91,7 +91,8 @@ def hold(
     if not every or not all(map(_holds, every)):
         return None
     a = _table([p for layer in lora_a for p in layer], False)
-    return HeldAdapters(names, Adapters(a, [_table(layer, True) for layer in lora_b]), written)
+    b = _table([p for layer in lora_b for p in layer], True)
+    return HeldAdapters(names, Adapters(a, b), written)
 
 
 def _table(parameters: Sequence[nn.Parameter], transposed: bool) -> Factors:
@@ -158,7 +159,7 @@ class _Held(_SingleLevelFunction):
         ctx.operands = [one.fused(x) for one in frozen]
         weights = [None if one is None else one.weight for one in ctx.operands]
         if backend == "cpu":
-            a, (b,) = held.tables.a, held.tables.b
+            a, b = held.tables
             y, s = one_layer.cpu_forward(x, frozen[0], ctx.operands[0], biases[0], a, b, plan)
             ctx.save_for_backward(x, weights[0], s)
             return (y,)
@@ -183,12 +184,12 @@ class _Held(_SingleLevelFunction):
         if backend == "cpu":
             (dy,), (s,), (weight,) = map(dense_rows, dys), saved, weights  # type: ignore[arg-type]
             operands = None if weight is None else FusedOperands(weight, *ctx.operands[0][1:])
-            a, (b,) = held.tables.a, held.tables.b
+            a, b = held.tables
             dx, _, _ = one_layer.cpu_backward(dy, x, frozen[0], operands, a, b, s, plan, wanted)
         else:
             rows = [
-                x.new_zeros(len(x), b.width) if dy is None else dense_rows(dy)
-                for dy, b in zip(dys, held.tables.b, strict=True)
+                x.new_zeros(len(x), one.shape[0]) if dy is None else dense_rows(dy)
+                for dy, one in zip(dys, frozen, strict=True)
             ]
             layers = list(map(Layer, frozen, weights))
             dx = gpu_operator(backend).backward(rows, x, layers, held.tables, saved, plan, wanted)

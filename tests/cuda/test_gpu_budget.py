@@ -56,7 +56,7 @@ def launches_of(call) -> dict[str, emulated.Launch]:
         return factors_of(matrices, transposed=transposed, gradients=gradients)
 
     a = table([(rank, call.d_in) for _ in call.d_outs for rank in call.ranks], False)
-    b = [table([(rank, d_out) for rank in call.ranks], True) for d_out in call.d_outs]
+    b = table([(rank, d_out) for d_out in call.d_outs for rank in call.ranks], True)
     drop = (None, None, None)
     if call.dropout:
         one = mx.LoRADropout([0.1] * len(call.ranks), list(range(len(call.ranks)))).tensors("cpu")

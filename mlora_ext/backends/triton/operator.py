@@ -71,7 +71,7 @@ class TritonOperator:
     def forward(
         self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors, masks: bool = True
     ) -> tuple[list[Tensor], Saved]:
-        (layer,), a, (b,) = layers, adapters.a, adapters.b
+        (layer,), (a, b) = layers, adapters
         with _on(x):
             call = _Call(self._plans, x, a, plan)
             s = x.new_empty(len(x), a.max_rank)
@@ -91,7 +91,7 @@ class TritonOperator:
         plan: PlanTensors,
         wanted: Wanted,
     ) -> Tensor | None:
-        (layer,), a, (b,), (dy,), (s,) = layers, adapters.a, adapters.b, dys, saved[0]
+        (layer,), (a, b), (dy,), (s,) = layers, adapters, dys, saved[0]
         need_dx, need_da, need_db = wanted
         need_ds = need_dx or need_da
         dx = x.new_empty(x.shape) if need_dx else None
