@@ -9,7 +9,10 @@ enum class Scalar : int8_t { kFloat = 0, kBFloat16 = 1, kHalf = 2 };
 
 inline int64_t element_size(Scalar type) { return type == Scalar::kFloat ? 4 : 2; }
 
-// Dropout of one adapter in one layer: Philox4x32-10, one counter for eight columns of one row.
+// Of Philox4x32; seven are the fewest that pass all tests of BigCrush (Salmon et al., SC 2011).
+constexpr int kPhiloxRounds = 7;
+
+// Dropout of one adapter in one layer: Philox4x32-7, one counter for eight columns of one row.
 // counter = (column / 8, row, layer, step); an element is dropped when its 16-bit number < threshold.
 struct Dropout {
   uint32_t key0 = 0;

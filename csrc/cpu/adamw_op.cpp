@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "cpu/plan.h"
 
@@ -11,6 +12,9 @@ namespace mlora::cpu {
 namespace {
 
 constexpr int64_t kSpan = 1 << 14;  // numbers of one task
+// What a number takes, in the multiply-adds by which `Team` decides on threads: these wait for memory.
+constexpr int64_t kUpdateWork = 8;
+constexpr int64_t kSquareWork = 4;
 
 // Numbers [begin, end) of one tensor of a list.
 struct Span {
@@ -21,10 +25,26 @@ struct Span {
 
 std::string name_of(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
 
-// Whether the tensor's numbers lie without gaps: as rows, or as the rows of its transpose.
+// Whether the tensor's numbers lie without gaps, in any order of its dimensions.
 bool is_dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ||
-         (tensor.dim() == 2 && tensor.stride(0) == 1 && tensor.stride(1) == tensor.size(0));
+  if (tensor.is_contiguous()) {
+    return true;
+  }
+  std::vector<std::pair<int64_t, int64_t>> dimensions;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) != 1) {
+      dimensions.emplace_back(tensor.stride(i), tensor.size(i));
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t next = 1;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride != next) {
+      return false;
+    }
+    next *= size;
+  }
+  return true;
 }
 
 void check_numbers(const Tensor& tensor, const char* list, size_t i) {
@@ -55,9 +75,10 @@ void check_state(const std::vector<Tensor>& list, const char* name, const std::v
   }
 }
 
-// Sums what `task` returns for each span of the tensors, in their order, so it depends on no thread.
+// Sums what `task` returns for each span of the tensors, in their order, so it depends on no thread. `work`: of
+// a number, in multiply-adds.
 template <typename Task>
-double sum_of_spans(const std::vector<Tensor>& tensors, int64_t threads, const Task& task) {
+double sum_of_spans(const std::vector<Tensor>& tensors, int64_t work, int64_t threads, const Task& task) {
   std::vector<Span> spans;
   int64_t numbers = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -68,7 +89,7 @@ double sum_of_spans(const std::vector<Tensor>& tensors, int64_t threads, const T
     }
   }
   std::vector<float> sums(spans.size());
-  Team(numbers, threads).run(static_cast<int64_t>(spans.size()), [&](int64_t i, int64_t) {
+  Team(work * numbers, threads).run(static_cast<int64_t>(spans.size()), [&](int64_t i, int64_t) {
     sums[static_cast<size_t>(i)] = task(spans[static_cast<size_t>(i)]);
   });
   return std::accumulate(sums.begin(), sums.end(), 0.0);
@@ -115,7 +136,7 @@ double adamw(const std::vector<Tensor>& gradients, const std::vector<Tensor>& pa
       args[i].copy_type = scalar_of(copies[i].scalar_type());
     }
   }
-  return sum_of_spans(gradients, threads, [&](const Span& span) {
+  return sum_of_spans(gradients, kUpdateWork, threads, [&](const Span& span) {
     return kernels(scalar_of(gradients[span.tensor].scalar_type()))
         .adamw(args[span.tensor], span.begin, span.end);
   });
@@ -125,7 +146,7 @@ double squares(const std::vector<Tensor>& tensors, int64_t threads) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_numbers(tensors[i], "tensors", i);
   }
-  return sum_of_spans(tensors, threads, [&](const Span& span) {
+  return sum_of_spans(tensors, kSquareWork, threads, [&](const Span& span) {
     const Tensor& tensor = tensors[span.tensor];
     return kernels(scalar_of(tensor.scalar_type())).squares(tensor.const_data_ptr(), span.begin, span.end);
   });

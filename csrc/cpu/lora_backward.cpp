@@ -46,7 +46,7 @@ void check_intermediate(const Tensor& s, const Tensor& x, int64_t max_rank) {
 class GradientSums {
  public:
   // Without gradients: not wanted.
-  GradientSums(const Kernels& table, const Plan& plan, const std::vector<int32_t>& groups, const Team& team,
+  GradientSums(const Kernels& table, const Plan& plan, const std::vector<int32_t>& groups, int64_t threads,
                const Matrices& gradients, bool add, int64_t cols, Workspace& workspace)
       : table_(table),
         plan_(plan),
@@ -64,7 +64,7 @@ class GradientSums {
       }
     }
     alone_bytes_ = (alone_bytes_ + 63) / 64 * 64;
-    alone_ = workspace.reserve(alone_bytes_ * team.threads());
+    alone_ = workspace.reserve(alone_bytes_ * threads);
   }
 
   float* of(const BlockGroup& group, int64_t thread) const {
@@ -154,11 +154,12 @@ void low_rank_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
   if (dx || gradients.a.count() > 0) {
     operands.add_b(adapters.b, dy.size(1), Along::kColumns);
   }
-  operands.reserve(team);
-  const GradientSums sums_a(table, plan, tasks, team, gradients.a, gradients.add, x.size(1), workspace);
-  const GradientSums sums_b(table, plan, tasks, team, gradients.b, gradients.add, dy.size(1), workspace);
+  const int64_t threads = std::clamp<int64_t>(static_cast<int64_t>(groups.size()), 1, team.threads());
+  operands.reserve(threads);
+  const GradientSums sums_a(table, plan, tasks, threads, gradients.a, gradients.add, x.size(1), workspace);
+  const GradientSums sums_b(table, plan, tasks, threads, gradients.b, gradients.add, dy.size(1), workspace);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
-  const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
+  const int64_t scratch = workspace.reserve(scratch_bytes * threads);
   workspace.allocate();
   operands.pack_shared(team);
 

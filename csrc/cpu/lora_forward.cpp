@@ -50,9 +50,10 @@ Tensor add_low_rank(const Tensor& y, const Tensor& x, const Adapters& adapters, 
   Operands operands(table, plan.adapters, tasks, workspace);
   operands.add_a(adapters.a, x.size(1), Along::kColumns);
   operands.add_b(adapters.b, y.size(1), Along::kRank);
-  operands.reserve(team);
+  const int64_t threads = std::clamp<int64_t>(static_cast<int64_t>(plan.blocks.size()), 1, team.threads());
+  operands.reserve(threads);
   const int64_t scratch_bytes = table.scratch_bytes(plan.max_rank);
-  const int64_t scratch = workspace.reserve(scratch_bytes * team.threads());
+  const int64_t scratch = workspace.reserve(scratch_bytes * threads);
   workspace.allocate();
   operands.pack_shared(team);
 

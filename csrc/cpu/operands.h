@@ -23,10 +23,10 @@ class Operands {
     add(b, cols, along, 1, &AdapterView::b, &AdapterView::b_stride);
   }
 
-  // Before the workspace is allocated, once all are added.
-  void reserve(const Team& team) {
+  // Before the workspace is allocated, once all are added: for so many threads.
+  void reserve(int64_t threads) {
     alone_bytes_ = largest_[0] + largest_[1];
-    alone_ = workspace_.reserve(alone_bytes_ * team.threads());
+    alone_ = workspace_.reserve(alone_bytes_ * threads);
   }
 
   // Once the workspace is allocated: fills what several tasks read and could not be read in place.

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one counter at a
+// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one counter at a
 // time.
 #pragma once
 
@@ -18,7 +18,7 @@ inline uint64_t philox_byte(const Dropout& dropout, uint32_t row, uint32_t count
   uint32_t c[4] = {counter, row, dropout.layer, dropout.step};
   uint32_t k0 = dropout.key0;
   uint32_t k1 = dropout.key1;
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t p0 = static_cast<uint64_t>(kPhiloxMultiplier0) * c[0];
     const uint64_t p1 = static_cast<uint64_t>(kPhiloxMultiplier1) * c[2];
     const uint32_t next0 = static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ k0;

@@ -105,8 +105,9 @@ inline uint64_t philox_word(const Dropout& dropout, uint32_t row, uint32_t count
   }
   uint32_t k0 = dropout.key0;
   uint32_t k1 = dropout.key1;
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
+  static_assert(kPhiloxRounds == 7);
+#pragma GCC unroll 7
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const __m256i key0 = _mm256_set1_epi64x(k0);
     const __m256i key1 = _mm256_set1_epi64x(k1);
     for (int i = 0; i < 2; ++i) {

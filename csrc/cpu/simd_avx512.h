@@ -93,14 +93,14 @@ struct Simd {
 
 // Round keys, and the part of the first rounds that depends on the row alone.
 struct PhiloxRows {
-  uint64_t key0[10];
-  uint64_t key1[10];
+  uint64_t key0[kPhiloxRounds];
+  uint64_t key1[kPhiloxRounds];
   uint32_t layer_low;
   uint64_t high[kBlockRows];
   uint64_t low[kBlockRows];
 
   PhiloxRows(const Dropout& dropout, uint32_t row, int64_t rows) {
-    for (uint32_t round = 0; round < 10; ++round) {
+    for (uint32_t round = 0; round < kPhiloxRounds; ++round) {
       key0[round] = static_cast<uint32_t>(dropout.key0 + round * kPhiloxBump0);
       key1[round] = static_cast<uint32_t>(dropout.key1 + round * kPhiloxBump1);
     }
@@ -152,8 +152,9 @@ inline void philox_words(const PhiloxRows& rows, const PhiloxColumns& columns, i
     c2[i] = _mm512_xor_si512(columns.third2, _mm512_set1_epi64(rows.low[row + i]));
     c3[i] = columns.third3;
   }
-#pragma GCC unroll 7
-  for (int round = 3; round < 10; ++round) {
+  static_assert(kPhiloxRounds == 7);
+#pragma GCC unroll 4
+  for (int round = 3; round < kPhiloxRounds; ++round) {
     const __m512i key0 = _mm512_set1_epi64(rows.key0[round]);
     const __m512i key1 = _mm512_set1_epi64(rows.key1[round]);
     for (int i = 0; i < kRows; ++i) {

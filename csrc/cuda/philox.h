@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC 2011); docs/design.md says which counter serves which element.
+// Philox4x32-7 (Salmon et al., SC 2011); docs/design.md says which counter serves which element.
 #pragma once
 
 #include <cmath>
@@ -52,7 +52,7 @@ MLORA_HD PhiloxWords philox(const Dropout& dropout, uint32_t row, uint32_t count
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c.word[0];
     const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c.word[2];
     c = {{static_cast<uint32_t>(product1 >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(product1),

@@ -101,7 +101,8 @@ class PlanCache:
     def __init__(self, make: MakePlan, capture: Callable[[Tensor], int] | None = None) -> None:
         self._make, self._capture = make, capture
         self._plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._latest: tuple[Callable[[], Tensor | None], tuple[int, ...], Plan] | None = None
+        self._latest: tuple[Callable[[], Tensor | None], tuple[int, ...], Callable[[], Plan | None]] | None
+        self._latest = None
 
     def get(self, segments: Tensor, rows: int, adapters: int) -> Plan:
         """Returns the plan of `segments [S, 4]` int64, ascending rows `(begin, end, adapter, row0)`."""
@@ -110,20 +111,21 @@ class PlanCache:
             return self._make(segments, self._sizes(segments, rows, adapters))
         stream = captured = 0
         if segments.is_cuda:
-            # another stream would not wait for the tables
+            # another stream would not wait for the tables; `current_stream` makes an object each time
             stream = torch._C._cuda_getCurrentRawStream(segments.device.index)
             captured = self._capture_of(segments)
         key = segments._version, rows, adapters, stream, captured
         latest = self._latest  # a batch's layers ask one after the other
-        if latest is not None and latest[0]() is segments and latest[1] == key:
-            return latest[2]
+        if latest is not None and latest[0]() is segments and latest[1] == key and (plan := latest[2]()):
+            return plan
         kept: tuple[int, dict[tuple[int, ...], Plan]] | None = self._plans.get(segments)
         if kept is None or kept[0] != segments._version:
             kept = self._plans[segments] = (segments._version, {})
         if key not in kept[1]:
             kept[1][key] = self._make(segments, self._sizes(segments, rows, adapters, captured > 0))
-        self._latest = weakref.ref(segments), key, kept[1][key]
-        return kept[1][key]
+        plan = kept[1][key]
+        self._latest = weakref.ref(segments), key, weakref.ref(plan)
+        return plan
 
     def _capture_of(self, segments: Tensor) -> int:
         """Returns the id of the capture that the stream of a table on a GPU takes part in, or 0."""

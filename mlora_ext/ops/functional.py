@@ -132,8 +132,11 @@ def lora_linear_held(
     plan: PlanTensors,
     updates: Updates,
 ) -> Sequence[Tensor] | None:
-    """Returns `[..., d_out]` of each layer by `ops.held`, or None where autocast or the reference is on."""
-    if torch.is_autocast_enabled(x.device.type):
+    """Returns `[..., d_out]` of each layer by `ops.held`, or None where it does not serve.
+
+    It does not under autocast, with the backend `reference`, and inside `torch.func`.
+    """
+    if torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active():
         return None
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     backend = backend_for(x.device, x.dtype)

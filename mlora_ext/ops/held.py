@@ -149,7 +149,10 @@ def _anchor() -> Tensor:
 
 
 class _Held(_SingleLevelFunction):
-    """A `torch.autograd.Function` without its support of `torch.func`, which takes 2 µs a call."""
+    """A `torch.autograd.Function` without its support of `torch.func`, which takes 2 µs a call.
+
+    `_SingleLevelFunction` is the private base class of `Function` in torch 2.11 to 2.13.
+    """
 
     @staticmethod
     def forward(ctx: Any, x, anchor, call):  # type: ignore[no-untyped-def]

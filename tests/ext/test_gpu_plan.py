@@ -1,7 +1,8 @@
 """The plan and the tables of the GPU backends, against plain Python; the number of launches."""
 
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -183,6 +184,40 @@ def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert outside is not first
     assert cache.get(segments, 9, 2) is outside
     assert len(calls) == 3
+
+
+def test_a_capture_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch tells of the current device only."""
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    current = [1]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] is None)
+
+    @contextmanager
+    def on_device(device: int | None) -> Iterator[None]:
+        current[0] = device
+        yield
+        current[0] = 1
+
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)  # on device None
+    asked: list[torch.Tensor] = []
+
+    def capture(tensor: torch.Tensor) -> int:
+        asked.append(tensor)
+        return 5
+
+    def make(segments: torch.Tensor, sizes: PlanSizes) -> Plan:
+        return Plan(sizes, segments)
+
+    assert PlanCache(make, capture).get(segments, 9, 2).sizes == PlanSizes.bounds(9, len(segments), 2)
+    assert len(asked) == 1
+    with pytest.raises(RuntimeError, match="backend 'triton' makes plans on the host"):
+        PlanCache(make).get(segments, 9, 2)
 
 
 def test_each_stream_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,3 +258,22 @@ def test_checkpointing(reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     train(model, ids)
     assert_same(gradients(model), expected)
+
+
+def test_differentiable_once_and_not_by_functional_transforms() -> None:
+    case = make([4, 7], [6, 5], [0, 1], adapter_dtype=torch.float32)
+    held = held_of(with_gradients(case))
+    case.dy.requires_grad_()
+    (dx,) = torch.autograd.grad(forward(case, held), case.x, case.dy, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+    x, weight, bias, _, _, *plan = case.operator_arguments()
+    served: list[bool] = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        found = lora_linear_held(x, [PlainWeight.of(weight)], [bias], held, tuple(plan), Updates())
+        served.append(found is not None)
+        return x.sum()
+
+    torch.func.grad(loss)(x.detach())
+    assert served == [False], "autograd's way, whose message says what is missing"

@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...ops import dropout
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+
 
 @triton.jit
 def dropout_of(adapter, p_ptr, rng_ptr, layer_ptr):
@@ -33,7 +37,7 @@ def keep_mask(seed, step, layer, threshold, philox_row, column, ROWS: tl.constex
     zero = tl.zeros([ROWS, COLUMNS // 8], dtype=tl.uint32)
     counter = zero + (column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]
     row = zero + (philox_row + tl.arange(0, ROWS)).to(tl.uint32)[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, counter, row, zero + layer, zero + step)
+    w0, w1, w2, w3 = tl.philox(seed, counter, row, zero + layer, zero + step, ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     numbers = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLUMNS))
     return numbers >= threshold

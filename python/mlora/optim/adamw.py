@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from mlora.optim.optimizer import Optimizer, Shapes, compiled_for, elements
+from mlora.optim.optimizer import Optimizer, Shapes, elements
 
 
 class AdamW(Optimizer):
@@ -38,19 +38,21 @@ class AdamW(Optimizer):
         learning_rate: float,
         scale: float,
         steps: int,
-    ) -> bool:
+    ) -> bool | None:
         parameters = [self.parameters[i] for i in index]
         first, second = ([self.state[i][order] for i in index] for order in (0, 1))
         return self._update([list(gradients), parameters, first, second], learning_rate, scale, steps)
 
-    def _update(self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int) -> bool:
+    def _update(
+        self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int
+    ) -> bool | None:
         """Updates Parameters by gradients, first and second moments; returns what `step` returns."""
         gradients, parameters, first, second = tensors
         torch._foreach_mul_(gradients, scale)
         counts = list(torch.full((len(parameters),), float(steps)).unbind())
         values = self._torch_values(learning_rate)
         adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
-        return False
+        return None
 
     def _torch_values(self, learning_rate: float) -> dict[str, Any]:
         config = self.config
@@ -76,14 +78,16 @@ class FusedAdamW(AdamW):
     def step_bytes(shapes: Shapes) -> int:
         return 0
 
-    def _update(self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int) -> bool:
+    def _update(
+        self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int
+    ) -> bool | None:
         gradients, parameters, first, second = tensors
-        if compiled_for(parameters[0]):
+        if self.compiled:
             config = self.config
             betas = config.adam_beta1, config.adam_beta2
             decay, step = (config.adam_epsilon, config.weight_decay), steps + 1
             torch.ops.mlora_ext.adamw(*tensors, [], learning_rate, *betas, *decay, step, scale, True, 0)
-            increment_version(parameters)
+            increment_version([*parameters, *gradients])
             return True
         # torch.optim.AdamW(fused=True) calls this kernel too, but takes twice the time for 28 small tensors.
         device = parameters[0].device
@@ -91,4 +95,4 @@ class FusedAdamW(AdamW):
         divisor = torch.full((), 1.0 / scale, device=device)
         values = self._torch_values(learning_rate)
         torch._fused_adamw_(parameters, gradients, first, second, [], counts, grad_scale=divisor, **values)
-        return False
+        return None

@@ -32,6 +32,7 @@ class Optimizer(ABC):
         steps: steps made.
         state: for each Parameter, the tensors that last between steps, such as its moments; empty lists
             before the first step.
+        compiled: whether our compiled operators serve all Parameters and their held gradients.
 
     Example:
         >>> class Lion(Optimizer):
@@ -46,6 +47,7 @@ class Optimizer(ABC):
         self.config = config
         self.state: list[list[Tensor]] = [[] for _ in parameters]
         self.steps = 0
+        self.compiled = False
         self._names = list(parameters)
         self._cleared: list[int] = []  # versions of held gradients when they were zeroed; empty: none is held
         self._written: Sequence[set[str]] = ()
@@ -100,7 +102,7 @@ class Optimizer(ABC):
         gradients = list(self.gradients().values())
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
-        if compiled_for(gradients[0]):
+        if self.compiled:
             found = torch.ops.mlora_ext.squares(gradients, 0)
             return torch.full((), found, dtype=torch.float64)
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).double().square()
@@ -146,6 +148,9 @@ class Optimizer(ABC):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 self._clear(i, parameter.grad)
+            elif not parameter.grad.is_sparse and parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.zeros_like(parameter).copy_(parameter.grad)
+        self.compiled = all(map(_serves, self.parameters))
 
     def _clear(self, index: int, gradient: Tensor) -> None:
         self._cleared[index] = gradient._version
@@ -193,9 +198,13 @@ class Optimizer(ABC):
         self.steps = steps
 
 
-def compiled_for(tensor: Tensor) -> bool:
-    """Returns whether our compiled operators serve tensors like this one."""
-    return LOADED and tensor.is_cpu
+def _serves(parameter: Tensor) -> bool:
+    """Returns whether our compiled operators serve a Parameter with a gradient: fp32, without gaps."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse or not LOADED or not parameter.is_cpu:
+        return False
+    dense = torch.empty_like(parameter).stride() == parameter.stride()  # `empty_like` closes gaps
+    return dense and parameter.dtype == gradient.dtype == torch.float32
 
 
 def elements(shapes: Shapes) -> int:

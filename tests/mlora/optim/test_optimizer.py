@@ -53,13 +53,18 @@ def set_gradients(mine: list[nn.Parameter], theirs: list[nn.Parameter], tokens: 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 @pytest.mark.parametrize("bound", [0.0, 0.4, 1e6])
-def test_steps_are_pytorchs(optim: str, bound: float) -> None:
+@pytest.mark.parametrize("held", [False, True], ids=["autograd", "held"])
+def test_steps_are_pytorchs(optim: str, bound: float, held: bool) -> None:
     mine = parameters()
     theirs = twin(mine)
     config = OptimConfig(
         3e-2, optim, 0.1, max_grad_norm=bound, lr_scheduler_type="cosine", warmup_steps=3, total_steps=12
     )
     ours = Optimizer(mine, config)
+    written: list[set[str]] = [{"a"}, {"a"}]
+    if held:
+        ours.stage.hold_gradients("a", written)
+    assert ours.stage.compiled == held
     if optim == "sgd":
         peer: torch.optim.Optimizer = torch.optim.SGD(theirs, lr=3e-2, weight_decay=0.1)
     else:
@@ -67,6 +72,9 @@ def test_steps_are_pytorchs(optim: str, bound: float) -> None:
     schedule = get_scheduler("cosine", peer, 3, 12)
     for step in range(12):
         set_gradients(mine, theirs, tokens=step + 5)
+        if held:
+            for names in written:
+                names.add("a")
         norm = torch.nn.utils.clip_grad_norm_(theirs, bound or float("inf"))
         rate = peer.param_groups[0]["lr"]
         learning_rate, grad_norm, update = ours.step(divisor=step + 5)
@@ -75,7 +83,7 @@ def test_steps_are_pytorchs(optim: str, bound: float) -> None:
         assert update.taken
         assert learning_rate == pytest.approx(rate, rel=1e-12, abs=1e-15)
         assert grad_norm == pytest.approx(float(norm), rel=1e-5)
-        assert all(p.grad is None for p in mine)
+        assert all(not p.grad.any() if held else p.grad is None for p in mine)
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
@@ -141,6 +149,44 @@ def test_resume_is_bit_equal(optim: str) -> None:
             p.grad = value.clone()
         resumed.step(2.0)
     assert all(torch.equal(p, q) for p, q in zip(mine, again, strict=True))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.randn(3, 4, 5).permute(2, 0, 1),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(6, 9)[:, :4],
+        torch.randn(5, 4, dtype=torch.float64),
+        torch.randn(5, 4).bfloat16(),
+        torch.randn(()),
+        torch.randn(0, 4),
+    ],
+    ids=["permuted", "channels last", "with gaps", "fp64", "bf16", "scalar", "empty"],
+)
+def test_parameters_of_any_kind(optim: str, odd: torch.Tensor) -> None:
+    """An adapter kind of one's own may have them; a gradient that is there has other strides."""
+    mine = [nn.Parameter(odd.clone()), nn.Parameter(torch.randn(7, 3))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
+    ours = Optimizer(mine, OptimConfig(1e-2, optim, 0.1, lr_scheduler_type="constant", max_grad_norm=0.5))
+    mine[1].grad = torch.zeros(3, 7).t()
+    written: list[set[str]] = [set(), set()]
+    ours.stage.hold_gradients("a", written)
+    assert mine[1].grad.stride() == mine[1].stride()
+    kind = torch.optim.SGD if optim == "sgd" else torch.optim.AdamW
+    peer = kind(theirs, lr=1e-2, weight_decay=0.1)
+    for _ in range(3):
+        for p, q, names in zip(mine, theirs, written, strict=True):
+            q.grad = torch.randn_like(q)
+            p.grad.copy_(q.grad)
+            names.add("a")
+        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        peer.step()
+        assert ours.step(1)[-1].taken
+    for p, q in zip(mine, theirs, strict=True):
+        tolerance = 2e-2 if p.dtype == torch.bfloat16 else 3e-6
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
