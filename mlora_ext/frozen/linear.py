@@ -48,7 +48,7 @@ class _FrozenLinear(torch.autograd.Function):
         return _forward(rows, frozen, operands, bias)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(lambda ctx: ())
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (weight,) = ctx.saved_tensors
         dx = ctx.frozen.matmul_dx(dy) if weight is None else linear_dx(dy, weight, ctx.packed_dx)

@@ -81,7 +81,7 @@ class _LoRALinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(lambda ctx: (ctx.saved_tensors[0], *ctx.lora_a, *ctx.lora_b))
     def backward(ctx: Any, dy: Tensor | None):  # type: ignore[no-untyped-def]
         needs, n = ctx.needs_input_grad, len(ctx.lora_a)
         if dy is None:
@@ -152,7 +152,7 @@ class _LoRAFused(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(lambda ctx: (ctx.saved_tensors[0], *ctx.adapters))
     def backward(ctx: Any, *dys: Tensor | None):  # type: ignore[no-untyped-def]
         needs, n = ctx.needs_input_grad, len(ctx.lora_a)
         nothing = [None] * len(needs)

@@ -173,7 +173,7 @@ class _Held(_SingleLevelFunction):
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(lambda ctx: ctx.saved_tensors[:1])
     def backward(ctx: Any, *dys: Tensor | None):  # type: ignore[no-untyped-def]
         frozen, _, held, plan, backend, updates = ctx.call
         if dys[0] is None and not any(dy is not None for dy in dys):

@@ -111,13 +111,15 @@ class Optimizer(ABC):
     def apply(self, update: Update) -> None:
         """Makes an update, and drops the gradients."""
         found, cleared = self.gradients(), False
-        if update.taken:
-            self.begin()
-            if found:
-                step = list(found), list(found.values()), update.learning_rate, update.scale, self.steps
-                cleared = bool(self.step(*step))
-            self.steps += 1
-        self._drop(found, cleared)
+        try:
+            if update.taken:
+                self.begin()
+                if found:
+                    step = list(found), list(found.values()), update.learning_rate, update.scale, self.steps
+                    cleared = bool(self.step(*step))
+                self.steps += 1
+        finally:
+            self._drop(found, cleared)
 
     @torch.no_grad()
     def drop_gradients(self) -> None:

@@ -210,6 +210,25 @@ def test_held_gradients_are_zeros_after_a_step_and_every_version_counts(optim: s
         assert not ours.stage.gradients()
 
 
+def test_an_optimizer_that_fails_leaves_no_gradient_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step would add to it."""
+    mine = parameters()
+    ours = Optimizer(mine, OptimConfig(1e-2, "sgd", lr_scheduler_type="constant"))
+    written: list[set[str]] = [{"a"}, {"a"}]
+    ours.stage.hold_gradients("a", written)
+    set_gradients(mine, twin(mine), 1)
+
+    def fails(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ours.stage, "step", fails)
+    with pytest.raises(ZeroDivisionError):
+        ours.step(1)
+    assert not ours.stage.gradients()
+    assert not any(p.grad.any() for p in mine)
+    assert ours.stage.steps == 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("optim", "adam"), ("learning_rate", -1.0), ("max_grad_norm", float("nan")), ("adam_beta2", 1.0)],
