@@ -31,6 +31,7 @@ from mlora.config.strict import (
 )
 from mlora.config.sweep_config import SweepConfig
 from mlora.objectives.registry import CROSS_ENTROPY, objective_names
+from mlora.optim.optim_config import LARGEST
 from mlora.optim.registry import optimizer_names
 
 
@@ -46,7 +47,7 @@ class TrainingFields(Strict):
     per_device_train_batch_size: int = Field(default=8, ge=1, le=MOST)
     per_device_eval_batch_size: int = Field(default=8, ge=1, le=MOST)
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=MOST)
-    learning_rate: float = Field(default=5e-5, ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=5e-5, ge=0, le=LARGEST["learning_rate"], allow_inf_nan=False)
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -63,7 +64,7 @@ class TrainingFields(Strict):
     warmup_steps: float = Field(default=0, ge=0, le=MOST)
     max_steps: int = Field(default=-1, le=MOST)
     num_train_epochs: float = Field(default=3.0, gt=0, le=MOST)
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, le=LARGEST["weight_decay"], allow_inf_nan=False)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)

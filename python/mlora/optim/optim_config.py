@@ -9,6 +9,9 @@ from typing import Any
 
 from mlora.optim.registry import optimizer_names
 
+LARGEST = {"learning_rate": 1e30, "weight_decay": 1e6}
+"""Larger values, and their product, are beyond fp32, which PyTorch refuses in the midst of a step."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -44,6 +47,8 @@ class OptimConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
+            if value > LARGEST.get(name, math.inf):
+                raise ValueError(f"{name}: expected at most {LARGEST[name]:g}, got {value}")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a number with 0 <= value < 1, got {getattr(self, name)}")

@@ -118,6 +118,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("defaults.max_steps", 10**9 + 1, "max_steps: must be at most 1000000000, got 10000"),
         ("defaults.num_train_epochs", 1e10, "epochs: must be at most 1000000000"),
         ("adapters.1.warmup_steps", 1e300, "warmup_steps: must be at most 1000000000"),
+        ("adapters.1.learning_rate", 1e38, "learning_rate: must be at most 1e+30"),
         ("defaults.gradient_accumulation_steps", 10**12, "steps: must be at most 1000000000"),
         ("adapters.0.lora.lora_alpha", 0, "lora.lora_alpha: must not be 0"),
         ("adapters.0.lora.alpha_pattern", {"q_proj": 0}, "lora.alpha_pattern.q_proj: must not be 0"),

@@ -210,6 +210,20 @@ def test_held_gradients_are_zeros_after_a_step_and_every_version_counts(optim: s
         assert not ours.stage.gradients()
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize("held", [False, True], ids=["autograd", "held"])
+def test_the_largest_rate_ruins_its_own_adapter_and_raises_nothing(optim: str, held: bool) -> None:
+    mine = parameters()
+    config = OptimConfig(1e30, optim, 1e6, lr_scheduler_type="constant", adam_beta1=0.999999)
+    ours = Optimizer(mine, config)
+    for _ in range(3):
+        set_gradients(mine, twin(mine), 1)
+        if held:
+            ours.stage.hold_gradients("a", [{"a"}, {"a"}])
+        ours.step(1)
+    assert all(not p.isfinite().all() or p.abs().max() > 1e20 for p in mine)
+
+
 def test_an_optimizer_that_fails_leaves_no_gradient_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step would add to it."""
     mine = parameters()
@@ -231,7 +245,14 @@ def test_an_optimizer_that_fails_leaves_no_gradient_behind(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("optim", "adam"), ("learning_rate", -1.0), ("max_grad_norm", float("nan")), ("adam_beta2", 1.0)],
+    [
+        ("optim", "adam"),
+        ("learning_rate", -1.0),
+        ("learning_rate", 1e31),
+        ("weight_decay", 1e7),
+        ("max_grad_norm", float("nan")),
+        ("adam_beta2", 1.0),
+    ],
 )
 def test_bad_values_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
