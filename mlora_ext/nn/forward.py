@@ -122,4 +122,6 @@ def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
 def _check_count(names: Sequence[str], batch: int) -> None:
     listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not listed or len(names) != batch:
-        raise ValueError(f"adapter_names: expected one name per sample ({batch}), got {names!r}")
+        raise ValueError(
+            f"adapter_names: expected one name per sample ({batch}), '__base__' for none, got {names!r}"
+        )

@@ -102,8 +102,8 @@ def test_only_adapter_needs_no_names() -> None:
     ("call", "message"),
     [
         (lambda m, ids: m(input_ids=ids), r"2 adapters \(a, b\) and no active route: pass adapter_names"),
-        (lambda m, ids: m(ids, adapter_names=["a"]), r"one name per sample \(2\), got \['a'\]"),
-        (lambda m, ids: m(ids, adapter_names="ab"), r"one name per sample \(2\), got 'ab'"),
+        (lambda m, ids: m(ids, adapter_names=["a"]), r"one name per sample \(2\), .* got \['a'\]"),
+        (lambda m, ids: m(ids, adapter_names="ab"), r"one name per sample \(2\), .* got 'ab'"),
         (lambda m, ids: m(ids, adapter_names=["a", "z"]), "no adapter 'z' in this model; its adapters: a, b"),
         (lambda m, ids: m.generate(ids, adapter_names=["a"]), r"one name per sample \(2\)"),
     ],

@@ -45,8 +45,8 @@ class OptimConfig:
             raise ValueError(f"optim: expected one of {', '.join(optimizer_names())}, got {self.optim!r}")
         for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
+            if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
             if value > LARGEST.get(name, math.inf):
                 raise ValueError(f"{name}: expected at most {LARGEST[name]:g}, got {value}")
         for name in ("adam_beta1", "adam_beta2"):

@@ -24,6 +24,8 @@ def schedule_of(config: OptimConfig) -> Callable[[int], float]:
             if not math.isfinite(factor(step)):
                 raise ValueError(f"its factor at step {step} is {factor(step)}")
     except (ValueError, TypeError, ArithmeticError) as error:
+        if config.total_steps is None and "num_training_steps" in str(error):
+            error = ValueError("needs total_steps, the step at which it ends")
         given = f"; lr_scheduler_kwargs: {config.lr_scheduler_kwargs}" if config.lr_scheduler_kwargs else ""
         raise ValueError(f"lr_scheduler_type {config.lr_scheduler_type!r}: {error}{given}") from error
     return factor

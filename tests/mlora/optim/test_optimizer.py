@@ -249,6 +249,7 @@ def test_an_optimizer_that_fails_leaves_no_gradient_behind(monkeypatch: pytest.M
         ("optim", "adam"),
         ("learning_rate", -1.0),
         ("learning_rate", 1e31),
+        ("learning_rate", "1e-3"),
         ("weight_decay", 1e7),
         ("max_grad_norm", float("nan")),
         ("adam_beta2", 1.0),
@@ -272,6 +273,12 @@ def test_a_schedule_without_a_number_is_refused_before_it_begins() -> None:
                 total_steps=9,
             )
         )
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial"])
+def test_a_schedule_that_ends_needs_its_end(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}': needs total_steps, the step at which it ends"):
+        schedule_of(OptimConfig(lr_scheduler_type=name))
 
 
 @pytest.mark.parametrize(
