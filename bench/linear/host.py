@@ -7,8 +7,13 @@ A model is a chain of 32 x 7 linear layers of width 64, rank 8, dropout 0.1, on 
 the engine does it: adapters keep their gradients. Without rows, kernels and products have nothing to do: what
 is left is Python, autograd and the calls of the operator. `cpu` is the compiled backend. `cuda` is its code
 for the host, built for this CPU, with launches left out; `triton` likewise, with kernels that do nothing: its
-own dispatch comes on top. `cpu, 64 rows` does everything. `frozen` is the same chain of `nn.Linear`. Counts
-of adapters take turns; medians.
+own dispatch comes on top. `cpu, 64 rows` does everything. `frozen` is the same model of `nn.Linear`. The rows
+`blocks` are of 32 blocks of 7 layers, connected as a Llama's: q, k and v share x, and gate and up do, which
+`cuda` computes in one call each.
+
+Each part has a process of its own. Counts of adapters take turns of five steps, as training repeats one
+model's steps; the first of a turn finds the processor's caches full of another model's objects and does not
+count. Medians.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +45,8 @@ from mlora_ext.nn.routing.router import router_of
 
 LAYERS, WIDTH, RANK = 32 * 7, 64, 8
 COUNTS = (1, 8, 64)
+STEPS = 5
+"""Of one turn; the first does not count."""
 _TRITON = ("shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 
 
@@ -79,14 +88,35 @@ class Chain(nn.Module):
         return x
 
 
-class Trained:
-    """A chain with so many adapters, and one step of it."""
+class Block(nn.Module):
+    """The seven linear layers of a Llama's block, and additions in place of attention and activation."""
 
-    def __init__(self, adapters: int, rows: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            self.add_module(f"{name}_proj", nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x))
+        return self.down_proj(self.gate_proj(x) + self.up_proj(x))  # type: ignore[no-any-return]
+
+
+def blocks() -> nn.Module:
+    """Returns as many layers as a chain has, in blocks."""
+    return nn.Sequential(*(Block() for _ in range(LAYERS // 7)))
+
+
+Make = Callable[[], nn.Module]
+
+
+class Trained:
+    """A model with so many adapters, and one step of it."""
+
+    def __init__(self, adapters: int, rows: int, make: Make = Chain) -> None:
         names = [f"a{i}" for i in range(adapters)]
         config = LoraConfig(r=RANK, lora_dropout=0.1, target_modules="all-linear")
         self.names = names
-        self.model = mx.convert_model(Chain(), dict.fromkeys(names, config)).train()
+        self.model = mx.convert_model(make(), dict.fromkeys(names, config)).train()
         router = router_of(self.model)
         router.accumulates = True
         for parameter in self.model.parameters():
@@ -104,10 +134,10 @@ class Trained:
 
 
 class Frozen:
-    """The chain without adapters, whose input needs a gradient."""
+    """The model without adapters, whose input needs a gradient."""
 
-    def __init__(self, rows: int) -> None:
-        self.model = Chain().requires_grad_(False)
+    def __init__(self, rows: int, make: Make = Chain) -> None:
+        self.model = make().requires_grad_(False)
         self.x, self.dy = torch.randn(rows, WIDTH, requires_grad=True), torch.randn(rows, WIDTH)
 
     def step(self) -> tuple[float, float]:
@@ -124,17 +154,30 @@ def timed(model: nn.Module, x: Tensor, dy: Tensor) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def measure(rows: int, around: Callable[[], Any], rounds: int) -> dict[str, dict[str, float]]:
+CASES: dict[str, tuple[int, Make, Callable[[], Any]]] = {
+    "cpu": (0, Chain, nullcontext),
+    "cpu, blocks": (0, blocks, nullcontext),
+    "cuda": (0, Chain, partial(stubbed, "cuda")),
+    "cuda, blocks": (0, blocks, partial(stubbed, "cuda")),
+    "triton": (0, Chain, partial(stubbed, "triton")),
+    "cpu, 64 rows": (64, Chain, nullcontext),
+}
+"""Rows, model and backend."""
+
+
+def measure(title: str, rounds: int) -> dict[str, dict[str, float]]:
     """Returns µs of a layer's forward, backward and both, by the number of adapters and for `frozen`."""
-    cases: dict[str, Trained | Frozen] = {str(count): Trained(count, rows) for count in COUNTS}
-    cases["frozen"] = Frozen(rows)
+    torch.set_num_threads(1)
+    rows, make, around = CASES[title]
+    cases: dict[str, Trained | Frozen] = {str(count): Trained(count, rows, make) for count in COUNTS}
+    cases["frozen"] = Frozen(rows, make)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     with around():
-        for turn in range(rounds + 2):
+        for turn in range(rounds + 1):
             for name, case in cases.items():
-                seconds = case.step()
-                if turn > 1:
-                    found[name].append(seconds)
+                seconds = [case.step() for _ in range(STEPS)]
+                if turn:
+                    found[name] += seconds[1:]
     return {name: _medians(turns) for name, turns in found.items()}
 
 
@@ -162,16 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", default="host-cpu", help="name in results/, or a path")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    cases: dict[str, tuple[int, Callable[[], Any]]] = {
-        "cpu": (0, nullcontext),
-        "cuda": (0, partial(stubbed, "cuda")),
-        "triton": (0, partial(stubbed, "triton")),
-        "cpu, 64 rows": (64, nullcontext),
-    }
     info = machine.describe()
     lines = [
         f"{info['processor']}, 1 thread, torch {info['torch']}, commit {info['commit']}",
@@ -180,8 +216,10 @@ def main() -> None:
     print("\n".join(lines))
     results = {}
     with machine.OtherProcesses() as others:
-        for title, (rows, around) in cases.items():
-            results[title] = measure(rows, around, arguments.rounds)
+        for title in CASES:
+            # a process of its own: objects of earlier models have left the heap in pieces
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                results[title] = process.submit(measure, title, arguments.rounds).result()
             for line in lines_of(title, results[title]):
                 lines.append(line)
                 print(line, flush=True)

@@ -75,8 +75,8 @@ void check_state(const std::vector<Tensor>& list, const char* name, const std::v
   }
 }
 
-// Sums what `task` returns for each span of the tensors, in their order, so it depends on no thread. `work`: of
-// a number, in multiply-adds.
+// Sums what `task` returns for each span of the tensors, in their order, so it depends on no thread. `work`:
+// of a number, in multiply-adds.
 template <typename Task>
 double sum_of_spans(const std::vector<Tensor>& tensors, int64_t work, int64_t threads, const Task& task) {
   std::vector<Span> spans;

@@ -14,6 +14,7 @@ from ..backends.cuda import MOST_LAYERS
 from ..backends.selection import backend_for
 from ..ops.autograd import LayerOperands
 from ..ops.functional import lora_linear_fused, lora_linear_held
+from .bank import AdapterBank
 from .held_adapters import HeldByNames
 from .routing.route import RouteTensors
 from .routing.thread_guard import inside_backward
@@ -62,13 +63,16 @@ class FusedProjections:
 
     def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
         """Returns `y` of one layer, or None if it has to compute alone."""
+        if backend_for(x.device, x.dtype) != "cuda":
+            return None
         recomputes = inside_backward()
         waiting = self._waiting[recomputes]
-        if not (active.shares.setdefault(self, self.disappointed < _PATIENCE) and self._alike(layer, x)):
-            waiting.outputs, waiting.of = {}, ()
-            return None
-        index = next(i for i, other in enumerate(self.layers) if other is layer)
-        if index not in waiting.outputs or not _is_of(waiting, x):
+        shares = active.shares.setdefault(self, self.disappointed < _PATIENCE)
+        index = self.layers.index(layer)
+        if not (shares and index in waiting.outputs and _is_of(waiting, x)):
+            if not (shares and self._alike(layer, x)):
+                waiting.outputs, waiting.of = {}, ()
+                return None
             if not recomputes:
                 self.disappointed += bool(waiting.outputs)
             waiting.outputs, waiting.of = {}, ()
@@ -81,18 +85,18 @@ class FusedProjections:
         return y
 
     def _alike(self, layer: MultiLoRALinear, x: Tensor) -> bool:
-        """Whether one call can serve all layers: backend `cuda`, same adapters, one dtype, no autocast."""
+        """Whether one call can serve all layers: same adapters, one dtype, no autocast."""
         if x.is_inference() or torch.is_autocast_enabled(x.device.type):
             return False
-        if backend_for(x.device, x.dtype) != "cuda" or len(self.layers) > MOST_LAYERS:
+        if len(self.layers) > MOST_LAYERS:
             return False
         return all(
             other.group is layer.group
             and other.plain_kinds
             and other.training == layer.training
             and other.frozen.dtype == x.dtype
-            and other.lora_A.dtype in (x.dtype, torch.float32)
-            and other.lora_B.dtype in (x.dtype, torch.float32)
+            and _bank(other, "lora_A").dtype in (x.dtype, torch.float32)
+            and _bank(other, "lora_B").dtype in (x.dtype, torch.float32)
             for other in self.layers
         )
 
@@ -102,7 +106,8 @@ class FusedProjections:
         router = self.layers[0].router
         if router.accumulates and torch.is_grad_enabled():
             held = self._held.get(active.names, self.layers, router.moves)
-            frozen, biases = [layer.frozen for layer in self.layers], [layer.bias for layer in self.layers]
+            frozen = [layer.frozen for layer in self.layers]
+            biases = [layer._parameters.get("bias") for layer in self.layers]
             ys = held and lora_linear_held(x, frozen, biases, held, plan, router.updates)
             if ys:
                 return ys
@@ -124,6 +129,10 @@ class FusedProjections:
         if self._indices is None or self._indices.device != device:
             self._indices = torch.stack([layer.layer for layer in self.layers])
         return self._indices
+
+
+def _bank(layer: MultiLoRALinear, name: str) -> AdapterBank:
+    return layer._modules[name]  # type: ignore[return-value]  # `nn.Module.__getattr__` is slow
 
 
 def _is_of(waiting: _Waiting, x: Tensor) -> bool:

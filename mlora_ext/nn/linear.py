@@ -152,7 +152,7 @@ class MultiLoRALinear(nn.Module):
             holds = self.router.accumulates and torch.is_grad_enabled()
             if holds and not torch.compiler.is_compiling():
                 held = self.held.get(active.names, [self], self.router.moves)
-                own = [self.frozen], [self.bias]
+                own = [self.frozen], [self._parameters.get("bias")]  # `nn.Module.__getattr__` is slow
                 ys = held and lora_linear_held(x, *own, held, plan, self.router.updates)
                 if ys:
                     return ys[0]
