@@ -53,6 +53,6 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> None:
         raise RuntimeError(
             "second derivatives: the backward pass of a layer with adapters, or of a frozen layer, cannot be "
-            "differentiated itself; leave out penalties on gradients, or compute the whole pass inside "
-            "mlora_ext.use_backend('reference')"
+            "differentiated; leave out penalties on gradients, or, if every linear layer has adapters, make "
+            "the pass inside mlora_ext.use_backend('reference')"
         )

@@ -53,6 +53,7 @@ void check_numbers(const Tensor& tensor, const char* list, size_t i) {
               " of shape ", shape_of(tensor));
 }
 
+// As dense as the gradient, whose numbers lie in the same order.
 void check_beside(const Tensor& tensor, const char* list, size_t i, const Tensor& gradient) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
@@ -68,9 +69,8 @@ void check_state(const std::vector<Tensor>& list, const char* name, const std::v
   MLORA_CHECK(list.size() == gradients.size(), name, ": expected ", gradients.size(),
               " (one for each gradient), got ", list.size());
   for (size_t i = 0; i < list.size(); ++i) {
-    check_numbers(list[i], name, i);
-    MLORA_CHECK(list[i].scalar_type() == ScalarType::Float, name_of(name, i), ": expected Float, got ",
-                dtype_name(list[i].scalar_type()));
+    MLORA_CHECK(list[i].is_cpu() && list[i].scalar_type() == ScalarType::Float, name_of(name, i),
+                ": expected a CPU Float tensor, got ", dtype_name(list[i].scalar_type()));
     check_beside(list[i], name, i, gradients[i]);
   }
 }
@@ -110,7 +110,8 @@ double adamw(const std::vector<Tensor>& gradients, const std::vector<Tensor>& pa
   MLORA_CHECK(copies.empty() || copies.size() == gradients.size(), "copies: expected none or ",
               gradients.size(), " (one for each gradient), got ", copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
-    check_numbers(copies[i], "copies", i);
+    MLORA_CHECK(copies[i].is_cpu() && is_scalar(copies[i].scalar_type()), name_of("copies", i),
+                ": expected a CPU Float, BFloat16 or Half tensor, got ", dtype_name(copies[i].scalar_type()));
     check_beside(copies[i], "copies", i, gradients[i]);
   }
   MLORA_CHECK(step >= 1, "step: expected at least 1, got ", step);

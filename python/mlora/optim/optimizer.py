@@ -205,7 +205,8 @@ def _serves(parameter: Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse or not LOADED or not parameter.is_cpu:
         return False
-    dense = torch.empty_like(parameter).stride() == parameter.stride()  # `empty_like` closes gaps
+    # `empty_like` closes gaps
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return dense and parameter.dtype == gradient.dtype == torch.float32
 
 
