@@ -8,21 +8,20 @@ import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.registry import adapter_kind
-from .linear import MultiLoRALinear
+from .adapter_layer import AdapterLayer
+from .layer_kinds import layer_kind
 from .routing.router import router_of
-from .targets import features
 
 LayerWeights = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by layer name and Parameter name, such as `lora_A`."""
 
 
-def adapter_layers(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
+def adapter_layers(model: nn.Module, name: str) -> dict[str, AdapterLayer]:
     """Returns the layers that an adapter sits on, by name, in the model's order."""
     return {
         key: module
         for key, module in model.named_modules()
-        if isinstance(module, MultiLoRALinear) and name in module.specs
+        if isinstance(module, AdapterLayer) and name in module.specs
     }
 
 
@@ -49,7 +48,7 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """
     router_of(model).check_names("name", [name])
     return {
-        f"{key}.{part}.{name}.weight": parameter
+        f"{key}.{layer.state_key(name, part)}": parameter
         for key, layer in adapter_layers(model, name).items()
         for part, parameter in layer.parameters_of(name).items()
     }
@@ -89,8 +88,8 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
             raise ValueError(
                 f"adapter {name!r}: layer {key} is missing in {side}; use an adapter of this base model"
             )
-        kind = adapter_kind(specs[key].kind)
-        expected = kind.parameters(specs[key].rank, *features(model.get_submodule(key)))
+        module = model.get_submodule(key)
+        expected = layer_kind(module).shapes(module, specs[key])
         if expected.keys() != layers[key].keys():
             raise ValueError(
                 f"adapter {name!r}: layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"

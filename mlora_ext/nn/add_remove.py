@@ -13,17 +13,14 @@ from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name
 from ..adapters.registry import adapter_kind, kind_for
 from ..ops.functional import scaling_dtype
+from .adapter_layer import AdapterLayer
 from .adapter_weights import adapter_layers
 from .fused_projections import FusedProjections
+from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, Router, router_of
-from .targets import (
-    adapter_dtype,
-    is_transposed,
-    linear_layers,
-    target_layers,
-)
+from .targets import linear_layers, target_layers
 from .unconverted_state import check_layer
 
 if TYPE_CHECKING:
@@ -83,13 +80,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     router = router_of(model)
     router.check_names("name", [name])
     for layer in adapter_layers(model, name).values():
-        layer.held.forget()
-        if layer.fused_projections is not None:
-            layer.fused_projections.forget_adapters()
-        for parameter in layer.parameters_of(name):
-            layer._modules[parameter].remove(name)  # type: ignore[union-attr, operator]
-        del layer.specs[name]
-        layer.written.discard(name)
+        layer.take(name)
     del router.adapters[name]
     router.default = None if router.default == name else router.default
     regroup(model)
@@ -126,9 +117,9 @@ def convert_layers(
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
     for index, key, module in _wanted(model, plans, every):
-        if not isinstance(module, MultiLoRALinear):
+        if not isinstance(module, AdapterLayer):
             module = _replace(model, key, module, router, index, autocast)
-        if len(plans) > 1 and key in rows:
+        if len(plans) > 1 and key in rows and isinstance(module, MultiLoRALinear):
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
 
@@ -149,27 +140,15 @@ def _wanted(
 def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
     """Raises ValueError, before any change, for a layer with state that conversion would lose."""
     for _, key, module in _wanted(model, plans, every):
-        if not isinstance(module, MultiLoRALinear):
+        if not isinstance(module, AdapterLayer):
             check_layer(key, module)
 
 
 def _replace(
     model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
-) -> MultiLoRALinear:
-    weight: Any = module.weight
-    bias: Any = module.bias
-    layer = MultiLoRALinear(
-        weight,
-        bias,
-        router=router,
-        name=key,
-        index=index,
-        fan_in_fan_out=is_transposed(module),
-        adapter_dtype=adapter_dtype(weight, autocast),
-    )
+) -> AdapterLayer:
+    layer = layer_kind(module).of(module, router=router, name=key, index=index, autocast=autocast)
     layer.train(module.training)
-    if router.frozen_kind is not None:
-        layer.frozen = router.frozen_kind(layer)
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
     return layer
@@ -179,15 +158,8 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
     """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
     for key, spec in plan.items():
         layer = model.get_submodule(key)
-        assert isinstance(layer, MultiLoRALinear)
-        layer.specs[name] = spec
-        kind = adapter_kind(spec.kind)
-        parts = kind.parameters(spec.rank, layer.in_features, layer.out_features)
-        own = {part: layer.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
-        for parameter in own.values():
-            parameter.requires_grad_(not config.inference_mode)
-        if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
-            kind.initialise(own, config, spec, named_seed(seed, name, key), layer.frozen)
+        assert isinstance(layer, AdapterLayer)
+        layer.put(name, config, spec, named_seed(seed, name, key))
     router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
 
 
@@ -201,7 +173,7 @@ def regroup(model: nn.Module) -> None:
     """Puts layers with the same adapters, scalings and dropouts into one group."""
     router = router_of(model)
     groups: dict[Any, LayerGroup] = {}
-    layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
+    layers = {key: module for key, module in model.named_modules() if isinstance(module, AdapterLayer)}
     for module in layers.values():
         names = tuple(name for name in router.adapters if name in module.specs)
         module.plain_kinds = all(adapter_kind(module.specs[name].kind).is_plain for name in names)
@@ -210,7 +182,8 @@ def regroup(model: nn.Module) -> None:
         key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))
         module.group = groups.setdefault(key, LayerGroup(*key))
     router.regroup(list(groups.values()))
-    router.fused_projections = _find_fused_projections(layers)
+    linear = {key: module for key, module in layers.items() if isinstance(module, MultiLoRALinear)}
+    router.fused_projections = _find_fused_projections(linear)
     if "set_adapter" in model.__dict__:  # it has Transformers' adapter interface, whose helpers look these up
         model.__dict__["peft_config"] = {name: info.config for name, info in router.adapters.items()}
         model.__dict__["_hf_peft_config_loaded"] = bool(router.adapters)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from . import checkpointing, forward
+from .adapter_layer import AdapterLayer
 from .adapter_weights import write_weights
 from .add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
 from .interop import adapter_interface
 from .interop.peft_folder import load_into, read_adapter
-from .linear import MultiLoRALinear
 from .routing.router import Router
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
 
 def is_converted(model: nn.Module) -> bool:
     """Whether a model has layers that `convert_model` made."""
-    return any(isinstance(module, MultiLoRALinear) for module in model.modules())
+    return any(isinstance(module, AdapterLayer) for module in model.modules())
 
 
 def _refuse_peft(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
-from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
+from .adapter_layer import AdapterLayer
 from .bank import AdapterBank
-from .held_adapters import HeldByNames
-from .routing.route import LayerGroup, RouteTensors, SharedInput
+from .plain_linear import adapter_dtype, features, is_plain_linear, is_transposed
+from .routing.route import LayerGroup, RouteTensors
 from .routing.router import Router
 
 
-class MultiLoRALinear(nn.Module):
+class MultiLoRALinear(AdapterLayer):
     """`y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2).
 
     Replaces an `nn.Linear` or GPT-2's `Conv1D`. `weight` and `bias` keep their names, so that a base
@@ -50,53 +50,50 @@ class MultiLoRALinear(nn.Module):
         fan_in_fan_out: bool = False,
         adapter_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
+        super().__init__(router=router, name=name, index=index, adapter_dtype=adapter_dtype, group=group)
         self.weight = weight.requires_grad_(False)
         self.bias = None if bias is None else bias.requires_grad_(False)
         self.fan_in_fan_out = fan_in_fan_out
         self.in_features, self.out_features = weight.shape if fan_in_fan_out else reversed(weight.shape)
-        self.name, self.index = name, index
-        self.router = router
-        self.frozen: FrozenWeight = PlainWeight(self)
-        self.fused_projections: SharedInput | None = None
-        self.specs: dict[str, LayerSpec] = {}
+        self.frozen = PlainWeight(self)
         self.eager_dims: set[int] = set()
-        self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
-        self.plain_kinds = True
-        self.held = HeldByNames()
-        self.written: set[str] = set()
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
         self.register_buffer("layer", torch.tensor(index, device=weight.device), persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiLoRALinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.frozen.moved()
-        self.group = self.router.group_on(self.group, self.frozen)
         if not self.layer.is_meta:
             # `to_empty` has left it undefined, and no state dict restores it.
             self.layer.fill_(self.index)
         return self
 
-    def bank(self, name: str, spec: ParameterSpec) -> AdapterBank:
-        """Returns the bank that holds the Parameters of this name; makes it if there is none."""
-        if name not in self._modules:
-            place: dict[str, Any] = {"device": self.frozen.device, "dtype": self.lora_A.dtype}
-            self.add_module(name, AdapterBank(spec.width, transposed=spec.transposed, **place))
-        bank = self._modules[name]
-        assert isinstance(bank, AdapterBank)
-        return bank
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        return isinstance(module, cls) or is_plain_linear(module)
 
-    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        """Returns an adapter's Parameters in this layer, by name."""
-        names = adapter_kind(self.specs[name].kind).parameter_names
-        return {key: self._modules[key].parameter_of(name) for key in names}  # type: ignore[union-attr, operator]
+    @classmethod
+    def of(cls, module: nn.Module, *, router: Router, name: str, index: int, autocast: bool) -> Self:
+        weight: Any = module.weight
+        bias: Any = module.bias
+        layer = cls(
+            weight,
+            bias,
+            router=router,
+            name=name,
+            index=index,
+            fan_in_fan_out=is_transposed(module),
+            adapter_dtype=adapter_dtype(weight, autocast),
+        )
+        if router.frozen_kind is not None:
+            layer.frozen = router.frozen_kind(layer)
+        return layer
 
-    @property
-    def scaling(self) -> dict[str, float]:
-        """Scaling by adapter, as in PEFT's layers."""
-        return {name: spec.scaling for name, spec in self.specs.items()}
+    @classmethod
+    def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
+        return adapter_kind(spec.kind).parameters(spec.rank, *features(module))
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer to packed or batched rows.

@@ -9,52 +9,22 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
+from .adapter_layer import AdapterLayer
 from .linear import MultiLoRALinear
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-# Computes `x @ W.T`, the same result as nn.Linear.
-_FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
-
 
 def is_linear(module: nn.Module) -> bool:
     """Whether an adapter can be put on a module."""
-    from transformers.pytorch_utils import Conv1D
-
-    kinds = (nn.Linear, Conv1D)
-    return isinstance(module, MultiLoRALinear) or type(module) in kinds or _computes_as_linear(module)
-
-
-def _computes_as_linear(module: nn.Module) -> bool:
-    """Whether an nn.Linear subclass computes `x W^T + b` and holds only a plain weight and bias."""
-    kind = type(module)
-    if not isinstance(module, nn.Linear) or kind is NonDynamicallyQuantizableLinear:
-        return False
-    own = kind.forward is not nn.Linear.forward and f"{kind.__module__}.{kind.__qualname__}" != _FALCON
-    state = {**module._parameters, **module._buffers, **module._modules}
-    return not own and state.keys() == {"weight", "bias"} and type(state["weight"]) is nn.Parameter
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer stores its weight as `[d_in, d_out]`."""
-    return bool(getattr(module, "fan_in_fan_out", not isinstance(module, nn.Linear)))
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """Returns d_in and d_out of a linear layer, converted or not."""
-    if isinstance(module, MultiLoRALinear):
-        return module.in_features, module.out_features
-    weight: Any = module.weight
-    rows, columns = weight.shape
-    return (rows, columns) if is_transposed(module) else (columns, rows)
+    return MultiLoRALinear.serves(module)
 
 
 def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
@@ -228,7 +198,7 @@ def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for key, module in model.named_modules():
         if key and not key.startswith(layer):
             yield key, module
-            layer = f"{key}." if isinstance(module, MultiLoRALinear) else "."
+            layer = f"{key}." if isinstance(module, AdapterLayer) else "."
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -254,9 +224,3 @@ def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) ->
         "layers_to_transform": None,
         "layers_pattern": None,
     }
-
-
-def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
-    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype."""
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half and autocast_adapter_dtype else weight.dtype

@@ -42,8 +42,7 @@ def merge_and_unload(
     from peft import LoraModel
 
     name = one_adapter(model, adapter_name)
-    layers = adapter_layers(model, name)
-    _refuse_other_kinds(name, layers)
+    layers = _plain_lora(model, name)
     _refuse_other_weights(model, name)
     _refuse_tied(model, layers)
     config = adapter_config(model, name)
@@ -60,13 +59,18 @@ def merge_and_unload(
     return merged
 
 
-def _refuse_other_kinds(name: str, layers: dict[str, MultiLoRALinear]) -> None:
-    for key, layer in layers.items():
-        if not adapter_kind(layer.specs[name].kind).is_plain:
+def _plain_lora(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
+    """Returns an adapter's layers; raises ValueError if one of them is not plain LoRA on a linear layer."""
+    found = {}
+    for key, layer in adapter_layers(model, name).items():
+        kind = layer.specs[name].kind
+        if not (isinstance(layer, MultiLoRALinear) and adapter_kind(kind).is_plain):
             raise ValueError(
                 f"adapter {name!r}: layer {key}: only plain LoRA can be merged, and this adapter is of kind "
-                f"{layer.specs[name].kind!r}; save it and merge it with PEFT"
+                f"{kind!r}; save it and merge it with PEFT"
             )
+        found[key] = layer
+    return found
 
 
 def _refuse_other_weights(model: nn.Module, name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec
-from ...adapters.registry import adapter_kind, parameter_names
+from ...adapters.registry import parameter_names
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
@@ -96,19 +96,15 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
         for part, parameter in layer.parameters_of(name).items():
             if not parameter.is_meta:
                 tensor = parameter.detach().to("cpu", copy=True).contiguous()
-                state[_key(key, part, layer.specs[name])] = tensor
+                state[f"{_PREFIX}{key}.{layer.peft_key(name, part)}"] = tensor
     return state
-
-
-def _key(layer: str, parameter: str, spec: LayerSpec) -> str:
-    return f"{_PREFIX}{layer}.{adapter_kind(spec.kind).peft_key(parameter)}"
 
 
 def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Returns all weights of an adapter, in the model's order; raises ValueError if they do not fit it."""
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
-        _key(key, part, layer.specs[name]): parameter.shape
+        f"{_PREFIX}{key}.{layer.peft_key(name, part)}": parameter.shape
         for key, layer in adapter_layers(model, name).items()
         for part, parameter in layer.parameters_of(name).items()
     }

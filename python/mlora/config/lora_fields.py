@@ -124,7 +124,8 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     PEFT accepts them, but they are probably mistakes."""
     from peft.utils.other import get_pattern_key
 
-    from mlora_ext.nn.targets import features, is_linear, target_layers
+    from mlora_ext.nn.plain_linear import features
+    from mlora_ext.nn.targets import is_linear, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     layers = target_layers(model, name, lora)

@@ -33,7 +33,7 @@ from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora_ext.adapters.kind import LayerSpec
 from mlora_ext.adapters.registry import adapter_kind
-from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.targets import target_layers
 
@@ -283,7 +283,7 @@ def _shapes(block: nn.Module) -> Iterator[Hashable]:
     for name, parameter in block.named_parameters():
         yield name, parameter.shape
     for name, module in block.named_modules():
-        if isinstance(module, MultiLoRALinear):
+        if isinstance(module, AdapterLayer):
             yield name, tuple(module.specs.items())
 
 

@@ -1,0 +1,134 @@
+"""A module of the base with adapters on it. To put adapters on other modules, write one class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.kind import LayerSpec, ParameterSpec
+from ..adapters.registry import adapter_kind
+from ..frozen.weight import FrozenWeight
+from .bank import AdapterBank
+from .held_adapters import HeldByNames
+from .routing.route import LayerGroup, SharedInput
+from .routing.router import Router
+
+
+class AdapterLayer(nn.Module):
+    """Holds the Parameters of every adapter that sits on one module of the base.
+
+    Adding, removing, saving, loading and training adapters use this interface only. A subclass replaces a
+    module of the base and has a `forward`. It is one of `mlora_ext.nn.layer_kinds.LAYER_KINDS`.
+
+    Args:
+        router: shared by all layers of the model.
+        name: of the layer in the model, for messages.
+        index: of the layer in the whole model; dropout masks depend on it.
+        adapter_dtype: dtype of the adapters' Parameters.
+        group: for a layer without adapters.
+
+    Attributes:
+        frozen: what stays of the base's module.
+        specs: the settings of each adapter on this layer, by name.
+        group: layers with the same adapters and settings.
+        plain_kinds: whether the operator uses all adapters' `lora_A` and `lora_B` as they are.
+        written: adapters to whose gradients backward has added; see `mlora_ext.ops.held`.
+    """
+
+    frozen: FrozenWeight
+
+    def __init__(
+        self, *, router: Router, name: str, index: int, adapter_dtype: torch.dtype, group: LayerGroup
+    ) -> None:
+        super().__init__()
+        self.router, self.name, self.index = router, name, index
+        self.adapter_dtype = adapter_dtype
+        self.group = group
+        self.specs: dict[str, LayerSpec] = {}
+        self.plain_kinds = True
+        self.written: set[str] = set()
+        self.held = HeldByNames()
+        self.fused_projections: SharedInput | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.frozen.moved()
+        self.group = self.router.group_on(self.group, self.frozen)
+        self.adapter_dtype = fn(torch.empty(0, dtype=self.adapter_dtype, device=self.frozen.device)).dtype
+        return self
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        """Whether adapters can be put on a module with this class, or it is one of this class."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, module: nn.Module, *, router: Router, name: str, index: int, autocast: bool) -> Self:
+        """Makes the layer that replaces a module of the base.
+
+        Args:
+            autocast: keep adapters of a half-precision base in fp32; see `convert_model`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
+        """Returns the Parameters that an adapter would have on a module, converted or not, by name."""
+        raise NotImplementedError
+
+    def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
+        """Gives an adapter its Parameters here, with initial values where this process holds the layer.
+
+        Args:
+            name: of the adapter; not on the layer yet.
+            config: the adapter's PEFT config.
+            spec: the adapter's settings in this layer.
+            seed: the seed of this adapter in this layer.
+        """
+        self.specs[name] = spec
+        parts = self.shapes(self, spec)
+        own = {part: self.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
+        for parameter in own.values():
+            parameter.requires_grad_(not config.inference_mode)
+        if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
+            adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
+
+    def take(self, name: str) -> None:
+        """Removes an adapter; the others do not move."""
+        self.held.forget()
+        if self.fused_projections is not None:
+            self.fused_projections.forget_adapters()
+        for part in self.parameters_of(name):
+            self._modules[part].remove(name)  # type: ignore[union-attr, operator]
+        del self.specs[name]
+        self.written.discard(name)
+
+    def bank(self, part: str, spec: ParameterSpec) -> AdapterBank:
+        """Returns the bank that holds the Parameters of this name; makes it if there is none."""
+        if part not in self._modules:
+            place: dict[str, Any] = {"device": self.frozen.device, "dtype": self.adapter_dtype}
+            self.add_module(part, AdapterBank(spec.width, transposed=spec.transposed, **place))
+        bank = self._modules[part]
+        assert isinstance(bank, AdapterBank)
+        return bank
+
+    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+        """Returns an adapter's Parameters in this layer, by name."""
+        names = adapter_kind(self.specs[name].kind).parameter_names
+        return {part: self._modules[part].parameter_of(name) for part in names}  # type: ignore[union-attr, operator]
+
+    def state_key(self, name: str, part: str) -> str:
+        """Returns a Parameter's key in this layer's state dict."""
+        return f"{part}.{name}.weight"
+
+    def peft_key(self, name: str, part: str) -> str:
+        """Returns the part of a Parameter's key in PEFT's files that follows the layer's name."""
+        return adapter_kind(self.specs[name].kind).peft_key(part)
+
+    @property
+    def scaling(self) -> Mapping[str, float]:
+        """Scaling by adapter, as in PEFT's layers."""
+        return {name: spec.scaling for name, spec in self.specs.items()}

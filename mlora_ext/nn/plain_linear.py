@@ -1,0 +1,51 @@
+"""What a linear layer of a base model is, and its sizes, converted or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from .adapter_layer import AdapterLayer
+
+# Computes `x @ W.T`, the same result as nn.Linear.
+_FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module that is not converted computes `x W^T + b`, with a plain weight and bias."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, Conv1D) or _computes_as_linear(module)
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
+    """Whether an nn.Linear subclass computes `x W^T + b` and holds only a plain weight and bias."""
+    kind = type(module)
+    if not isinstance(module, nn.Linear) or kind is NonDynamicallyQuantizableLinear:
+        return False
+    own = kind.forward is not nn.Linear.forward and f"{kind.__module__}.{kind.__qualname__}" != _FALCON
+    state = {**module._parameters, **module._buffers, **module._modules}
+    return not own and state.keys() == {"weight", "bias"} and type(state["weight"]) is nn.Parameter
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer stores its weight as `[d_in, d_out]`."""
+    return bool(getattr(module, "fan_in_fan_out", not isinstance(module, nn.Linear)))
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Returns d_in and d_out of a linear layer, converted or not."""
+    if isinstance(module, AdapterLayer):
+        return module.in_features, module.out_features  # type: ignore[return-value]
+    weight: Any = module.weight
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
+def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
+    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and autocast_adapter_dtype else weight.dtype
