@@ -1,7 +1,7 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders
-# make trl:        tests with TRL's SFTTrainer, in an environment of their own beside .venv
+# make peers:      tests that need TRL, bitsandbytes or torchao, in an environment of their own beside .venv
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +11,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test trl check format nightly soak bench clean
+.PHONY: env quickstart test peers check format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -31,17 +31,24 @@ check: $(STAMP)
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
 test: export PYTHONDONTWRITEBYTECODE =
 test: check
-	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" $(PARALLEL) --durations=20
+	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly and not peers" $(PARALLEL) --durations=20
+	$(MAKE) peers
 
 nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 	$(BIN)/python .ci/matrix.py $(PARALLEL)
 
-# sees the packages of .venv, so that only TRL and what it needs besides is installed
-trl: $(STAMP)
-	$(PYTHON) .ci/make_trl_env.py .venv .venv-trl
-	.venv-trl/bin/python -m pytest tests/ext/test_trl.py -rs
+# sees the packages of .venv, so that only these libraries and what they need besides are installed
+PEERS := .venv-peers/.ready
+
+$(PEERS): $(STAMP) .ci/make_peers_env.py
+	$(PYTHON) .ci/make_peers_env.py .venv .venv-peers
+	@touch $@
+
+peers: export PYTHONDONTWRITEBYTECODE =
+peers: $(PEERS)
+	.venv-peers/bin/python -m pytest -m "peers and not nightly" $(PARALLEL) --durations=10
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
@@ -56,5 +63,5 @@ bench: $(STAMP)
 	$(BIN)/python bench/bench_train.py
 
 clean:
-	rm -rf build .venv .venv-trl
+	rm -rf build .venv .venv-peers
 	find mlora_ext -name '*.so' -delete

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with a converted model. `make env` installs no TRL: `make trl` runs this."""
+"""TRL's SFTTrainer with a converted model. `make env` installs no TRL: `make peers` runs this."""
 
 import copy
 import os
@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import mlora_ext as mx
 
-pytest.importorskip("trl", reason="TRL is not installed; `make trl` makes an environment with it")
+pytest.importorskip("trl", reason="TRL is not installed; `make peers` makes an environment with it")
 
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+pytestmark = pytest.mark.peers
 BASE = Path(__file__).resolve().parents[2] / "examples" / "tiny-base"
 CONFIG = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 OTHER = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", lora_dropout=0.1)

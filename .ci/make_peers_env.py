@@ -1,17 +1,20 @@
-"""Create an environment with TRL that sees another environment's packages behind its own.
+"""Create an environment with TRL and the quantisation libraries, which sees another environment's packages.
 
-Usage: python3 .ci/make_trl_env.py .venv .venv-trl
+Usage: python3 .ci/make_peers_env.py .venv .venv-peers
+
+They are apart because PEFT imports bitsandbytes and torchao wherever they are installed. That adds a second
+to the start of each process, and tests start hundreds.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-REQUIREMENT = "trl>=1.0"
+REQUIREMENTS = ["trl>=1.0", "bitsandbytes>=0.49", "torchao>=0.15"]
 
 
 def main(base: Path, env: Path) -> None:
-    """Create `env` (kept if it is there) with the interpreter of `base`, then install TRL into it."""
+    """Create `env` (kept if it is there) with the interpreter of `base`, then install them into it."""
     python = env / "bin" / "python"
     if not python.exists():
         subprocess.run([str(base / "bin" / "python"), "-m", "venv", str(env)], check=True)
@@ -19,7 +22,7 @@ def main(base: Path, env: Path) -> None:
     own = next((env / "lib").glob("python*/site-packages"))
     # addsitedir also follows the .pth files there, which a plain line would not
     (own / "base.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", REQUIREMENT]
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", *REQUIREMENTS]
     subprocess.run(command, check=True)
 
 
