@@ -90,6 +90,14 @@ def test_what_a_trainer_puts_on_the_instance_stays_behind() -> None:
         assert torch.equal(merged(input_ids=ids).logits, before)
 
 
+def test_lists_of_hooks_on_the_model_are_no_obstacle() -> None:
+    """Transformers keeps the handles of `enable_input_require_grads` in one; TRL calls it."""
+    model = mx.convert_model(llama(), {"a": CONFIGS["a"]})
+    model.enable_input_require_grads()
+    ids = token_ids(2, 7)
+    assert_same_up_to_rounding(mx.merge_and_unload(model)(ids).logits, model(ids).logits, "logits")
+
+
 def test_the_adapter_is_named_or_known() -> None:
     model = mx.convert_model(llama(), CONFIGS)
     with pytest.raises(ValueError, match=r"expected one of the model's adapters \(a, b\), got None"):

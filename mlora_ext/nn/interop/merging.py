@@ -106,8 +106,9 @@ def _plain_copy(model: nn.Module) -> nn.Module:
             setattr(copied.get_submodule(parent), child, _plain_layer(module))
     for module in copied.modules():
         stayed = isinstance(vars(module).get("train"), StaysInEvaluation)
-        for attributes in (vars(module), *(v for key, v in vars(module).items() if key.endswith("_hooks"))):
-            for key in [key for key, value in (attributes or {}).items() if _is_ours(value)]:
+        hooks = [own for key, own in vars(module).items() if key.endswith("_hooks") and isinstance(own, dict)]
+        for attributes in (vars(module), *hooks):
+            for key in [key for key, value in attributes.items() if _is_ours(value)]:
                 del attributes[key]
         if stayed:
             module.train(copied.training)
