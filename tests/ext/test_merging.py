@@ -92,7 +92,7 @@ def test_what_a_trainer_puts_on_the_instance_stays_behind() -> None:
 
 def test_lists_of_hooks_on_the_model_are_no_obstacle() -> None:
     """Transformers keeps the handles of `enable_input_require_grads` in one; TRL calls it."""
-    model = mx.convert_model(llama(), {"a": CONFIGS["a"]})
+    model = mx.convert_model(llama(), {"a": CONFIGS["a"]}).eval()
     model.enable_input_require_grads()
     ids = token_ids(2, 7)
     assert_same_up_to_rounding(mx.merge_and_unload(model)(ids).logits, model(ids).logits, "logits")
