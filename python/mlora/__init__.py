@@ -5,16 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
+    from mlora.data.record import Sample
     from mlora.engine.engine import Engine
+    from mlora.optim.optim_config import OptimConfig
     from mlora.run.run import train
     from mlora.tasks.result import RunResult
 
-__all__ = ["Engine", "RunConfig", "RunResult", "train"]
+__all__ = ["Engine", "OptimConfig", "RunConfig", "RunResult", "Sample", "train"]
 
 _HOMES = {
     "Engine": "engine.engine",
+    "OptimConfig": "optim.optim_config",
     "RunConfig": "config.run_config",
     "RunResult": "tasks.result",
+    "Sample": "data.record",
     "train": "run.run",
 }
 

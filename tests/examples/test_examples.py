@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import drop_in
+import engine_loop
 import make_tasks
 import pretrain_base
 import pytest
@@ -132,6 +133,19 @@ def test_quickstart_trains_four_different_adapters() -> None:
     assert any(lora.get("lora_dropout") for lora in loras)
     assert all(adapter.eval_exact_match for adapter in config.adapters)
     assert all(adapter.eval_dataset == f"{adapter.dataset}-held-out" for adapter in config.adapters)
+
+
+def test_the_loop_over_the_engine_trains_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["engine_loop.py", "--output", str(tmp_path), "--steps", "50"])
+    engine_loop.main()
+    found = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
+    assert len(found) == 4
+    assert max(found) < 3
+    base = AutoModelForCausalLM.from_pretrained(BASE)
+    for name in engine_loop.TASKS:
+        mx.load_adapter(base, name, tmp_path / name)
 
 
 def test_drop_in_loop_trains_both_adapters() -> None:

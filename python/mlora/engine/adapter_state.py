@@ -30,6 +30,11 @@ class BatchResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def loss(self) -> float:
+        """The mean loss per unit, as `Trainer` reports it; nan if nothing was trained."""
+        return self.loss_sum / self.units if self.units else math.nan
+
+    @property
     def finite(self) -> bool:
         """Whether `loss_sum` is finite."""
         return math.isfinite(self.loss_sum)
