@@ -8,10 +8,9 @@ import json
 import random
 from pathlib import Path
 
+from mlora import Engine, OptimConfig, Sample
 from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from mlora import Engine, OptimConfig, Sample
 
 HERE = Path(__file__).parent
 TASKS = {"reverse": LoraConfig(r=8, lora_alpha=16), "sort": LoraConfig(r=32, use_rslora=True)}
