@@ -7,11 +7,13 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name
 from ..adapters.registry import adapter_kind, kind_for
+from ..frozen.quantized.families import base_weight, family_of, frozen_weight_of
 from ..ops.functional import scaling_dtype
 from .adapter_weights import adapter_layers
 from .fused_projections import FusedProjections
@@ -52,7 +54,8 @@ def add_adapter(
 
     Raises:
         ValueError: if the name is taken, the name or config is not supported, the targets match nothing, or a
-            layer has hooks, a replaced `forward`, or weights that are quantized or require a gradient.
+            layer has hooks, a replaced `forward`, or weights that require a gradient or are quantized in an
+            unknown format.
     """
     if not isinstance(name, str):
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
@@ -120,14 +123,14 @@ def convert_layers(
 
     `every` also replaces layers without an adapter, except the output head.
     """
-    router = router_of(model)
+    router, dtype = router_of(model), _dtype_of(model)
     rows: dict[str, int] = {}
     for plan in plans.values():
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
     for index, key, module in _wanted(model, plans, every):
         if not isinstance(module, MultiLoRALinear):
-            module = _replace(model, key, module, router, index, autocast)
+            module = _replace(model, key, module, router, index, autocast, dtype)
         if len(plans) > 1 and key in rows:
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
@@ -153,10 +156,22 @@ def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]],
             check_layer(key, module)
 
 
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Returns the dtype of a model's activations: that of its first parameter that is not quantised."""
+    wide = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return next(wide, torch.get_default_dtype())
+
+
 def _replace(
-    model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
+    model: nn.Module,
+    key: str,
+    module: nn.Module,
+    router: Router,
+    index: int,
+    autocast: bool,
+    dtype: torch.dtype,
 ) -> MultiLoRALinear:
-    weight: Any = module.weight
+    weight: Any = base_weight(module, dtype)
     bias: Any = module.bias
     layer = MultiLoRALinear(
         weight,
@@ -165,10 +180,12 @@ def _replace(
         name=key,
         index=index,
         fan_in_fan_out=is_transposed(module),
-        adapter_dtype=adapter_dtype(weight, autocast),
+        adapter_dtype=adapter_dtype(module.weight, autocast),  # type: ignore[arg-type]
     )
     layer.train(module.training)
-    if router.frozen_kind is not None:
+    if family_of(module) is not None:
+        layer.frozen = frozen_weight_of(module, layer, dtype)
+    elif router.frozen_kind is not None:
         layer.frozen = router.frozen_kind(layer)
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)

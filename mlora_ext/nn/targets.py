@@ -15,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
+from ..frozen.quantized.families import is_bitsandbytes
 from .linear import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def is_linear(module: nn.Module) -> bool:
     """Whether an adapter can be put on a module."""
     from transformers.pytorch_utils import Conv1D
 
-    kinds = (nn.Linear, Conv1D)
-    return isinstance(module, MultiLoRALinear) or type(module) in kinds or _computes_as_linear(module)
+    if isinstance(module, MultiLoRALinear) or type(module) in (nn.Linear, Conv1D):
+        return True
+    return is_bitsandbytes(module) or _computes_as_linear(module)
 
 
 def _computes_as_linear(module: nn.Module) -> bool:
@@ -50,8 +52,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """Returns d_in and d_out of a linear layer, converted or not."""
-    if isinstance(module, MultiLoRALinear):
-        return module.in_features, module.out_features
+    if isinstance(module, MultiLoRALinear) or is_bitsandbytes(module):
+        return module.in_features, module.out_features  # type: ignore[return-value]
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
@@ -257,6 +259,11 @@ def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) ->
 
 
 def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
-    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype."""
+    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype.
+
+    It is fp32 on weights of bitsandbytes, which are integers.
+    """
+    if not weight.is_floating_point():
+        return torch.float32
     half = weight.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half and autocast_adapter_dtype else weight.dtype
