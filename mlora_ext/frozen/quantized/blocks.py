@@ -15,7 +15,7 @@ from ..base_gemm import linear, linear_dx
 from ..weight import FrozenWeight
 
 BLOCK_BYTES = 16 << 20
-"""The most bytes of dequantised rows at a time on a CPU: small beside a layer, large enough for fast products."""
+"""The most bytes of dequantised rows at a time on a CPU; fewer make the products slower."""
 
 
 class QuantizedWeight(FrozenWeight):

@@ -1,4 +1,4 @@
-"""bitsandbytes' nf4 and fp4 (QLoRA, Dettmers et al. 2023, section 3), with and without double quantisation."""
+"""bitsandbytes' nf4 and fp4 (QLoRA, Dettmers et al. 2023, section 3), also with double quantisation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _packed_in_rows(source: nn.Module) -> tuple[Tensor, Any]:
     An evaluation without gradients on some processors leaves them in another order.
     """
     weight: Any = source.weight
-    state = getattr(weight, "quant_state", None) or getattr(source, "quant_state", None)
+    state: Any = getattr(weight, "quant_state", None) or getattr(source, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 

@@ -124,7 +124,7 @@ _PLAIN_KINDS = {
     ("peft.tuners.lora.bnb", "Linear8bitLt"),
     ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
 }
-"""PEFT's layers of plain LoRA, by file and name; PEFT defines some of them only where their package is there."""
+"""PEFT's layers of plain LoRA, by file and name: some are only defined where their package is installed."""
 
 
 def _check_kind(key: str, layer: Any) -> None:
