@@ -52,8 +52,8 @@ def check_layer(key: str, module: nn.Module) -> None:
             kind = type(tensor.data).__name__
             raise ValueError(
                 f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
-                "quantized bases of other formats than bitsandbytes' and torchao's, and sharded ones, are not "
-                "supported; load the original weights"
+                "quantized bases, except bitsandbytes' and torchao's, and sharded ones are not supported; "
+                "load the original weights"
             )
 
 

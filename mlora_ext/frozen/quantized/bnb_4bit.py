@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -109,7 +110,7 @@ def _packed_in_rows(source: nn.Module) -> tuple[Tensor, Any]:
     if getattr(state, "packing_format_for_cpu", False):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
-        return _convert_weight_packed_for_cpu_inverse(weight.data, state)  # type: ignore[no-any-return]
+        return _convert_weight_packed_for_cpu_inverse(weight.data, copy.copy(state))
     return weight.data, state
 
 
