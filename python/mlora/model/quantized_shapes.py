@@ -19,7 +19,7 @@ from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.targets import linear_layers
 
 _BLOCK, _SCALES = 64, 256
-"""Numbers that share a scale in bitsandbytes' 4-bit formats; with double quantisation, scales that share one."""
+"""Numbers that share a scale in bitsandbytes' 4-bit formats; scales that share one, if they are quantised."""
 _TABLE = 4 * 256 + 4
 """Bytes of the table and the offset by which 8-bit scales are read."""
 _SAMPLE_ROWS = 64

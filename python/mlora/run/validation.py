@@ -86,9 +86,12 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
 def _quantized(config: RunConfig, prepared: Prepared) -> str | None:
     """Returns a line on the bytes of a quantised base, for each stage."""
     said = prepared.base.quantization
-    if config.quantization is None and said is None:
+    if config.quantization is not None:
+        how = config.quantization.method
+    elif said is not None:
+        how = f"as its files say ({said['quant_method']})"
+    else:
         return None
-    how = config.quantization.method if config.quantization else f"as its files say ({said['quant_method']})"
     sizes = [in_units(base.resident) for base in prepared.placed]
     return f"base model: quantized, {how}: {', '.join(sizes)}" + (" by stage" if len(sizes) > 1 else "")
 
