@@ -103,14 +103,18 @@ class Bnb4bitWeight(QuantizedWeight):
 def _packed_in_rows(source: nn.Module) -> tuple[Tensor, Any]:
     """Returns the 4-bit numbers in the order of W's rows, and bitsandbytes' state.
 
-    An evaluation without gradients on some processors leaves them in another order.
+    An evaluation without gradients, on processors with AVX512-BF16, leaves them in another order, and the
+    scales in bf16 `[D / blocksize, O]`, no longer quantised. bitsandbytes' way back keeps that order of scales.
     """
     weight: Any = source.weight
     state: Any = getattr(weight, "quant_state", None) or getattr(source, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
-        return _convert_weight_packed_for_cpu_inverse(weight.data, copy.copy(state))
+        scales = state.absmax.T.reshape(-1)
+        data, state = _convert_weight_packed_for_cpu_inverse(weight.data, copy.copy(state))
+        state.absmax, state.nested = scales, False
+        return data, state
     return weight.data, state
 
 
