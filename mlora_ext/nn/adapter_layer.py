@@ -66,11 +66,21 @@ class AdapterLayer(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def of(cls, module: nn.Module, *, router: Router, name: str, index: int, autocast: bool) -> Self:
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        router: Router,
+        name: str,
+        index: int,
+        autocast: bool,
+        dtype: torch.dtype,
+    ) -> Self:
         """Makes the layer that replaces a module of the base.
 
         Args:
             autocast: keep adapters of a half-precision base in fp32; see `convert_model`.
+            dtype: of the model's activations; the weights of a quantised module have another one.
         """
         raise NotImplementedError
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
@@ -19,7 +20,7 @@ from .fused_projections import FusedProjections
 from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
 from .routing.route import LayerGroup
-from .routing.router import AdapterInfo, Router, router_of
+from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
 from .unconverted_state import check_layer
 
@@ -49,7 +50,8 @@ def add_adapter(
 
     Raises:
         ValueError: if the name is taken, the name or config is not supported, the targets match nothing, or a
-            layer has hooks, a replaced `forward`, or weights that are quantized or require a gradient.
+            layer has hooks, a replaced `forward`, or weights that require a gradient or are quantized in an
+            unknown format.
     """
     if not isinstance(name, str):
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
@@ -111,14 +113,15 @@ def convert_layers(
 
     `every` also replaces layers without an adapter, except the output head.
     """
-    router = router_of(model)
+    router, dtype = router_of(model), _dtype_of(model)
     rows: dict[str, int] = {}
     for plan in plans.values():
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
     for index, key, module in _wanted(model, plans, every):
         if not isinstance(module, AdapterLayer):
-            module = _replace(model, key, module, router, index, autocast)
+            settings = {"router": router, "index": index, "autocast": autocast, "dtype": dtype}
+            module = _replace(model, key, module, **settings)
         if len(plans) > 1 and key in rows and isinstance(module, MultiLoRALinear):
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
@@ -144,10 +147,14 @@ def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]],
             check_layer(key, module)
 
 
-def _replace(
-    model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
-) -> AdapterLayer:
-    layer = layer_kind(module).of(module, router=router, name=key, index=index, autocast=autocast)
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Returns the dtype of a model's activations: that of its first parameter that is not quantised."""
+    wide = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return next(wide, torch.get_default_dtype())
+
+
+def _replace(model: nn.Module, key: str, module: nn.Module, **settings: Any) -> AdapterLayer:
+    layer = layer_kind(module).of(module, name=key, **settings)
     layer.train(module.training)
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)

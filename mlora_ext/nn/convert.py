@@ -52,8 +52,9 @@ def convert_model(
 
     Raises:
         ValueError: if the model is converted already, a name or config is not supported, or the targets match
-            nothing. Also if conversion would lose a layer's hooks, replaced `forward` or quantized weights,
-            or if a BatchNorm keeps no running statistics. The model is unchanged then.
+            nothing. Also if conversion would lose a layer's hooks or replaced `forward`, if its weights are
+            quantized in an unknown format, or if a BatchNorm keeps no running statistics. The model is
+            unchanged then.
 
     Example:
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})

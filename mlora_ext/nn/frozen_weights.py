@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..frozen.packed import PackedCache, PackedWeight, packs
+from ..frozen.plain import PlainWeight
+from ..frozen.quantized.blocks import QuantizedWeight
 from ..frozen.registry import frozen_kind
 from ..frozen.weight import FrozenKind
 from .linear import MultiLoRALinear
@@ -30,7 +32,8 @@ def set_frozen_weights(model: nn.Module, kind: str | FrozenKind) -> int:
 
     Raises:
         ValueError: if no layer is converted, the kind is unknown, or `packed` does not serve a weight; names
-            the layer. The model is unchanged then.
+            the layer. Also if `plain` is asked for where the original weight is gone, as in a quantised base.
+            The model is unchanged then.
 
     Example:
         >>> mlora_ext.set_frozen_weights(model, "packed")
@@ -40,6 +43,9 @@ def set_frozen_weights(model: nn.Module, kind: str | FrozenKind) -> int:
     if make is PackedWeight:
         _pack(layers)
     else:
+        if make is PlainWeight:
+            for layer in layers:
+                _check_plain(layer, "plain")
         for layer in layers:
             layer.frozen = make(layer)
     router_of(model).frozen_kind = make
@@ -93,11 +99,16 @@ def _layers(model: nn.Module) -> list[MultiLoRALinear]:
     return [layer for layer in layers if layer.frozen.device.type != "meta"] or layers
 
 
-def _check(layer: MultiLoRALinear) -> None:
+def _check_plain(layer: MultiLoRALinear, what: str) -> None:
     weight = layer._parameters.get("weight")
-    if weight is None:
+    if weight is None or isinstance(layer.frozen, QuantizedWeight):
         kind = type(layer.frozen).__name__
-        raise ValueError(f"{layer.name}: packing needs a plain weight, got frozen weights of kind {kind}")
+        raise ValueError(f"{layer.name}: {what} needs a plain weight, got frozen weights of kind {kind}")
+
+
+def _check(layer: MultiLoRALinear) -> None:
+    _check_plain(layer, "packing")
+    weight = layer.weight
     if weight.is_inference():
         raise ValueError(
             f"{layer.name}: its weight was made in inference mode, where PyTorch does not notice changes; "

@@ -12,6 +12,7 @@ from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
+from ..frozen.quantized.families import base_weight, family_of, frozen_weight_of
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
 from .adapter_layer import AdapterLayer
 from .bank import AdapterBank
@@ -75,8 +76,17 @@ class MultiLoRALinear(AdapterLayer):
         return isinstance(module, cls) or is_plain_linear(module)
 
     @classmethod
-    def of(cls, module: nn.Module, *, router: Router, name: str, index: int, autocast: bool) -> Self:
-        weight: Any = module.weight
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        router: Router,
+        name: str,
+        index: int,
+        autocast: bool,
+        dtype: torch.dtype,
+    ) -> Self:
+        weight: Any = base_weight(module, dtype)
         bias: Any = module.bias
         layer = cls(
             weight,
@@ -85,9 +95,11 @@ class MultiLoRALinear(AdapterLayer):
             name=name,
             index=index,
             fan_in_fan_out=is_transposed(module),
-            adapter_dtype=adapter_dtype(weight, autocast),
+            adapter_dtype=adapter_dtype(module.weight, autocast),  # type: ignore[arg-type]
         )
-        if router.frozen_kind is not None:
+        if family_of(module) is not None:
+            layer.frozen = frozen_weight_of(module, layer, dtype)
+        elif router.frozen_kind is not None:
             layer.frozen = router.frozen_kind(layer)
         return layer
 

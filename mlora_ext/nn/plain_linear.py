@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..frozen.quantized.families import is_bitsandbytes
 from .adapter_layer import AdapterLayer
 
 # Computes `x @ W.T`, the same result as nn.Linear.
@@ -15,10 +16,10 @@ _FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module that is not converted computes `x W^T + b`, with a plain weight and bias."""
+    """Whether a module that is not converted computes `x W^T + b`, with a plain or quantised weight."""
     from transformers.pytorch_utils import Conv1D
 
-    return type(module) in (nn.Linear, Conv1D) or _computes_as_linear(module)
+    return type(module) in (nn.Linear, Conv1D) or is_bitsandbytes(module) or _computes_as_linear(module)
 
 
 def _computes_as_linear(module: nn.Module) -> bool:
@@ -38,7 +39,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """Returns d_in and d_out of a linear layer, converted or not."""
-    if isinstance(module, AdapterLayer):
+    if isinstance(module, AdapterLayer) or is_bitsandbytes(module):
         return module.in_features, module.out_features  # type: ignore[return-value]
     weight: Any = module.weight
     rows, columns = weight.shape
@@ -46,6 +47,11 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
-    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype."""
+    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype.
+
+    It is fp32 on weights of bitsandbytes, which are integers.
+    """
+    if not weight.is_floating_point():
+        return torch.float32
     half = weight.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half and autocast_adapter_dtype else weight.dtype

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_RUN = (
+from ..frozen.quantized.families import family_of, fault_of, is_bitsandbytes
+
+MOVED = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
@@ -15,7 +19,9 @@ _RUN = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
-"""Attributes in which a module keeps the hooks that run in its forward and backward."""
+"""Attributes with the hooks that run in a module's forward and backward; `move_hooks` moves them."""
+_OF_BITSANDBYTES = frozenset({"_load_state_dict_pre_hooks"})
+"""Hooks that bitsandbytes puts on each of its layers."""
 
 
 def check_layer(key: str, module: nn.Module) -> None:
@@ -24,7 +30,7 @@ def check_layer(key: str, module: nn.Module) -> None:
         raise ValueError(
             f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
         )
-    check_untouched(f"layer {key}", module)
+    check_untouched(f"layer {key}", module, _OF_BITSANDBYTES if is_bitsandbytes(module) else ())
     parts = (*module._parameters, *module._buffers, *module._modules)
     others = [name for name in parts if name not in ("weight", "bias")]
     if others:
@@ -33,23 +39,31 @@ def check_layer(key: str, module: nn.Module) -> None:
             "parametrizations; make the weight a plain parameter (remove_parametrizations, prune.remove, "
             "remove_weight_norm)"
         )
+    if family_of(module) is not None:
+        fault = fault_of(module)
+        if fault:
+            raise ValueError(f"layer {key}: {fault}")
+        return
+    if is_bitsandbytes(module):  # on the meta device: another stage's
+        return
     for name, tensor in module.named_parameters(recurse=False):
         halves = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         if is_traceable_wrapper_subclass(tensor) or not halves:
             kind = type(tensor.data).__name__
             raise ValueError(
                 f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
-                "quantized and sharded bases are not supported yet; load the original weights"
+                "quantized bases, except bitsandbytes' and torchao's, and sharded ones are not supported; "
+                "load the original weights"
             )
 
 
-def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
+def check_untouched(what: str, module: nn.Module, allowed: Collection[str] = ()) -> None:
     """Raises ValueError if dropping a module would lose hooks, a replaced forward or a compiled call.
 
-    `what` names the module in messages. `moves` allows the hooks that `move_hooks` moves elsewhere.
+    `what` names the module in messages. `allowed` names attributes whose hooks may be there.
     """
     for field, hooks in vars(module).items():
-        if field.endswith("_hooks") and hooks and not (moves and field in _RUN):
+        if field.endswith("_hooks") and hooks and field not in allowed:
             raise ValueError(
                 f"{what}: has {field.strip('_').replace('_', ' ')}, which conversion would discard; remove "
                 "them, convert the model, and register them on the converted model"
@@ -67,5 +81,5 @@ def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
 
 def move_hooks(source: nn.Module, target: nn.Module) -> None:
     """Makes one module's forward and backward hooks run with another; their handles still remove them."""
-    for field in _RUN:
+    for field in MOVED:
         target.__dict__[field] = source.__dict__[field]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...adapters.registry import adapter_kind
+from ...frozen.plain import PlainWeight
 from ..active_adapters import one_adapter
 from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
@@ -75,7 +76,7 @@ def _plain_lora(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
 
 def _refuse_other_weights(model: nn.Module, name: str) -> None:
     for key, layer in model.named_modules():
-        if isinstance(layer, MultiLoRALinear) and layer._parameters.get("weight") is None:
+        if isinstance(layer, MultiLoRALinear) and not isinstance(layer.frozen, PlainWeight):
             raise ValueError(
                 f"adapter {name!r}: layer {key}: cannot be merged into a frozen weight of kind "
                 f"{type(layer.frozen).__name__}; save the adapter and merge it into the original base model"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..unconverted_state import check_layer, check_untouched
+from ..unconverted_state import MOVED, check_layer, check_untouched
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,17 @@ def _dropping(layer: Any) -> set[bool]:
     return {dropout.training for dropout in layer.lora_dropout.values() if getattr(dropout, "p", 0.0)}
 
 
-def _check_kind(key: str, layer: Any) -> None:
-    from peft.tuners.lora.layer import Linear
+_PLAIN_KINDS = {
+    ("peft.tuners.lora.layer", "Linear"),
+    ("peft.tuners.lora.bnb", "Linear4bit"),
+    ("peft.tuners.lora.bnb", "Linear8bitLt"),
+    ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
+}
+"""PEFT's layers of plain LoRA, by file and name: some are only defined where their package is installed."""
 
-    if type(layer) is not Linear or layer.lora_variant:
+
+def _check_kind(key: str, layer: Any) -> None:
+    if (type(layer).__module__, type(layer).__name__) not in _PLAIN_KINDS or layer.lora_variant:
         kinds = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
         raise ValueError(
             f"layer {key}: expected plain LoRA on a linear layer (peft.tuners.lora.Linear), got "
@@ -155,7 +162,7 @@ def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
 
 def _check_parts(key: str, layer: Any) -> None:
     """Raises ValueError for hooks and patches within a layer; those on the layer itself move with it."""
-    check_untouched(f"layer {key}", layer, moves=True)
+    check_untouched(f"layer {key}", layer, MOVED)
     for part, module in layer.named_modules():
         if part and not part.startswith("base_layer"):
             check_untouched(f"layer {key}.{part}", module)

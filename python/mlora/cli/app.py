@@ -144,9 +144,11 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         from mlora.run.validation import validate
 
         lines = PlainLines()
-        prepared, plan, placement = validate(config, lines)
+        prepared, plan, placement, quantized = validate(config, lines)
         table = prepared.table
         lines.start(table.tasks)
+        if quantized:
+            print(quantized)
         if placement:
             print_rows(placement.table())
             print_lines(placement.lines())

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -68,7 +68,7 @@ def generate(
         from mlora.model.generation import GenerationRequest, complete, end_token, sampling, text_of
 
         texts, draw = read_prompts(prompt or [], prompts), sampling(temperature, top_p, top_k)
-        named, folders = find_adapters(source)
+        named, folders, quantization = find_adapters(source)
         chosen = list(adapter or folders)
         for name in chosen:
             if name not in folders and name != "__base__":
@@ -86,7 +86,7 @@ def generate(
         tokens = _tokens(tokenizer, texts, chat)
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
             wanted = {name: folders[name] for name in chosen if name != "__base__"}
-            engine = _load(base, wanted, bf16, device)
+            engine = _load(base, wanted, bf16, device, None if base_model else quantization)
         budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
         pairs = [(name, index) for index in range(len(texts)) for name in chosen]
         requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
@@ -121,14 +121,18 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
-    """Returns the base model and the adapter folders, by name, of a run or of one PEFT folder."""
+def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any] | None]:
+    """Returns a run's base model, its adapter folders by name, and how it quantises the base.
+
+    A PEFT folder is one adapter; None: its base stays as it is.
+    """
     from mlora.config.yaml_file import read_yaml
 
     if os.path.isfile(source / "config.yaml"):
         folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
         found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
-        return str(read_yaml(source / "config.yaml").get("base_model", "")), found
+        config = read_yaml(source / "config.yaml")
+        return str(config.get("base_model", "")), found, config.get("quantization")
     if os.path.isfile(source / "adapter_config.json"):
         try:
             saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
@@ -138,7 +142,7 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path]]:
             raise RunError(
                 f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
             ) from error
-        return str(saved.get("base_model_name_or_path") or ""), {_plain_name(source): source}
+        return str(saved.get("base_model_name_or_path") or ""), {_plain_name(source): source}, None
     raise RunError(f"{source}: is neither a run's output_dir nor a PEFT adapter folder")
 
 
@@ -183,18 +187,26 @@ def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
     return min(wanted, positions - len(prompt))
 
 
-def _load(base: BaseInfo, folders: dict[str, Path], bf16: bool, device: str | None) -> Engine:
+def _load(
+    base: BaseInfo,
+    folders: dict[str, Path],
+    bf16: bool,
+    device: str | None,
+    quantization: Mapping[str, Any] | None,
+) -> Engine:
     import torch
     from safetensors import SafetensorError
 
     from mlora.cluster.device import choose_device
+    from mlora.config.quantization_config import QuantizationConfig
     from mlora.engine.engine import Engine
     from mlora.optim.optim_config import OptimConfig
 
     dtype = torch.bfloat16 if bf16 else torch.float32
     where = choose_device(device, dtype)
     try:
-        engine = Engine(base.name, device=where, dtype=dtype)
+        how = None if quantization is None else QuantizationConfig.model_validate(quantization)
+        engine = Engine(base.name, device=where, dtype=dtype, quantization=how)
         for name, folder in folders.items():
             engine.load(name, folder, OptimConfig(lr_scheduler_type="constant"))
     except (ValueError, OSError, SafetensorError) as error:

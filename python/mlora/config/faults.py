@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from mlora.config.aliases import UNSUPPORTED, known_as, spelt_alike
 from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
+from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
@@ -23,6 +24,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "scheduler": SchedulerConfig,
     "pipeline": PipelineConfig,
     "offload": OffloadConfig,
+    "quantization": QuantizationConfig,
     "sweep": SweepConfig,
 }
 
@@ -35,6 +37,7 @@ HOMES: dict[str, Sequence[str]] = {
     "under scheduler": list(SchedulerConfig.model_fields),
     "under pipeline": list(PipelineConfig.model_fields),
     "under sweep": list(SweepConfig.model_fields),
+    "under quantization": [key for key in QuantizationConfig.model_fields if key != "method"],
     # `base` and `optimizer` elsewhere are other tools' names of other keys
     "under offload": [key for key in OffloadConfig.model_fields if key not in ("base", "optimizer")],
 }

@@ -18,6 +18,7 @@ from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric
 from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
+from mlora.config.quantization_config import QuantizationConfig, quantization_faults
 from mlora.config.sections import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import (
     MOST,
@@ -156,7 +157,8 @@ class RunConfig(Strict):
     multiplies by the frozen weights on a CPU. Without it, the run measures which one to take and names it in
     its resolved config, because rounding depends on it. ``pack_base`` also keeps these weights in oneDNN's
     own layouts and multiplies with them. That is faster and takes about three times the memory of the
-    weights. A run with a ``sweep`` lists no adapters: trials are added while it runs.
+    weights. ``quantization`` quantises the base model's linear weights while they are read. A run with a
+    ``sweep`` lists no adapters: trials are added while it runs.
 
     Example:
         >>> # relative paths in data start at the folder "examples"
@@ -181,6 +183,7 @@ class RunConfig(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     pipeline: PipelineConfig = PipelineConfig()
     offload: OffloadConfig = OffloadConfig()
+    quantization: QuantizationConfig | None = None
     _folder: str = PrivateAttr(default=".")
 
     @property
@@ -281,6 +284,13 @@ class RunConfig(Strict):
                 faults[key] = f"{asked} says what is recomputed; remove gradient_checkpointing"
             if self.scheduler.memory_limit is not None:
                 faults[key] = f"{asked} cannot be used with scheduler.memory_limit yet; remove one of them"
+        if faults:
+            raise wrong_keys(faults)
+        return self
+
+    @model_validator(mode="after")
+    def _quantization_serves(self) -> RunConfig:
+        faults = quantization_faults(self) if self.quantization else {}
         if faults:
             raise wrong_keys(faults)
         return self

@@ -23,6 +23,8 @@ from mlora.engine.stage_worker import StageWorker, put_adapter
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
+from mlora.model.quantization import prepare_skeleton, quantizer_of
+from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
 from mlora.objectives.token_losses import chunk_rows
 from mlora.offload.base_bytes import BaseBytes, slot_bytes
 from mlora.optim.optim_config import OptimConfig
@@ -77,13 +79,11 @@ class DryStage:
     def __init__(self, source: Source, options: StageOptions, span: Span | None = None) -> None:
         self._options = options
         self._span = span if span is not None and span.stages > 1 else None
-        if isinstance(source, PreTrainedModel):
-            self._model = skeleton_of(source)
-        else:
-            self._model = skeleton(os.fspath(source), options.dtype)
+        self._model, self._quantized = _without_weights(source, options)
         self._blocks, self._outer = self._find_blocks()
         self.base = self._base()
         mlora_ext.convert_model(self._model, {}, every_linear=True)
+        put_shapes(self._model, self._quantized)
         rows = chunk_rows(options.device, int(self._model.config.get_text_config().vocab_size))
         self.knees = (None, rows, None)
 
@@ -136,7 +136,9 @@ class DryStage:
         """Returns the bytes of the model before it is converted; of a stream, without padding."""
         cut, offload = self._cut(self._model), self._options.offload
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        whole = sum(t.nbytes for name, t in tensors if cut is None or cut.holds(name))
+        sizes = {name: t.nbytes for name, t in tensors}
+        sizes |= {f"{name}.weight": weight.nbytes for name, weight in self._quantized.items()}
+        whole = sum(size for name, size in sizes.items() if cut is None or cut.holds(name))
         if cut is None or offload.base != "disk":
             return BaseBytes(whole)
         blocks = [
@@ -253,6 +255,21 @@ class DryStage:
         return Message(MessageType.FORWARD, {**content, "inputs": {"input_ids": ids}})
 
 
+def _without_weights(
+    source: Source, options: StageOptions
+) -> tuple[PreTrainedModel, dict[str, ShapedWeight]]:
+    """Returns a model's skeleton, and those of its weights that are quantised, by the layer's name."""
+    if isinstance(source, PreTrainedModel):
+        return skeleton_of(source), shapes_of_model(source)
+    name = os.fspath(source)
+    model = skeleton(name, options.dtype)
+    quantizer = quantizer_of(name, model.config, options.quantization, options.dtype, options.device)
+    if quantizer is None:
+        return model, {}
+    prepare_skeleton(model, quantizer, options.dtype, options.device)
+    return model, shapes_of_skeleton(model, quantizer, options.dtype)
+
+
 def dry_stages(source: Source, options: StageOptions, blocks: Sequence[int] | int = 1) -> list[DryStage]:
     """Returns a model's stages for dry runs; `blocks` of each stage, or the number of stages."""
     spans = spans_of(blocks, count_blocks(source)) if blocks != 1 else [None]
@@ -284,7 +301,7 @@ def _shapes(block: nn.Module) -> Iterator[Hashable]:
         yield name, parameter.shape
     for name, module in block.named_modules():
         if isinstance(module, AdapterLayer):
-            yield name, tuple(module.specs.items())
+            yield name, module.frozen.shape, tuple(module.specs.items())
 
 
 def _period(kinds: Sequence[Hashable]) -> int:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.cluster.device import set_allocators
+from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.adapter_state import AdapterState, StepResult
@@ -77,6 +78,8 @@ class Engine(Batcher):
         stage_group: the stages, if some of them are in other processes. Arguments about stages then have no
             effect: the group decides.
         offload: what of the base stays on disk; see `mlora.offload.options.OffloadOptions`.
+        quantization: how the linear weights of a plain checkpoint are quantised while they are read. A model
+            that is quantised already needs none.
         memory_limit: the most that each stage's process may use: bytes, or a size such as `8GiB`. See
             `limit_memory`.
 
@@ -123,6 +126,7 @@ class Engine(Batcher):
         stage_group: StageGroup | None = None,
         memory_limit: int | str | None = None,
         offload: OffloadOptions = IN_MEMORY,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
@@ -138,6 +142,7 @@ class Engine(Batcher):
             frozen_weight,
             offload,
             trained=self._trains_base,
+            quantization=quantization,
         )
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from mlora.cluster.world import World
+from mlora.config.quantization_config import QuantizationConfig
 from mlora.engine.full_worker import FullWorker
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_info import check_base
@@ -34,6 +35,7 @@ class StageOptions:
         frozen_weight: name of the kind of frozen weights; see `mlora_ext.set_frozen_weights`.
         offload: what of the base stays on disk.
         trained: whether the base's own weights are trained, and there are no adapters.
+        quantization: how a plain checkpoint is quantised; None: it stays as it is.
     """
 
     device: torch.device
@@ -42,6 +44,7 @@ class StageOptions:
     frozen_weight: str = "plain"
     offload: OffloadOptions = IN_MEMORY
     trained: bool = False
+    quantization: QuantizationConfig | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +151,7 @@ def make_worker(source: Source, span: Span | None, options: StageOptions) -> Sta
         base = load_trained(source, options.device, options.dtype, options.offload)
         base.wrap_blocks(options.offload, activations, converted=False)
         return FullWorker(base, options.device, options.offload)
-    base = load_base(source, options.device, options.dtype, span, options.offload)
+    base = load_base(source, options.device, options.dtype, span, options.offload, options.quantization)
     router_of(base.model).accumulates = True
     if activations in ("auto", "swap") or options.offload.base == "disk":
         base.wrap_blocks(options.offload, activations, converted=True)

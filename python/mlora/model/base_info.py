@@ -20,7 +20,7 @@ class BaseInfo:
     """Facts about a base model, a folder or a hub id, without loading its weights.
 
     `folder` is the folder that was looked for if `name` is a hub id. Raises RunError if nothing is there,
-    Transformers cannot read it, or it is quantized.
+    Transformers cannot read it, or it is quantized in a format that is not served.
     """
 
     def __init__(self, name: str, folder: str | None = None) -> None:
@@ -38,7 +38,7 @@ class BaseInfo:
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
             raise RunError(f"base_model: cannot load {name}: {reason}") from error
-        refuse_quantized(name, self.config)
+        self.quantization = quantization_of(name, self.config)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -120,16 +120,32 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
         raise RunError(f"{nowhere}, and the hub cannot provide {name}: {reason}")
 
 
-def refuse_quantized(name: str, config: Any) -> None:
-    """Refuses a base model (RunError) if its config says that it is quantized; reads no weights."""
+SERVED = ("bitsandbytes", "torchao")
+"""The `quant_method` of checkpoints that can be trained on; it is also the name of the package."""
+_LOADERS = {"gptq": "gptqmodel", "awq": "gptqmodel", "compressed-tensors": "compressed-tensors"}
+"""Packages with which Transformers reads other checkpoints."""
+
+
+def quantization_of(name: str, config: Any) -> dict[str, Any] | None:
+    """Returns what a base model's config says of its quantisation, None if it is plain; reads no weights.
+
+    Raises RunError of one line if the format is not served.
+    """
     for part in (config, config.get_text_config()):
         said = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
-        if said:
-            method = said.get("quant_method") if isinstance(said, dict) else None
-            raise RunError(
-                f"base_model: {name} is quantized ({method or 'its config.json has a quantization_config'}), "
-                "and quantized bases are not supported yet; use the original model in bf16, fp16 or fp32"
-            )
+        if not said:
+            continue
+        said = said if isinstance(said, dict) else said.to_dict()
+        method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+        if method in SERVED:
+            return {**said, "quant_method": method}
+        what = method or "its config.json has a quantization_config without quant_method"
+        package = f"; Transformers reads it with {_LOADERS[method]}" if method in _LOADERS else ""
+        raise RunError(
+            f"base_model: {name} is quantized ({what}), and only checkpoints of {' and '.join(SERVED)} are "
+            f"served{package}; use the original model, and `quantization: {{method: bnb-nf4}}` to save memory"
+        )
+    return None
 
 
 def _hub_says(name: str) -> str | None:

@@ -18,6 +18,7 @@ from mlora.objectives.token_losses import Head, LogitRule
 from mlora.offload.base_bytes import BaseBytes
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.frozen.quantized.torchao import stored_bytes
 from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 from mlora_ext.nn.bank import AdapterBank, AdapterSlot
@@ -55,7 +56,7 @@ class BaseModel:
         """Bytes of the frozen weights and buffers that are here, without packed copies."""
         own = [m for m in self.model.modules() if not isinstance(m, AdapterBank | AdapterSlot)]
         tensors = {id(t): t for m in own for t in (*m._parameters.values(), *m._buffers.values())}
-        resident = sum(t.nbytes for t in tensors.values() if t is not None and not t.is_meta)
+        resident = sum(stored_bytes(t) for t in tensors.values() if t is not None and not t.is_meta)
         if self.stream is None:
             return BaseBytes(resident)
         stored = [t for layout in self.stream.layouts for t in layout.tensors.values()]

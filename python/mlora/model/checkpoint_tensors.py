@@ -78,6 +78,11 @@ def open_tensors(
     return {name: _Lazy(handles[files[key]], key) for name, key in wanted.items()}
 
 
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """Returns Transformers' conversions of a checkpoint's tensors, with those of quantised ones."""
+    return get_model_conversion_mapping(model, None, getattr(model, "hf_quantizer", None))  # type: ignore[return-value]
+
+
 def wanted_keys(cut: Cut, files: Mapping[str, str]) -> dict[str, str]:
     """Returns the checkpoint's keys that this stage needs, by the key or name under which each is loaded.
 
@@ -104,7 +109,7 @@ def _ties(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 def targets_of(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Tensor]) -> dict[str, str]:
     """Returns the model's name for each checkpoint key; the first one if a conversion makes several."""
-    mapping = get_model_conversion_mapping(model)
+    mapping = _conversions(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix, targets = model.base_model_prefix, {}
@@ -118,7 +123,7 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Ten
 def plain_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Returns the model's name for each key whose tensor is loaded without a conversion."""
     names = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
+    mapping = _conversions(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     found = {}
@@ -148,7 +153,8 @@ def fill(cut: Cut, tensors: Mapping[str, Any], device: torch.device, dtype: torc
         device_map={"": device},
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=cast("Any", get_model_conversion_mapping(model)),
+        hf_quantizer=getattr(model, "hf_quantizer", None),
+        weight_mapping=cast("Any", _conversions(model)),
     )
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), options)
     if info.mismatched_keys:

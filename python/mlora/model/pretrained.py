@@ -20,15 +20,32 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mlora.model.base_info import check_base, refuse_quantized
+from mlora.config.quantization_config import QuantizationConfig
+from mlora.model.base_info import check_base, quantization_of
+from mlora.model.quantization import quantizer_of, transformers_config
+
+_CPU = torch.device("cpu")
 
 
-def load_whole(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads a causal language model on the CPU; ValueError of one line if quantized or not loadable whole."""
+def load_whole(
+    source: str,
+    dtype: torch.dtype,
+    quantization: QuantizationConfig | None = None,
+    device: torch.device = _CPU,
+) -> PreTrainedModel:
+    """Loads a causal language model; ValueError of one line if it cannot be loaded whole.
+
+    A plain one is loaded on the CPU. A quantised one, by the checkpoint or by `quantization`, on the device.
+    """
     check_base(source)
-    _config(source)
+    quantizer = quantizer_of(source, _config(source), quantization, dtype, device)
+    more: dict[str, Any] = {} if quantizer is None else {"device_map": {"": device}}
+    if quantization is not None:
+        more["quantization_config"] = transformers_config(quantization, dtype)
     with told_in_one_line(source):
-        found: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **more
+        )
     model, loaded = found
     refuse_missing(source, sorted(loaded["missing_keys"]))
     assert isinstance(model, PreTrainedModel)
@@ -50,7 +67,7 @@ def _config(source: str) -> Any:
     with told_in_one_line(source):
         config = AutoConfig.from_pretrained(source)
         _check_decoder(config)
-    refuse_quantized(source, config)
+    quantization_of(source, config)
     return config
 
 
@@ -59,7 +76,8 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     made = _empty(lambda: type(model)(copy.deepcopy(model.config)))
     dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     for name, parameter in made.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+        dtype = dtypes.get(name, model.dtype)  # a quantised weight is no parameter, or not of its dtype
+        parameter.data = parameter.data.to(dtype if dtype.is_floating_point else model.dtype)
     return made
 
 

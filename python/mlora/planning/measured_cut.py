@@ -33,6 +33,7 @@ def measured_cut(config: RunConfig, world: World, options: StageOptions, lengths
         options.dtype,
         gradient_checkpointing=options.gradient_checkpointing,
         streamed=options.offload.base == "disk",
+        quantization=options.quantization,
     )
     mine = {
         "kind": kind_of(options.device),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
+from mlora.config.quantization_config import QuantizationConfig
 from mlora.model.attention import PackedSequences
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton
+from mlora.model.quantization import prepare_skeleton, quantizer_of
+from mlora.model.quantized_shapes import shapes_of_skeleton
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
@@ -40,16 +43,24 @@ def profile_base(
     lora: LoraConfig | None = None,
     gradient_checkpointing: bool = False,
     streamed: bool = False,
+    quantization: QuantizationConfig | None = None,
     repeats: int = 3,
 ) -> Table:
     """Measures what each part of a model costs for one micro-batch, without loading the model.
 
     Blocks are of one kind if their class, their `layer_types` entry and the shapes of their weights agree.
     The fastest of `repeats` measurements counts. `lora` is an adapter that owns all rows; default: none.
-    `streamed`: the blocks' linear weights will be read from disk; the time of reading is left out.
+    `streamed`: the blocks' linear weights will be read from disk; the time of reading is left out. Quantised
+    weights count with their own bytes; the time of dequantising, the same share of each block, is left out.
     """
-    base = take_apart(skeleton(str(source), dtype))
-    profile = _Profile(base, lengths, device, dtype, lora, repeats, streamed)
+    model = skeleton(str(source), dtype)
+    quantizer = quantizer_of(str(source), model.config, quantization, dtype, device)
+    quantized = {}
+    if quantizer is not None:
+        prepare_skeleton(model, quantizer, dtype, device)
+        quantized = {n: one.nbytes for n, one in shapes_of_skeleton(model, quantizer, dtype).items()}
+    profile = _Profile(take_apart(model), lengths, device, dtype, lora, repeats, streamed)
+    profile.quantized = quantized
     if gradient_checkpointing:
         profile.base.checkpoint_activations()
     kinds: dict[Hashable, Cost] = {}
@@ -76,6 +87,7 @@ class _Profile:
     ) -> None:
         self.base, self._device, self._dtype, self._repeats = base, device, dtype, repeats
         self._streamed = streamed
+        self.quantized: Mapping[str, int] = {}
         self._blocks, self._count = find_blocks(base.model)
         self._outer = outer_modules(base.model, self._blocks)
         mlora_ext.convert_model(base.model, {}, every_linear=True)
@@ -123,10 +135,12 @@ class _Profile:
             return output if isinstance(output, Tensor) else output[0]
 
         seconds, activations = self._measure(forward, lambda output: output.backward(torch.ones_like(output)))
-        linear = [m.weight.nbytes for m in block.modules() if isinstance(m, MultiLoRALinear)]
-        streamed = sum(linear) if self._streamed else 0
+        prefix = f"{self._blocks}.{index}."
+        linear = {f"{prefix}{n}": m for n, m in block.named_modules() if isinstance(m, MultiLoRALinear)}
+        streamed = sum(layer.weight.nbytes for layer in linear.values()) if self._streamed else 0
+        saved = sum(linear[n].weight.nbytes - size for n, size in self.quantized.items() if n in linear)
         self._drop([block])
-        return Cost(seconds, weights - streamed, activations, streamed)
+        return Cost(seconds, weights - streamed - saved, activations, streamed)
 
     def embedding(self) -> Cost:
         """Measures what comes before the blocks, forward only: nothing there is trained."""

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
 from mlora.config.faults import path_of
 from mlora.config.offload_config import not_served
+from mlora.config.quantization_config import quantization_faults
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
@@ -87,6 +88,9 @@ def prepare(
     check_folders(config)
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
+    if base.quantization is not None:
+        for key, reason in quantization_faults(config).items():
+            raise RunError(f"{path_of(key)}: {reason}")
     check_blocks(config, base.blocks)
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
@@ -253,6 +257,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
             trace=trace,
             stage_group=stage_0(config, member, usual_lengths(tasks, config), trace) if member else None,
             offload=config.offload.options,
+            quantization=config.quantization,
         )
         with ExitStack() as stack:
             stack.push(engine)
@@ -266,7 +271,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         line = loading_fault(error)
         if line.startswith("stages:"):
             line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
-        named = line.startswith(("base_", "pack_base", "pipeline.", "offload."))
+        named = line.startswith(("base_", "pack_base", "pipeline.", "offload.", "quantization:"))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -197,6 +197,7 @@ def _own_stage(
         config.gradient_checkpointing,
         config.frozen_weight,
         config.offload.options,
+        quantization=config.quantization,
     )
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)

@@ -35,11 +35,13 @@ class Validated(NamedTuple):
             for the trials of a sweep.
         plan: the forecast of its memory; None where that cannot be predicted: off the CPU, or with replicas.
         placement: where its parts are; None if it offloads nothing.
+        quantized: what the quantised base takes, in a line; None if it is plain.
     """
 
     prepared: Prepared
     plan: MemoryPlan | None
     placement: Placement | None
+    quantized: str | None = None
 
 
 def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
@@ -78,7 +80,20 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     placement = None
     if config.offload != OffloadConfig():
         placement = Placement(prepared.placed, config.offload.options, plan, forecast, trained)
-    return Validated(prepared, plan, placement)
+    return Validated(prepared, plan, placement, _quantized(config, prepared))
+
+
+def _quantized(config: RunConfig, prepared: Prepared) -> str | None:
+    """Returns a line on the bytes of a quantised base, for each stage."""
+    said = prepared.base.quantization
+    if config.quantization is not None:
+        how = config.quantization.method
+    elif said is not None:
+        how = f"as its files say ({said['quant_method']})"
+    else:
+        return None
+    sizes = [in_units(base.resident) for base in prepared.placed]
+    return f"base model: quantized, {how}: {', '.join(sizes)}" + (" by stage" if len(sizes) > 1 else "")
 
 
 def _first_group(config: RunConfig, prepared: Prepared) -> list[Task]:
@@ -103,6 +118,7 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
         config.gradient_checkpointing,
         config.frozen_weight,
         config.offload.options,
+        quantization=config.quantization,
     )
     try:
         stages = dry_stages(config.base_model, options, config.pipeline.partition or config.pipeline.stages)

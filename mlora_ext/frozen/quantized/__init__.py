@@ -1,0 +1,1 @@
+"""Frozen weights in fewer bits, one file for each family of formats."""

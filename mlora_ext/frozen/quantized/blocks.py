@@ -1,0 +1,85 @@
+"""Products with a quantised weight, one block of dequantised rows at a time.
+
+Letters: T rows of x, D = d_in, O = d_out, n rows of W in a block.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..base_gemm import linear, linear_dx
+from ..weight import FrozenWeight
+
+BLOCK_BYTES = 16 << 20
+"""The most bytes of dequantised rows at a time on a CPU; fewer make the products slower."""
+
+
+class QuantizedWeight(FrozenWeight):
+    """A frozen weight in fewer bits, dequantised at each use and never kept dequantised.
+
+    On a CPU a product dequantises at most `BLOCK_BYTES` of rows at a time; on other devices, one layer.
+
+    Attributes:
+        compute_dtype: dtype of the products; None: that of x. Results have the dtype of x.
+        row_step: blocks begin at multiples of this row.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    row_step: int = 1
+
+    @abstractmethod
+    def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Returns rows `[begin, end)` of W as a new plain tensor `[n, D]` of this dtype."""
+
+    def dense(self) -> Tensor:
+        """Returns all of W, dequantised: `[O, D]`."""
+        return self.rows(0, self.shape[0], self.dtype)
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns `x Wᵀ + b`; each block of W makes some columns."""
+        dtype = self.compute_dtype or x.dtype
+        given, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        blocks = list(self._blocks(dtype))
+        if len(blocks) == 1:
+            return linear(given, self.rows(*blocks[0], dtype), bias).to(x.dtype)
+        y = x.new_empty(len(x), self.shape[0])
+        for begin, end in blocks:
+            part = None if bias is None else bias[begin:end]
+            y[:, begin:end] = linear(given, self.rows(begin, end, dtype), part)
+        return y
+
+    def matmul_dx(self, dy: Tensor) -> Tensor:
+        """Returns `dy W`, a sum over the blocks of W; sums of 16-bit products are kept in fp32."""
+        dtype = self.compute_dtype or dy.dtype
+        given = dy.to(dtype)
+        blocks = list(self._blocks(dtype))
+        if len(blocks) == 1:
+            return linear_dx(given, self.rows(*blocks[0], dtype)).to(dy.dtype)
+        dx = dy.new_zeros(len(dy), self.shape[1], dtype=torch.promote_types(dtype, torch.float32))
+        for begin, end in blocks:
+            dx += linear_dx(given[:, begin:end], self.rows(begin, end, dtype))
+        return dx.to(dy.dtype)
+
+    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """Yields the first row of each block, and the one behind its last."""
+        rows, columns = self.shape
+        step = rows
+        if self.device.type == "cpu":
+            most = BLOCK_BYTES // max(1, columns * dtype.itemsize)
+            step = max(1, most // self.row_step) * self.row_step
+        for begin in range(0, rows, max(1, step)):
+            yield begin, min(begin + step, rows)
+
+
+def bits_of(statistics: Tensor) -> Tensor:
+    """Returns fp32 numbers as integers, so that `.half()` and the like leave their bits alone."""
+    return statistics.detach().to(torch.float32).contiguous().view(torch.int32)
+
+
+def floats_of(bits: Tensor) -> Tensor:
+    """Returns the fp32 numbers that `bits_of` was given, without a copy."""
+    return bits.view(torch.float32)

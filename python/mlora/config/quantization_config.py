@@ -1,0 +1,70 @@
+"""The model of ``quantization`` in a run's config: the format of the base model's linear weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mlora.config.aliases import nearest
+from mlora.config.strict import Location, Strict, wrong_keys
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "bnb-nf4": ("double_quant", "compute_dtype"),
+    "bnb-fp4": ("double_quant", "compute_dtype"),
+    "bnb-int8": (),
+    "torchao-int8": ("group_size",),
+    "torchao-int4": ("group_size",),
+    "torchao-float8": (),
+}
+"""The options of each method."""
+
+
+class QuantizationConfig(Strict):
+    """The base model is quantised while it is read, with ``method``.
+
+    ``double_quant``: the scales of 4-bit numbers are quantised, too (QLoRA). ``compute_dtype``: of the
+    products with 4-bit weights; without it, that of the run. ``group_size``: the neighbouring numbers that
+    share a scale; without it, a row (int8) or 32 (int4).
+    """
+
+    method: str
+    double_quant: bool = False
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    group_size: int | None = Field(default=None, ge=1)
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in OPTIONS:
+            raise ValueError(f"no method is named {value!r}; {nearest(value, list(OPTIONS), 'methods')}")
+        return value
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> QuantizationConfig:
+        given = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype}
+        asked = [key for key, value in {**given, "group_size": self.group_size}.items() if value]
+        faults: dict[Location, str] = {
+            (key,): f"is not an option of {self.method}; remove it"
+            for key in asked
+            if key not in OPTIONS[self.method]
+        }
+        if faults:
+            raise wrong_keys(faults)
+        return self
+
+
+def quantization_faults(config: Any) -> dict[Location, str]:
+    """Returns, by key, what a `RunConfig` asks for that a quantised base does not do.
+
+    Whether the base is quantised by the run or in its files makes no difference.
+    """
+    refused: dict[Location, tuple[bool, str]] = {
+        ("pack_base",): (config.pack_base, "needs plain weights, but the base model is quantized; remove it"),
+        ("method",): (config.method == "full", "full trains the weights, but the base model is quantized"),
+        ("offload",): (
+            config.offload != type(config.offload)(),
+            "does not serve a quantized base model yet; remove offload, or quantization",
+        ),
+    }
+    return {key: reason for key, (asked, reason) in refused.items() if asked}

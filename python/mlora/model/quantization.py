@@ -1,0 +1,114 @@
+"""Which quantised base models there are, and Transformers' objects that read and make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+
+from mlora.config.quantization_config import QuantizationConfig
+from mlora.errors import RunError, first_line
+from mlora.model.base_info import quantization_of
+
+_GROUP = 32
+"""Numbers that share a scale with `torchao-int4`, unless `group_size` says otherwise."""
+
+
+def quantizer_of(
+    source: str, config: Any, chosen: QuantizationConfig | None, dtype: torch.dtype, device: torch.device
+) -> HfQuantizer | None:
+    """Returns what reads or makes a base model's quantised weights; None if they are plain.
+
+    Args:
+        source: the base model, for messages.
+        config: of the base model; `base_info.quantization_of` has accepted what it says.
+        chosen: how a plain checkpoint is quantised; None: not at all.
+        dtype: of the activations.
+        device: where the weights will be.
+
+    Raises:
+        RunError: a package is missing, or the checkpoint's own config cannot be read; in one line.
+    """
+    said = quantization_of(source, config)
+    if said is None and chosen is None:
+        return None
+    if said is not None and chosen is not None:
+        raise RunError(
+            f"quantization: {source} is quantized already ({said['quant_method']}); remove quantization, or "
+            "name the original model as base_model"
+        )
+    needs = str(said["quant_method"]) if said is not None else _package(chosen)
+    if find_spec(needs) is None:
+        what = "base_model: its weights need" if said is not None else "quantization: its method needs"
+        raise RunError(
+            f"{what} the package {needs}, which is not installed: pip install --no-deps {needs} (torch is "
+            "there already)"
+        )
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        options = said if said is not None else transformers_config(chosen, dtype)
+        found: HfQuantizer = AutoHfQuantizer.from_config(options, pre_quantized=said is not None)
+        found.validate_environment(device_map={"": device})
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise RunError(
+            f"base_model: {source}: its quantization cannot be read: {first_line(error)}"
+        ) from error
+    return found
+
+
+def transformers_config(chosen: QuantizationConfig | None, dtype: torch.dtype) -> Any:
+    """Returns Transformers' config of a method; its package must be installed."""
+    assert chosen is not None
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if chosen.method == "bnb-int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if chosen.method in ("bnb-nf4", "bnb-fp4"):
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=chosen.method.removeprefix("bnb-"),
+            bnb_4bit_use_double_quant=chosen.double_quant,
+            bnb_4bit_compute_dtype=getattr(torch, chosen.compute_dtype) if chosen.compute_dtype else dtype,
+        )
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        PerRow,
+    )
+
+    if chosen.method == "torchao-float8":
+        return TorchAoConfig(Float8WeightOnlyConfig())
+    if chosen.method == "torchao-int8":
+        granularity = PerGroup(chosen.group_size) if chosen.group_size else PerRow()
+        return TorchAoConfig(Int8WeightOnlyConfig(granularity=granularity))
+    group = PerGroup(chosen.group_size or _GROUP)
+    # torchao's packed int4 tensors serve no CPU
+    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=group))  # noqa: B009
+
+
+def prepare_skeleton(
+    model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Replaces layers of a model without weights by those that hold quantised ones."""
+    model.hf_quantizer = quantizer  # type: ignore[assignment]
+    quantizer.preprocess_model(model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
+
+
+def read_metadata(model: PreTrainedModel, paths: Iterable[str]) -> None:
+    """Gives torchao what the checkpoint's files say of their tensors."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    paths = list(paths)
+    if quantizer is not None and quantizer.pre_quantized and hasattr(quantizer, "set_metadata") and paths:
+        quantizer.set_metadata(paths)
+
+
+def _package(chosen: QuantizationConfig | None) -> str:
+    assert chosen is not None
+    return "bitsandbytes" if chosen.method.startswith("bnb-") else "torchao"
