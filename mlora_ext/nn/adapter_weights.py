@@ -67,6 +67,16 @@ def written_marks(model: nn.Module, name: str) -> list[set[str]]:
     ]
 
 
+def scalings(model: nn.Module, name: str) -> list[float]:
+    """Returns the layer's scaling of each of an adapter's Parameters, in the order of `written_marks`."""
+    return [
+        layer.specs[name].scaling
+        for layer in adapter_layers(model, name).values()
+        for parameter in layer.parameters_of(name).values()
+        if not parameter.is_meta
+    ]
+
+
 def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
     """Copies weights into an adapter after `check_weights` has checked all of them."""
     mine = adapter_layers(model, name)

@@ -27,10 +27,18 @@ def padded(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(values) for name, values in rows.items()}
 
 
-def train(model: PeftModel, optim: OptimConfig, steps: Sequence[Sequence[Sequence[Sample]]]) -> list[float]:
-    """Train on `steps`, each a list of accumulated micro-batches; returns each step's mean token loss."""
+def train(
+    model: PeftModel,
+    optim: OptimConfig,
+    steps: Sequence[Sequence[Sequence[Sample]]],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """Train on `steps`, each a list of accumulated micro-batches; returns each step's mean token loss.
+
+    The default optimizer is PyTorch's AdamW.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
+    optimizer = optimizer or torch.optim.AdamW(
         parameters,
         lr=optim.learning_rate,
         betas=(optim.adam_beta1, optim.adam_beta2),

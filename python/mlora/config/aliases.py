@@ -37,7 +37,8 @@ NAMES = {
         "warmup_steps": "warmup warmup_ratio num_warmup_steps lr_warmup_steps",
         "max_length": "seq_len seq_length max_seq_length max_seq_len sequence_len sequence_length cutoff_len "
         "block_size context_length model_max_length",
-        "weight_decay": "wd",
+        "weight_decay": "wd loraplus_weight_decay",
+        "loraplus_lr_ratio": "loraplus lora_plus loraplus_ratio lr_ratio",
         "adam_beta1": "beta1",
         "adam_beta2": "beta2",
         "adam_epsilon": "eps epsilon adam_eps",

@@ -28,6 +28,10 @@ def full_faults(config: Any) -> dict[Location, str]:
         own = {
             "lora": (bool(adapter.lora), "method: full trains all weights; remove it"),
             "init_from": (adapter.init_from is not None, "method: full begins with base_model; remove it"),
+            "loraplus_lr_ratio": (
+                adapter.loraplus_lr_ratio is not None,
+                "is a rate of lora_B, and method: full has none; remove it",
+            ),
             "eval_exact_match": (adapter.eval_exact_match, "is not served with method: full; remove it"),
             "load_best_model_at_end": (
                 rule is not None and rule.loads,

@@ -32,8 +32,8 @@ from mlora.config.strict import (
 )
 from mlora.config.sweep_config import SweepConfig
 from mlora.objectives.registry import CROSS_ENTROPY, objective_names
-from mlora.optim.optim_config import LARGEST
-from mlora.optim.registry import optimizer_names
+from mlora.optim.optim_config import LARGEST, loraplus_fault
+from mlora.optim.registry import missing_package, optimizer_names
 
 
 class TrainingFields(Strict):
@@ -71,6 +71,8 @@ class TrainingFields(Strict):
     adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     optim: str = "adamw_torch_fused"
+    loraplus_lr_ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    loraplus_lr_embedding: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     objective: str = CROSS_ENTROPY
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     eval_dataset: str | None = None
@@ -100,6 +102,8 @@ class TrainingFields(Strict):
         names = optimizer_names() if info.field_name == "optim" else objective_names()
         if value not in names:
             raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
+        if info.field_name == "optim" and (package := missing_package(value)):
+            raise ValueError(f"{value!r} needs the package {package}: pip install {package}")
         return value
 
     @field_validator("metric_for_best_model")
@@ -146,6 +150,9 @@ class AdapterConfig(TrainingFields):
     @model_validator(mode="after")
     def _needs(self) -> AdapterConfig:
         check_evaluation(self)
+        fault = loraplus_fault(self.learning_rate, self.loraplus_lr_ratio, self.loraplus_lr_embedding)
+        if fault:
+            raise wrong_key(*fault)
         return self
 
 

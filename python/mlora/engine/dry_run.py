@@ -89,14 +89,13 @@ class DryStage:
 
     def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
         """Returns what an adapter takes on this stage besides its micro-batches."""
-        specs = self._specs(lora)
+        specs, kind = self._specs(lora), optimizer_kind(optim.optim)
         shapes, pages = [], []
         for name, spec in specs.items():
             layer: Any = self._model.get_submodule(name)
             parts = adapter_kind(spec.kind).parameters(spec.rank, layer.in_features, layer.out_features)
-            shapes += [part.shape for part in parts.values()]
+            shapes += [part.shape for key, part in parts.items() if kind.trains(key)]
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
-        kind = optimizer_kind(optim.optim)
         moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
         ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
         return States(4 * elements(pages), 4 * elements(shapes), moments, update, ranks)

@@ -35,6 +35,7 @@ from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
@@ -334,8 +335,8 @@ class Engine(Batcher):
 
         Raises:
             MemoryLimitError: if its states do not fit into `memory_limit`.
-            ValueError: if the name is taken, a config is not supported, targets match nothing, or the folder
-                does not fit.
+            ValueError: if the name is taken, a config is not supported, targets match nothing, the folder
+                does not fit, or the optimizer does not serve the device or the adapter.
         """
         if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
@@ -345,6 +346,7 @@ class Engine(Batcher):
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
         rule = StepRule(optim)
+        optimizer_kind(optim.optim).check(optim.optim, self.device)
         objective_of(objective)
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
@@ -354,6 +356,7 @@ class Engine(Batcher):
                 unless_created.callback(self.memory.adapters.forget, name)
                 self._admission.check_states(name)
             put_adapter(self.registry, name, lora, folder, seed)
+            unless_created.callback(mlora_ext.remove_adapter, self.registry, name)
             if self.registry is self.model:
                 self._part.own(name, optim)
             unless_created.pop_all()
@@ -400,6 +403,8 @@ class Engine(Batcher):
         Raises:
             ValueError: if there is no such adapter, a batch of it is under way, or it has accumulated no
                 trained token.
+            OptimizerError: with one stage, if the optimizer failed. Remove the adapter then: some of its
+                weights may have changed. Other adapters go on. With several stages, such an error ends all.
         """
         adapter = self._states.at_rest(name)
         if adapter.units == 0:

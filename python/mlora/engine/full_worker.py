@@ -142,6 +142,12 @@ class FullWorker(StageWorker):
         if self._trace is not None:
             optimizer.adamw.on_span(self._trace.add_beside)
 
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
+        """Makes the task's update; what fails there, such as the disk, concerns the whole run."""
+        for name, update in updates.items():
+            self._optimizers[name].apply(Update(**update))
+            self._changed(name)
+
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""
         self._full(name).close()

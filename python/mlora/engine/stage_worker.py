@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
+from mlora.cluster.device import is_out_of_memory
 from mlora.data.packing import PackedRows
+from mlora.errors import first_line
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
@@ -20,13 +22,13 @@ from mlora.objectives.token_losses import Head, Owners, chunked_losses, plain_lo
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.offload.planner.workload import Update as UpdateKind
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.optimizer import Optimizer
+from mlora.optim.optimizer import Optimizer, OptimizerError
 from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
-from mlora_ext.nn.adapter_weights import write_weights, written_marks
+from mlora_ext.nn.adapter_weights import scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
 
@@ -165,6 +167,7 @@ class StageWorker(Hooks, nn.Module):
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model, and gives it gradients that last."""
         optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
+        optimizer.scalings = scalings(self.base.model, name)
         optimizer.hold_gradients(name, written_marks(self.base.model, name))
         router_of(self.base.model).moved()
 
@@ -191,10 +194,19 @@ class StageWorker(Hooks, nn.Module):
         self._in_flight.pop(name, None)
 
     def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes each adapter's update."""
+        """Makes each adapter's update; OptimizerError says whose failed and why."""
         for name, update in updates.items():
-            self._optimizers[name].apply(Update(**update))
-            self._changed(name)
+            optimizer = self._optimizers[name]
+            try:
+                optimizer.apply(Update(**update))
+            except Exception as error:  # an optimizer of one's own may raise anything
+                if isinstance(error, OSError) or is_out_of_memory(error):
+                    raise
+                what = f"adapter {name!r}: its optimizer ({optimizer.config.optim}) failed in step"
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise OptimizerError(f"{what} {optimizer.steps + 1}: {reason}") from error
+            finally:
+                self._changed(name)
 
     def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""

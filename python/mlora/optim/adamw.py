@@ -41,27 +41,28 @@ class AdamW(Optimizer):
     ) -> bool | None:
         parameters = [self.parameters[i] for i in index]
         first, second = ([self.state[i][order] for i in index] for order in (0, 1))
-        return self._update([list(gradients), parameters, first, second], learning_rate, scale, steps)
+        decay = self.weight_decay(index)
+        return self._update([list(gradients), parameters, first, second], learning_rate, decay, scale, steps)
 
     def _update(
-        self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int
+        self, tensors: list[list[Tensor]], learning_rate: float, decay: float, scale: float, steps: int
     ) -> bool | None:
         """Updates Parameters by gradients, first and second moments; returns what `step` returns."""
         gradients, parameters, first, second = tensors
         torch._foreach_mul_(gradients, scale)
         counts = list(torch.full((len(parameters),), float(steps)).unbind())
-        values = self._torch_values(learning_rate)
+        values = self._torch_values(learning_rate, decay)
         adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
         return None
 
-    def _torch_values(self, learning_rate: float) -> dict[str, Any]:
+    def _torch_values(self, learning_rate: float, decay: float) -> dict[str, Any]:
         config = self.config
         return {
             "amsgrad": False,
             "beta1": config.adam_beta1,
             "beta2": config.adam_beta2,
             "lr": learning_rate,
-            "weight_decay": config.weight_decay,
+            "weight_decay": decay,
             "eps": config.adam_epsilon,
             "maximize": False,
         }
@@ -79,20 +80,20 @@ class FusedAdamW(AdamW):
         return 0
 
     def _update(
-        self, tensors: list[list[Tensor]], learning_rate: float, scale: float, steps: int
+        self, tensors: list[list[Tensor]], learning_rate: float, decay: float, scale: float, steps: int
     ) -> bool | None:
         gradients, parameters, first, second = tensors
         if self.compiled:
             config = self.config
             betas = config.adam_beta1, config.adam_beta2
-            decay, step = (config.adam_epsilon, config.weight_decay), steps + 1
-            torch.ops.mlora_ext.adamw(*tensors, [], learning_rate, *betas, *decay, step, scale, True, 0)
+            eps, step = config.adam_epsilon, steps + 1
+            torch.ops.mlora_ext.adamw(*tensors, [], learning_rate, *betas, eps, decay, step, scale, True, 0)
             increment_version([*parameters, *gradients])
             return True
         # torch.optim.AdamW(fused=True) calls this kernel too, but takes twice the time for 28 small tensors.
         device = parameters[0].device
         counts = [torch.full((), steps + 1.0, device=device)] * len(parameters)
         divisor = torch.full((), 1.0 / scale, device=device)
-        values = self._torch_values(learning_rate)
+        values = self._torch_values(learning_rate, decay)
         torch._fused_adamw_(parameters, gradients, first, second, [], counts, grad_scale=divisor, **values)
         return None

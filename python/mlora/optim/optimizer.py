@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from mlora.optim.groups import groups_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import Update
 from mlora_ext.library import LOADED
@@ -16,11 +17,16 @@ from mlora_ext.library import LOADED
 Shapes = Sequence[Sequence[int]]
 
 
+class OptimizerError(RuntimeError):
+    """An adapter's optimizer failed in a step. Only that adapter's weights may have changed."""
+
+
 class Optimizer(ABC):
     """One adapter's gradients on one stage, which are sums over tokens, and what steps its Parameters.
 
     A subclass has `step`, `state_bytes` and, if there is a state, `begin`. The learning rate and a factor on
     the gradients (clipping, tokens and loss scale) are decided once for all stages and passed to `step`.
+    `step` is called once for all Parameters that share a learning rate and a weight decay.
     Register a class with `mlora.optim.registry.register_optimizer`.
 
     Args:
@@ -32,6 +38,8 @@ class Optimizer(ABC):
         steps: steps made.
         state: for each Parameter, the tensors that last between steps, such as its moments; empty lists
             before the first step.
+        groups: indices of the Parameters that share a learning rate and a weight decay.
+        scalings: of each Parameter, the scaling of its LoRA layer (`alpha / r`); the engine sets it.
         compiled: whether our compiled operators serve all Parameters and their held gradients.
 
     Example:
@@ -47,8 +55,14 @@ class Optimizer(ABC):
         self.config = config
         self.state: list[list[Tensor]] = [[] for _ in parameters]
         self.steps = 0
+        self.groups = groups_of(parameters, config)
+        self.scalings: Sequence[float] = [1.0] * len(parameters)
         self.compiled = False
         self._names = list(parameters)
+        self._decays = {i: group.weight_decay for group, index in self.groups.items() for i in index}
+        for name, parameter in parameters.items():
+            if not self.trains(name):
+                parameter.requires_grad_(False)
         self._cleared: list[int] = []  # versions of held gradients when they were zeroed; empty: none is held
         self._written: Sequence[set[str]] = ()
         self._adapter = ""
@@ -65,7 +79,7 @@ class Optimizer(ABC):
         scale: float,
         steps: int,
     ) -> bool | None:
-        """Makes a step on some of the Parameters, in place.
+        """Makes a step on some of the Parameters, in place. `weight_decay(index)` is their weight decay.
 
         Args:
             index: indices of the Parameters that have a gradient.
@@ -87,6 +101,35 @@ class Optimizer(ABC):
     def step_bytes(shapes: Shapes) -> int:
         """Returns the bytes that a step takes temporarily, for Parameters of these shapes. Default: 0."""
         return 0
+
+    @staticmethod
+    def trains(name: str) -> bool:
+        """Returns whether a Parameter gets gradients and steps. Default: all do.
+
+        Args:
+            name: of the Parameter, or the part of it that is the same in all layers, such as `lora_A`.
+        """
+        return True
+
+    @classmethod  # noqa: B027 - most serve every device
+    def check(cls, name: str, device: torch.device) -> None:
+        """Refuses a device that the optimizer does not serve. Default: it serves all.
+
+        Args:
+            name: the name under which the optimizer is registered.
+            device: where the Parameters are.
+
+        Raises:
+            ValueError: the device is not served, or a package is missing.
+        """
+
+    def weight_decay(self, index: Sequence[int]) -> float:
+        """Returns the weight decay of Parameters of one group; as in Trainer, biases and norms have none.
+
+        Args:
+            index: indices of the Parameters, as `step` gets them.
+        """
+        return self._decays[index[0]]
 
     def gradients(self) -> dict[int, Tensor]:
         """Returns the gradients that backward has added to, by the index of their Parameter."""
@@ -114,12 +157,20 @@ class Optimizer(ABC):
         try:
             if update.taken:
                 self.begin()
-                if found:
-                    step = list(found), list(found.values()), update.learning_rate, update.scale, self.steps
-                    cleared = bool(self.step(*step))
+                cleared = self._step_groups(found, update)
                 self.steps += 1
         finally:
             self._drop(found, cleared)
+
+    def _step_groups(self, found: Mapping[int, Tensor], update: Update) -> bool:
+        """Steps each group that has gradients; returns whether zeros are left in all of them."""
+        cleared = True
+        for group, members in self.groups.items():
+            index = [i for i in found if i in members]
+            if index:
+                rate, gradients = update.learning_rate * group.factor, [found[i] for i in index]
+                cleared &= bool(self.step(index, gradients, rate, update.scale, self.steps))
+        return cleared
 
     @torch.no_grad()
     def drop_gradients(self) -> None:
@@ -147,12 +198,14 @@ class Optimizer(ABC):
         self._adapter, self._written = adapter, written
         self._cleared = [-1] * len(self.parameters)
         for i, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 self._clear(i, parameter.grad)
             elif not parameter.grad.is_sparse and parameter.grad.stride() != parameter.stride():
                 parameter.grad = torch.zeros_like(parameter).copy_(parameter.grad)
-        self.compiled = all(map(_serves, self.parameters))
+        self.compiled = all(_serves(p) for p in self.parameters if p.requires_grad)
 
     def _clear(self, index: int, gradient: Tensor) -> None:
         self._cleared[index] = gradient._version
@@ -162,27 +215,32 @@ class Optimizer(ABC):
         return gradient._version == self._cleared[index] and self._adapter not in self._written[index]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Returns copies of `state` by Parameter name; leaves out Parameters without state."""
+        """Returns copies of `state` by Parameter name; nothing if no Parameter has any."""
+        if not any(self.state):
+            return {}
         pairs = zip(self._names, self.state, strict=True)
-        return {name: [tensor.clone() for tensor in tensors] for name, tensors in pairs if tensors}
+        return {name: [tensor.clone() for tensor in tensors] for name, tensors in pairs}
 
     def load_state(self, state: Sequence[Sequence[Tensor]]) -> None:
-        """Copies a `state`. A subclass whose tensors have other shapes than their Parameters replaces this.
+        """Copies a `state` into tensors that `begin` makes.
 
         Args:
             state: for each Parameter, its tensors.
 
         Raises:
-            ValueError: a shape differs from its Parameter's.
+            ValueError: a shape or a dtype differs from what `begin` makes.
         """
-        for parameter, tensors in zip(self.parameters, state, strict=True):
-            if any(tensor.shape != parameter.shape for tensor in tensors):
-                raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
-        # kernels ask for moments with the strides of the Parameter
-        self.state = [
-            [torch.zeros_like(parameter).copy_(tensor) for tensor in tensors]
-            for parameter, tensors in zip(self.parameters, state, strict=True)
-        ]
+        before, self.state = self.state, [[] for _ in self.parameters]
+        if any(state):
+            self.begin()
+        if [[(t.shape, t.dtype) for t in own] for own in self.state] != [
+            [(t.shape, t.dtype) for t in own] for own in state
+        ]:
+            self.state = before
+            raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
+        for own, tensors in zip(self.state, state, strict=True):
+            for mine, tensor in zip(own, tensors, strict=True):
+                mine.copy_(tensor)
 
     def load_state_dict(self, steps: int, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Loads the result of `state_dict`, from this stage or others.

@@ -5,6 +5,7 @@ To add an optimizer, subclass `mlora.optim.optimizer.Optimizer` and register the
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,6 +15,17 @@ Kind = type[Any]
 _OPTIMIZERS: dict[str, str | Kind] = {
     "adamw_torch": "mlora.optim.adamw:AdamW",
     "adamw_torch_fused": "mlora.optim.adamw:FusedAdamW",
+    "adamw_bnb_8bit": "mlora.optim.bitsandbytes_kernels:AdamW8bit",
+    "adamw_8bit": "mlora.optim.bitsandbytes_kernels:AdamW8bit",
+    "paged_adamw_8bit": "mlora.optim.bitsandbytes_kernels:PagedAdamW8bit",
+    "paged_adamw_32bit": "mlora.optim.bitsandbytes_kernels:PagedAdamW32bit",
+    "adafactor": "mlora.optim.adafactor:Adafactor",
+    "lion_32bit": "mlora.optim.bitsandbytes_kernels:Lion",
+    "lion": "mlora.optim.bitsandbytes_kernels:Lion",
+    "lion_8bit": "mlora.optim.bitsandbytes_kernels:Lion8bit",
+    "paged_lion_32bit": "mlora.optim.bitsandbytes_kernels:PagedLion",
+    "paged_lion_8bit": "mlora.optim.bitsandbytes_kernels:PagedLion8bit",
+    "lora_fa": "mlora.optim.lora_fa:LoraFA",
     "sgd": "mlora.optim.sgd:Sgd",
 }
 
@@ -38,6 +50,12 @@ def optimizer_names() -> list[str]:
     return list(_OPTIMIZERS)
 
 
+def missing_package(name: str) -> str | None:
+    """Returns the package that the optimizer with this name needs and that is not installed."""
+    needs = str(_OPTIMIZERS[name]).partition(":")[0] == "mlora.optim.bitsandbytes_kernels"
+    return "bitsandbytes" if needs and find_spec("bitsandbytes") is None else None
+
+
 def optimizer_kind(name: str) -> Kind:
     """Returns the class of the optimizer with this name.
 
@@ -47,6 +65,4 @@ def optimizer_kind(name: str) -> Kind:
     if name not in _OPTIMIZERS:
         raise ValueError(f"optim: expected one of {', '.join(_OPTIMIZERS)}, got {name!r}")
     found = _OPTIMIZERS[name]
-    if isinstance(found, str):
-        found = _OPTIMIZERS[name] = resolve_name(found)
-    return found
+    return resolve_name(found) if isinstance(found, str) else found

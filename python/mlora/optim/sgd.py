@@ -27,6 +27,6 @@ class Sgd(Optimizer):
     ) -> None:
         parameters, scaled = [self.parameters[i] for i in index], list(gradients)
         torch._foreach_mul_(scaled, scale)
-        if self.config.weight_decay:
-            torch._foreach_add_(scaled, parameters, alpha=self.config.weight_decay)
+        if decay := self.weight_decay(index):
+            torch._foreach_add_(scaled, parameters, alpha=decay)
         torch._foreach_add_(parameters, scaled, alpha=-learning_rate)

@@ -22,6 +22,7 @@ from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
+from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
 from mlora.run.forecasts import forecast_lines
@@ -96,7 +97,7 @@ class TrainingLoop:
                     f"iteration {self._run.iteration + 1}: {file_line(cause)}; put that right, then go on "
                     f"with `mlora resume {self._folder.path}`"
                 ) from error
-            if isinstance(cause, FloatingPointError):
+            if isinstance(cause, FloatingPointError | OptimizerError):
                 raise RunError(f"iteration {self._run.iteration + 1}: {cause}") from error
             if cause is None or not is_out_of_memory(cause):
                 raise
@@ -239,7 +240,11 @@ class TrainingLoop:
 
     def _step(self, task: Task) -> bool:
         progress = task.progress
-        result = self._engine.optim_step(task.name)
+        try:
+            result = self._engine.optim_step(task.name)
+        except OptimizerError as error:
+            self._end(task, "stopped", str(error).partition(": ")[2])
+            return False
         if not result.finite and not result.skipped:
             self._stop(task, f"gradient of step {progress.step + 1}")
             return False

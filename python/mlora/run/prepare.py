@@ -27,6 +27,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
 from mlora.offload.base_bytes import BaseBytes
+from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
@@ -85,6 +86,7 @@ def prepare(
     device = choose_device(config.device, dtype_of(config))
     for key, reason in not_served(config.method, config.offload, device).items():
         raise RunError(f"{path_of(key)}: {reason}")
+    _check_optimizers(config, device)
     check_folders(config)
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
@@ -209,6 +211,15 @@ def _tasks(
                 continue
         tasks[-1].progress = progress
     return tasks, refused, faults
+
+
+def _check_optimizers(config: RunConfig, device: str) -> None:
+    """Refuses optimizers that do not serve the device (RunError)."""
+    for adapter in config.adapters if config.method == "lora" else []:
+        try:
+            optimizer_kind(adapter.optim).check(adapter.optim, torch.device(device))
+        except ValueError as error:
+            raise RunError(f"{adapter.name}: {error}") from error
 
 
 @contextmanager

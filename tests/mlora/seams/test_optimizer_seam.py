@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlora
 import pytest
@@ -68,6 +70,31 @@ def test_it_trains_and_resumes(tiny_base: Path, tmp_path: Path, stages: int) -> 
     moved = torch.cat([t.flatten() for key, t in tensors.items() if "lora_B" in key]) / 1e-3
     assert torch.allclose(moved, moved.round(), atol=1e-3)
     assert moved.abs().max() > 1
+
+
+class Failing(Lion):
+    """Raises in the midst of its third step."""
+
+    def step(self, index: Sequence[int], *arguments: Any) -> None:
+        super().step(index, *arguments)
+        if self.steps == 2:
+            raise ZeroDivisionError("the momentum vanished.\nmore")
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_one_that_fails_stops_its_own_adapter(tiny_base: Path, tmp_path: Path, stages: int) -> None:
+    """With several stages it ends the run, and the error names the adapter."""
+    register_optimizer("failing", Failing)
+    data = data_of(tiny_base, tmp_path, stages, optim="failing", lr_scheduler_type="constant")
+    line = "its optimizer (failing) failed in step 3: ZeroDivisionError: the momentum vanished"
+    if stages == 2:
+        with pytest.raises(RunError, match=re.escape(f"adapter 'first': {line}")):
+            mlora.train(resolve_config(data, folder=tmp_path))
+        return
+    result = mlora.train(resolve_config(data, folder=tmp_path))
+    first, second = result.adapters["first"], result.adapters["second"]
+    assert (first.state, first.message, second.state) == ("stopped", line, "finished")
+    assert (first.step, second.step) == (2, second.max_steps)
 
 
 def test_its_state_counts_in_the_memory_that_a_task_needs(tiny_base: Path) -> None:
