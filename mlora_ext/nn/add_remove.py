@@ -84,6 +84,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     router.check_names("name", [name])
     for layer in adapter_layers(model, name).values():
         layer.held.forget()
+        layer.norms.forget(name)
         if layer.fused_projections is not None:
             layer.fused_projections.forget_adapters()
         for parameter in layer.parameters_of(name):

@@ -1,0 +1,159 @@
+"""DoRA and lora_bias beside plain LoRA in one batch: PEFT's results, and nothing of the neighbours'."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from models import copy_weights, gpt2, llama, peft_model, token_ids
+from peft import LoraConfig, get_peft_model
+from tolerances import STEADY_EPSILON, assert_same_up_to_rounding
+from torch import Tensor, nn
+
+import mlora_ext as mx
+from mlora_ext.ops.dropout import philox_mask
+
+SHARES = {"r": 4, "lora_alpha": 6, "init_lora_weights": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dora": {**SHARES, "use_dora": True, "use_rslora": True},
+    "bias": {**SHARES, "lora_bias": True},
+    "plain": {**SHARES, "r": 3},
+    "other": {**SHARES, "r": 5, "use_dora": True},
+}
+
+
+def configs_for(targets: list[str], **more: Any) -> dict[str, LoraConfig]:
+    return {name: LoraConfig(**fields, target_modules=targets, **more) for name, fields in CONFIGS.items()}
+
+
+def parameters(model: nn.Module, name: str, of_peft: bool) -> dict[str, nn.Parameter]:
+    """An adapter's Parameters under PEFT's names, of its model or of ours."""
+    if of_peft:
+        found = {key.removeprefix("base_model.model."): p for key, p in model.named_parameters()}
+        return {key: p for key, p in found.items() if f".{name}." in key}
+    mine = mx.adapter_parameters(model, name)
+    return {key.replace(f"lora_bias.{name}.weight", f"lora_B.{name}.bias"): p for key, p in mine.items()}
+
+
+def put_into(model: nn.Module, peft: nn.Module, name: str) -> None:
+    theirs = parameters(peft, name, True)
+    mine = parameters(model, name, False)
+    assert mine.keys() == theirs.keys()
+    with torch.no_grad():
+        for key, parameter in mine.items():
+            assert parameter.shape == theirs[key].shape, key
+            parameter.copy_(theirs[key])
+
+
+def into_peft(peft: nn.Module, model: nn.Module, name: str) -> None:
+    mine = parameters(model, name, False)
+    with torch.no_grad():
+        for key, parameter in parameters(peft, name, True).items():
+            parameter.copy_(mine[key])
+
+
+@pytest.mark.parametrize("base", [llama, gpt2])
+def test_25_steps_of_a_mixed_batch_are_those_of_peft(base: Any) -> None:
+    targets = ["q_proj", "down_proj"] if base is llama else ["c_attn", "mlp.c_proj"]
+    more = {"fan_in_fan_out": base is gpt2, "rank_pattern": {targets[1]: 2}, "alpha_pattern": {targets[0]: 9}}
+    whole, configs = base(), configs_for(targets, **more)
+    ids = {name: token_ids(1, 6) for name in configs}
+    pefts = {n: get_peft_model(copy.deepcopy(whole), config, adapter_name=n) for n, config in configs.items()}
+    model = mx.convert_model(copy.deepcopy(whole), configs)
+    for name, peft in pefts.items():
+        put_into(model, peft, name)
+    adams = [
+        torch.optim.AdamW(parameters(one, name, one is not model).values(), lr=2e-3, eps=STEADY_EPSILON)
+        for name, peft in pefts.items()
+        for one in (peft, model)
+    ]
+    begin = {name: {k: p.detach().clone() for k, p in parameters(model, name, False).items()} for name in ids}
+    for _ in range(25):
+        for adam in adams:
+            adam.zero_grad()
+        expected = {name: peft(input_ids=ids[name], labels=ids[name]).loss for name, peft in pefts.items()}
+        logits = model(input_ids=torch.cat([*ids.values()]), adapter_names=[*ids]).logits
+        shifted = logits[:, :-1].flatten(0, 1), torch.cat([*ids.values()])[:, 1:].flatten()
+        losses = nn.functional.cross_entropy(*shifted, reduction="none").view(len(ids), -1).mean(1)
+        for one, loss in zip(losses, expected.values(), strict=True):
+            assert abs(one.item() - loss.item()) <= 1e-5 * loss.item()
+        (losses.sum() + sum(expected.values())).backward()
+        for adam in adams:
+            adam.step()
+    for name, peft in pefts.items():
+        theirs = parameters(peft, name, True)
+        for key, mine in parameters(model, name, False).items():
+            change, wanted = mine - begin[name][key], theirs[key] - begin[name][key]
+            assert_same_up_to_rounding(change.detach(), wanted.detach(), key, 1e-4)
+
+
+class OurDropout(nn.Module):
+    """Drops what the operator drops in the rows of one adapter."""
+
+    def __init__(self, p: float, seed: int, step: int, layer: int) -> None:
+        super().__init__()
+        self.p, self.place = p, {"seed": seed, "step": step, "layer": layer}
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = philox_mask(*x.shape, p=self.p, **self.place)
+        return torch.where(keep, x / (1 - round(self.p * 65536) / 65536), 0)
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(20, 24), nn.Tanh(), nn.Linear(24, 10, bias=False))
+
+
+LENGTHS, OWNERS = [7, 4, 0, 5, 3, 6], ["dora", "plain", "bias", None, "other", "bias"]
+DROPOUT = {"dora": 0.3, "bias": 0.2, "plain": 0.5, "other": 0.1}
+
+
+def packed(x: Tensor, model: nn.Module, names: list[str], lengths: list[int], owners: list[Any]) -> Tensor:
+    layout = mx.SegmentLayout.from_lengths(
+        lengths, [-1 if owner is None else names.index(owner) for owner in owners]
+    )
+    with mx.route(model, layout, names=names, steps=[5] * len(names)):
+        return model(x)
+
+
+def net_of(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[nn.Module, nn.Module]:
+    """A converted net with an adapter of each kind and dropout, and its base."""
+    base = Net().to(dtype)
+    configs = {
+        name: LoraConfig(
+            **{**CONFIGS[name], **changes}, target_modules=["0", "2"], lora_dropout=DROPOUT[name]
+        )
+        for name in CONFIGS
+    }
+    return mx.convert_model(copy.deepcopy(base), configs, seed=int(torch.randint(2**31, ()))), base
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_that_of_peft(dtype: torch.dtype) -> None:
+    """Values, dx and all gradients, with our masks in PEFT's formula; fp32 adapters over either base."""
+    model, base = net_of(dtype)
+    x = torch.randn(sum(LENGTHS), 20).to(dtype).requires_grad_()
+    y = packed(x, model, [*CONFIGS], LENGTHS, OWNERS)
+    weights = torch.randn(y.shape).to(dtype)
+    (y * weights).sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert y.dtype == dtype
+    for name in CONFIGS:
+        rows = torch.cat([torch.full((n,), o == name) for n, o in zip(LENGTHS, OWNERS, strict=True)])
+        peft = get_peft_model(copy.deepcopy(base), model.mlora_router.adapters[name].config, name).train()
+        into_peft(peft, model, name)
+        for index, layer in ((0, peft.base_model.model[0]), (1, peft.base_model.model[2])):
+            seed = model.mlora_router.adapters[name].seed
+            layer.lora_dropout[name] = OurDropout(DROPOUT[name], seed, 5, index)
+        given = x.detach()[rows].requires_grad_()
+        expected = peft(given)
+        (expected * weights[rows]).sum().backward()
+        assert_same_up_to_rounding(y[rows].detach(), expected.detach(), name, tolerance)
+        assert_same_up_to_rounding(x.grad[rows], given.grad, f"dx of {name}", tolerance)
+        theirs = parameters(peft, name, True)
+        for key, mine in parameters(model, name, False).items():
+            assert mine.dtype == theirs[key].dtype == torch.float32
+            assert_same_up_to_rounding(mine.grad, theirs[key].grad, key, tolerance)
+
+
