@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,29 +31,29 @@ class NormedLayer(Protocol):
         """Returns an adapter's Parameters in this layer, by name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Kept:
     """One adapter's norms, and what they were computed from.
 
     Attributes:
         key: changes with the numbers in A, B and W.
         held: the tensors that the key tells of: no other tensor gets their memory meanwhile.
-        gradients: those that A and B had then or got since; None where they had none yet.
+        trained: whether a backward pass has come through the layer's outputs since.
     """
 
     key: Hashable
     held: Sequence[Tensor]
-    gradients: list[Callable[[], Tensor | None] | None]
     norms: Tensor
+    trained: bool = False
 
 
 class KeptNorms:
     """One layer's norms by adapter: computed once for each optimizer step.
 
     They follow the tensors by address and version, and `Router.updates`. Some optimizers, such as those of
-    bitsandbytes, write without counting a version: so norms are computed anew, too, after a gradient was
-    dropped. Other writes through `.data` or numpy go unseen: write in `torch.no_grad()`, or call
-    `torch.autograd.graph.increment_version(parameter)` after them.
+    bitsandbytes, write without counting a version: so norms are computed anew, too, where a backward pass has
+    made gradients and they are gone (`zero_grad`). Other writes through `.data` or numpy go unseen: write in
+    `torch.no_grad()`, or call `torch.autograd.graph.increment_version(parameter)` after them.
 
     Attributes:
         computed: counts the norms computed so far, for tests.
@@ -81,7 +80,7 @@ class KeptNorms:
             own, spec = layer.parameters_of(name), layer.specs[name]
             key = self._key_of(layer, name, own, base)
             kept = self._kept.get(name)
-            if kept is not None and key is not None and kept.key == key and _goes_on(kept, own):
+            if kept is not None and key is not None and kept.key == key and not _has_stepped(kept, own):
                 found[name] = kept.norms
             else:
                 stale[name] = key, own, (*kind.factors(own, spec), spec.scaling)
@@ -95,8 +94,18 @@ class KeptNorms:
             self._kept.pop(name, None)
             if key is not None:
                 held = [p.detach() for p in own.values()] + [w.detach() for w in weights]
-                self._kept[name] = _Kept(key, held, [_gradient(p) for p in own.values()], each)
+                self._kept[name] = _Kept(key, held, each)
         return found
+
+    def after_backward(self, names: Sequence[str]) -> Callable[[Tensor], None]:
+        """Returns a hook for an output of these adapters."""
+
+        def note(_: Tensor) -> None:
+            for name in names:
+                if name in self._kept:
+                    self._kept[name].trained = True
+
+        return note
 
     def _key_of(
         self, layer: NormedLayer, name: str, own: Mapping[str, nn.Parameter], base: Hashable | None
@@ -132,16 +141,6 @@ def _key(tensors: Sequence[Tensor]) -> Hashable | None:
     return tuple((t.data_ptr(), t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors)
 
 
-def _gradient(parameter: nn.Parameter) -> Callable[[], Tensor | None] | None:
-    return None if parameter.grad is None else weakref.ref(parameter.grad)
-
-
-def _goes_on(kept: _Kept, own: Mapping[str, nn.Parameter]) -> bool:
-    """Whether gradients are still those of before: who drops them has made a step. Notes new ones."""
-    for i, parameter in enumerate(own.values()):
-        before = kept.gradients[i]
-        if before is None:
-            kept.gradients[i] = _gradient(parameter)
-        elif before() is not parameter.grad:
-            return False
-    return True
+def _has_stepped(kept: _Kept, own: Mapping[str, nn.Parameter]) -> bool:
+    """Whether gradients were made and dropped, as after an optimizer's step."""
+    return kept.trained and any(p.requires_grad and p.grad is None for p in own.values())

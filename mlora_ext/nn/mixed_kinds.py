@@ -79,6 +79,10 @@ def mixed_output(
         y = _moved(y, scales, shifts, active)
         more = frozen_linear(lost, layer.frozen)
         y = y + more if part.rows is None else y.index_add_(0, part.rows, more)
+    if y.requires_grad and not torch.compiler.is_compiling():
+        normed = [name for name, kind in kinds.items() if kind.divides_by_norm]
+        if normed:
+            y.register_hook(layer.norms.after_backward(normed))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

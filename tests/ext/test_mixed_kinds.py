@@ -1,15 +1,16 @@
 """DoRA and lora_bias beside plain LoRA in one batch: PEFT's results, and nothing of the neighbours'."""
 
 import copy
-from collections.abc import Mapping
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from models import copy_weights, gpt2, llama, peft_model, token_ids
+from models import gpt2, llama, token_ids
 from peft import LoraConfig, get_peft_model
 from tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mlora_ext as mx
 from mlora_ext.ops.dropout import philox_mask
@@ -88,6 +89,16 @@ def test_25_steps_of_a_mixed_batch_are_those_of_peft(base: Any) -> None:
             assert_same_up_to_rounding(change.detach(), wanted.detach(), key, 1e-4)
 
 
+class Counting(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += 1
+        self.seen = getattr(self, "seen", Counter())
+        self.seen[str(function)] += 1
+        return function(*arguments, **(named or {}))
+
+
 class OurDropout(nn.Module):
     """Drops what the operator drops in the rows of one adapter."""
 
@@ -157,3 +168,119 @@ def test_dropout_is_that_of_peft(dtype: torch.dtype) -> None:
             assert_same_up_to_rounding(mine.grad, theirs[key].grad, key, tolerance)
 
 
+def states(model: nn.Module, name: str) -> list[Tensor]:
+    return [p.grad.clone() for p in mx.adapter_parameters(model, name).values()]
+
+
+def test_alone_as_beside_others_bit_for_bit() -> None:
+    """Also beside an adapter full of NaN; one row order, so that the base's products are the same."""
+    model, _ = net_of()
+    x = torch.randn(sum(LENGTHS), 20)
+    y = packed(x, model, [*CONFIGS], LENGTHS, OWNERS)
+    y.square().sum().backward()
+    expected = {name: states(model, name) for name in CONFIGS}
+    for name in CONFIGS:
+        for ruined in (False, True):
+            model.zero_grad()
+            rows = torch.cat([torch.full((n,), o == name) for n, o in zip(LENGTHS, OWNERS, strict=True)])
+            if ruined:
+                saved = copy.deepcopy(model.state_dict())
+                for other in set(CONFIGS) - {name}:
+                    for parameter in mx.adapter_parameters(model, other).values():
+                        nn.init.constant_(parameter, float("nan"))
+                alone = packed(x, model, [*CONFIGS], LENGTHS, OWNERS)
+            else:
+                alone = packed(x, model, [name], LENGTHS, [o if o == name else None for o in OWNERS])
+            assert torch.equal(alone[rows], y[rows]), (name, ruined)
+            alone[rows].square().sum().backward()
+            for one, other in zip(states(model, name), expected[name], strict=True):
+                assert torch.equal(one, other), (name, ruined)
+            if ruined:
+                model.load_state_dict(saved)
+
+
+def result_of(model: nn.Module, ids: Tensor, names: list[str]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model.mlora_router.step = 3
+    logits = model(input_ids=ids, adapter_names=names).logits
+    logits.float().square().mean().backward()
+    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach().float(), **grads}
+
+
+def language_model(dropout: float = 0.3) -> tuple[nn.Module, Tensor, list[str]]:
+    configs = configs_for(["q_proj", "k_proj", "v_proj", "down_proj"], lora_dropout=dropout)
+    names = ["dora", "plain", "bias", "__base__", "other", "dora"]
+    return mx.convert_model(llama(), configs).train(), token_ids(len(names), 5), names
+
+
+@pytest.mark.parametrize("way", ["reference", "triton", "checkpointing", "compiled", "packed", "held"])
+def test_other_ways_to_the_same_numbers(way: str) -> None:
+    model, ids, names = language_model()
+    expected = result_of(model, ids, names)
+    assert len(expected) == 1 + 2 * (4 * 2 * 4 + 4 * 3 - 0)
+    if way in ("reference", "triton"):
+        with mx.use_backend(way):
+            got = result_of(model, ids, names)
+    elif way == "checkpointing":
+        model.gradient_checkpointing_enable()
+        got = result_of(model, ids, names)
+    elif way == "compiled":
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled(input_ids=ids, adapter_names=names)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            got = result_of(compiled, ids, names)
+        got = {key.removeprefix("_orig_mod."): value for key, value in got.items()}
+    elif way == "packed":
+        mx.nn.pack_base(model)
+        got = result_of(model, ids, names)
+    else:
+        model.mlora_router.accumulates = True
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        model.mlora_router.moved()
+        model.zero_grad = lambda: None
+        got = result_of(model, ids, names)
+    assert got.keys() == expected.keys()
+    for key, value in got.items():
+        assert_same_up_to_rounding(value, expected[key], key, 1e-4)
+
+
+def test_autocast_and_a_bf16_base_are_near_fp32() -> None:
+    model, ids, names = language_model()
+    expected = result_of(model, ids, names)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = result_of(model, ids, names)
+    for key, value in got.items():
+        assert_same_up_to_rounding(value, expected[key], key, 0.1)
+    half = mx.convert_model(llama().bfloat16(), configs_for(["q_proj", "down_proj"]))
+    logits = half(input_ids=ids, adapter_names=names).logits
+    assert logits.dtype == torch.bfloat16
+    logits.float().square().mean().backward()
+    assert {p.grad.dtype for p in mx.adapter_parameters(half, "dora").values()} == {torch.float32}
+
+
+def test_no_call_for_each_adapter() -> None:
+    """As many PyTorch operations in forward and backward with six DoRA adapters as with two, besides those
+    that add to each Parameter's gradient and the norms of each optimizer step."""
+
+    def operations(adapters: int) -> int:
+        names = [f"a{i}" for i in range(adapters)]
+        fields = {"r": 2, "use_dora": True, "lora_dropout": 0.2, "target_modules": ["0"]}
+        model = mx.convert_model(nn.Sequential(nn.Linear(8, 8)), {n: LoraConfig(**fields) for n in names})
+        x = torch.randn(6 * adapters, 8, requires_grad=True)
+        layout = mx.SegmentLayout.from_lengths([6] * adapters)
+        counted = Counting()
+        for _ in range(2):
+            with mx.route(model, layout, names=names):
+                with counted:
+                    counted.count = 0
+                    loss = model(x).sum()
+                    loss.backward()
+        return counted.count
+
+    two, six = operations(2), operations(6)
+    each = (six - two) / 4
+    print(two, six, each)
+    assert each <= 12
