@@ -31,7 +31,8 @@ from ..frozen.linear import frozen_linear
 from ..frozen.weight import FrozenWeight
 from ..ops.dropout import LEVELS
 from ..ops.functional import lora_linear_rows, scaling_dtype
-from ..ops.row_outputs import dropped_rows, keep_mask, scaled_rows, shifted_rows
+from ..ops.held import keeps_gradient
+from ..ops.row_outputs import dropped_rows, keep_mask, scaled_rows, shifted_rows, stacked_rows
 from ..ops.segments import SegmentLayout
 from ..upload import to_device
 from .kept_norms import KeptNorms
@@ -173,7 +174,13 @@ def _table(layer: MixedLayer, rows: Sequence[Tensor | None], other: float) -> Te
         return None
     dtype, device = scaling_dtype(layer.frozen.dtype), layer.frozen.device
     usual = torch.full((layer.out_features,), other, dtype=dtype, device=device)
-    return torch.stack([*(usual if row is None else row.to(dtype) for row in rows), usual])
+    table = [*(usual if row is None else row.to(dtype) for row in rows), usual]
+    trained = [row for row in table if row.requires_grad]
+    if trained and layer.router.accumulates and torch.is_grad_enabled():
+        held = [row for row in trained if isinstance(row, nn.Parameter) and keeps_gradient(row)]
+        if len(held) == len(trained) and not torch.compiler.is_compiling():
+            return stacked_rows(table, held)
+    return torch.stack(table)
 
 
 def _dropping(layer: MixedLayer, kinds: Mapping[str, AdapterKind]) -> tuple[int, ...]:

@@ -7,13 +7,16 @@ Letters: T rows, D = d_in, O = d_out, N adapters, V rows of some adapters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..library import LOADED
+from ..once_differentiable import once_differentiable
 from .dropout import LEVELS, philox_rows
+from .held import anchor
 
 
 def scaled_rows(y: Tensor, scales: Tensor, shifts: Tensor | None, owners: Tensor) -> Tensor:
@@ -29,6 +32,33 @@ def scaled_rows(y: Tensor, scales: Tensor, shifts: Tensor | None, owners: Tensor
         found = y * scales.index_select(0, owners)
         return (found if shifts is None else found + shifts.index_select(0, owners)).to(y.dtype)
     return _ScaledRows.apply(y, scales, shifts, owners)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def stacked_rows(rows: Sequence[Tensor], held: Sequence[nn.Parameter]) -> Tensor:
+    """Returns vectors as a table `[N, O]`; backward adds to the gradients of `held` in one call.
+
+    Args:
+        rows: of the table.
+        held: those of the rows that train. They keep their gradients, see `ops.held.keeps_gradient`.
+    """
+    places = [next(i for i, row in enumerate(rows) if row is one) for one in held]
+    return _StackedRows.apply(anchor(), rows, held, places)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _StackedRows(torch.autograd.Function):
+    """`torch.stack` whose backward makes no call for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, _, rows, held, places):  # type: ignore[no-untyped-def]
+        ctx.held, ctx.places = held, places
+        return torch.stack([row.detach() for row in rows])
+
+    @staticmethod
+    @once_differentiable(lambda ctx: ())
+    def backward(ctx: Any, d_table):  # type: ignore[no-untyped-def]
+        rows = d_table.unbind(0)
+        torch._foreach_add_([one.grad for one in ctx.held], [rows[i] for i in ctx.places])
+        return None, None, None, None
 
 
 def shifted_rows(y: Tensor, shifts: Tensor, owners: Tensor) -> Tensor:
