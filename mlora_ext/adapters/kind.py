@@ -38,28 +38,40 @@ class ParameterSpec:
 
     Attributes:
         transposed: whether the Parameter is the transposed view `[width, rows]` of this storage.
+        flat: whether the Parameter is the vector `[width]`, the only row of this storage.
     """
 
     rows: int
     width: int
     transposed: bool = False
+    flat: bool = False
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
+        if self.flat:
+            return (self.width,)
         return (self.width, self.rows) if self.transposed else (self.rows, self.width)
 
 
 class AdapterKind(ABC):
     """A kind of adapter: its Parameters, and how the operator's A and B are made of them.
 
-    The operator adds `scaling · drop(x) Aᵀ Bᵀ` to the rows of each adapter. A kind returns A and B
-    (`factors`) and may scale the outputs of its rows (`output_scale`). Both must be differentiable. Adapters
-    of all kinds can share a batch. `mlora_ext.adapters.registry.register_adapter_kind` registers a kind.
+    The rows of an adapter become
+
+        y = b + c (x Wᵀ + scaling (drop(x) Aᵀ Bᵀ + e))
+
+    A kind returns A and B (`factors`), and may return e (`low_rank_bias`) and c (`output_scale`). All must be
+    differentiable. Adapters of all kinds can share a batch.
+    `mlora_ext.adapters.registry.register_adapter_kind` registers a kind.
 
     Attributes:
         name: the kind's name.
-        parameter_names: names of its Parameters, as PEFT writes them. Two kinds may share a name only if it
-            means the same in both.
+        parameter_names: names of its Parameters; all kinds give a name the same meaning.
+        divides_by_norm: whether c is `output_scale` divided by the norm of each row of `W + scaling B A`. The
+            norm counts as a constant in backward. A layer keeps it until A, B or W changes.
+        drops_base_input: whether dropout also drops the input of the base product that c scales:
+            `y = b + x Wᵀ + (c - 1) drop(x) Wᵀ + c scaling (drop(x) Aᵀ Bᵀ + e)`.
+        merges: whether PEFT's own layers merge it, once `peft_place` has put its Parameters into them.
 
     Example:
         >>> class FrozenA(Lora):
@@ -71,6 +83,9 @@ class AdapterKind(ABC):
 
     name: str
     parameter_names: tuple[str, ...]
+    divides_by_norm: bool = False
+    drops_base_input: bool = False
+    merges: bool = False
 
     @abstractmethod
     def serves(self, config: Any) -> bool:
@@ -121,22 +136,45 @@ class AdapterKind(ABC):
         """
         return own["lora_A"], own["lora_B"]
 
-    def output_scale(self, own: Mapping[str, Tensor], spec: LayerSpec, frozen: FrozenWeight) -> Tensor | None:
+    def output_scale(self, own: Mapping[str, Tensor], spec: LayerSpec) -> Tensor | None:
         """Returns a factor `[O]` on the outputs of the adapter's rows (not on the bias), or None for none.
+
+        Return a Parameter as it is where you can: a layer computes with those of all adapters in one call.
 
         Args:
             own: the Parameters by name.
             spec: the adapter's settings in this layer.
-            frozen: the layer's frozen weight.
         """
         return None
 
+    def low_rank_bias(self, own: Mapping[str, Tensor], spec: LayerSpec) -> Tensor | None:
+        """Returns a vector `[O]` that is added to `drop(x) Aᵀ Bᵀ`, or None for none; see `output_scale`."""
+        return None
+
+    def kept_bytes(self, d_out: int) -> int:
+        """Returns the bytes that a layer keeps for the adapter beside its Parameters.
+
+        Args:
+            d_out: O.
+        """
+        return (4 + 8) * d_out if self.divides_by_norm else 0  # the norms, and the squares of those of W
+
+    def peft_place(self, parameter: str) -> tuple[str, str]:
+        """Returns where PEFT's layer holds a Parameter: a dict of modules by adapter, and an attribute."""
+        return parameter, "weight"
+
     def peft_key(self, parameter: str) -> str:
         """Returns the part of a key in PEFT's files that follows the layer's name."""
-        return f"{parameter}.weight"
+        return ".".join(self.peft_place(parameter))
+
+    @property
+    def has_own_factors(self) -> bool:
+        """Whether A and B are not simply the Parameters `lora_A` and `lora_B`."""
+        return type(self).factors is not AdapterKind.factors
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operator uses the Parameters `lora_A` and `lora_B` as they are."""
+        """Whether the operator does all that the kind needs, with the Parameters `lora_A` and `lora_B`."""
         own = type(self)
-        return own.factors is AdapterKind.factors and own.output_scale is AdapterKind.output_scale
+        adds = own.output_scale, own.low_rank_bias
+        return not self.has_own_factors and adds == (AdapterKind.output_scale, AdapterKind.low_rank_bias)

@@ -60,8 +60,14 @@ def check_name(name: str) -> None:
         )
 
 
-def check_config(name: str, config: LoraConfig) -> None:
-    """Refuses every unsupported setting (ValueError with field and value); no field is ignored."""
+def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
+    """Refuses every unsupported setting (ValueError with field and value); no field is ignored.
+
+    Args:
+        name: the adapter's name, for messages.
+        config: the adapter's config.
+        honoured: a field that the adapter's kind supports beside those of plain LoRA.
+    """
     from peft import LoraConfig
 
     _check_start(name, config)
@@ -73,7 +79,7 @@ def check_config(name: str, config: LoraConfig) -> None:
         )
     default = LoraConfig()
     for item in dataclasses.fields(config):
-        if item.name in _HONOURED | _NEUTRAL:
+        if item.name in _HONOURED | _NEUTRAL | {honoured}:
             continue
         value = getattr(config, item.name)
         usual = getattr(default, item.name, None)

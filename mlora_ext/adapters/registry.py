@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from .dora import Dora
 from .kind import AdapterKind
 from .lora import Lora
+from .lora_bias import LoraBias
 
-_KINDS: dict[str, AdapterKind] = {"lora": Lora()}
+_KINDS: dict[str, AdapterKind] = {kind.name: kind for kind in (Lora(), LoraBias(), Dora())}
 
 
 def register_adapter_kind(kind: AdapterKind) -> None:
@@ -54,3 +56,8 @@ def kind_for(name: str, config: Any) -> AdapterKind:
 def parameter_names() -> set[str]:
     """Returns the names of the Parameters of all kinds."""
     return {name for kind in _KINDS.values() for name in kind.parameter_names}
+
+
+def parameters_by_key() -> dict[str, str]:
+    """Returns the name of a Parameter by what follows the layer's name in PEFT's files, for all kinds."""
+    return {kind.peft_key(name): name for kind in _KINDS.values() for name in kind.parameter_names}

@@ -120,7 +120,8 @@ class AdapterLayer(nn.Module):
         """Returns the bank that holds the Parameters of this name; makes it if there is none."""
         if part not in self._modules:
             place: dict[str, Any] = {"device": self.frozen.device, "dtype": self.adapter_dtype}
-            self.add_module(part, AdapterBank(spec.width, transposed=spec.transposed, **place))
+            own = AdapterBank(spec.width, transposed=spec.transposed, flat=spec.flat, **place)
+            self.add_module(part, own)
         bank = self._modules[part]
         assert isinstance(bank, AdapterBank)
         return bank

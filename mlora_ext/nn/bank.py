@@ -46,6 +46,7 @@ class AdapterBank(nn.Module):
     Args:
         width: d_in for A, d_out for B.
         transposed: whether Parameters are transposed views of the rows.
+        flat: whether Parameters are vectors, of one row each.
         device: where pages are made.
         dtype: dtype of new adapters.
 
@@ -58,12 +59,14 @@ class AdapterBank(nn.Module):
         width: int,
         *,
         transposed: bool,
+        flat: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.width = width
         self.transposed = transposed
+        self.flat = flat
         self.device = torch.device(device)
         self.dtype = dtype
         self._pages: list[Tensor] = []
@@ -79,7 +82,7 @@ class AdapterBank(nn.Module):
         return iter(self._modules)
 
     def parameter_of(self, name: str) -> nn.Parameter:
-        """Returns the adapter's Parameter: `[r, width]`, or `[width, r]` if transposed."""
+        """Returns the adapter's Parameter: `[r, width]`, `[width, r]` if transposed, `[width]` if flat."""
         return self._modules[name]._parameters["weight"]  # type: ignore[union-attr, return-value]
 
     def reserve(self, rows: int) -> None:
@@ -151,6 +154,8 @@ class AdapterBank(nn.Module):
 
     def _view(self, place: _Rows) -> Tensor:
         rows = self._pages[place.page][place.row : place.row + place.rows]
+        if self.flat:
+            return rows[0]
         return rows.t() if self.transposed else rows
 
     def _rebind(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,8 +16,10 @@ from ..frozen.quantized.families import base_weight, family_of, frozen_weight_of
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
 from .adapter_layer import AdapterLayer
 from .bank import AdapterBank
+from .kept_norms import KeptNorms
+from .mixed_kinds import mixed_output
 from .plain_linear import adapter_dtype, features, is_plain_linear, is_transposed
-from .routing.route import LayerGroup, RouteTensors
+from .routing.route import LayerGroup, RoutePlan, RouteTensors
 from .routing.router import Router
 
 
@@ -59,6 +61,7 @@ class MultiLoRALinear(AdapterLayer):
         self.in_features, self.out_features = weight.shape if fan_in_fan_out else reversed(weight.shape)
         self.frozen = PlainWeight(self)
         self.eager_dims: set[int] = set()
+        self.norms = KeptNorms()
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
         self.lora_A = AdapterBank(self.in_features, transposed=False, **place)
         self.lora_B = AdapterBank(self.out_features, transposed=True, **place)
@@ -70,6 +73,10 @@ class MultiLoRALinear(AdapterLayer):
             # `to_empty` has left it undefined, and no state dict restores it.
             self.layer.fill_(self.index)
         return self
+
+    def take(self, name: str) -> None:
+        super().take(name)
+        self.norms.forget(name)
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
@@ -157,37 +164,24 @@ class MultiLoRALinear(AdapterLayer):
             return frozen_linear(x, self.frozen, self.bias)
         drops = self.training and active.dropout_p is not None
         plan = active.plan(self._buffers["layer"] if drops else None)
-        if self.plain_kinds:
-            holds = self.router.accumulates and torch.is_grad_enabled()
-            if holds and not torch.compiler.is_compiling():
-                held = self.held.get(active.names, [self], self.router.moves)
-                own = [self.frozen], [self._parameters.get("bias")]  # `nn.Module.__getattr__` is slow
-                ys = held and lora_linear_held(x, *own, held, plan, self.router.updates)
-                if ys:
-                    return ys[0]
-            lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in active.names]
-            lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in active.names]
-            return lora_linear_rows(x, self.frozen, self.bias, lora_a, lora_b, *plan)
-        lora_a, lora_b, scales = self._made_of(active.names)
-        y = lora_linear_rows(x, self.frozen, self.bias if scales is None else None, lora_a, lora_b, *plan)
-        if scales is None:
-            return y
-        y = y * scales[active.owners()].view(y.shape)
-        return y if self.bias is None else y + self.bias
+        bias = self._parameters.get("bias")  # `nn.Module.__getattr__` is slow
+        if not self.plain_kinds:
+            return mixed_output(self, x, bias, active, plan)
+        return self.operator_output(x, bias, active.names, plan)
 
-    def _made_of(self, names: Sequence[str]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """Returns A and B of adapters of any kinds, and factors `[N + 1, O]` on their rows' outputs, or None.
-
-        The last factor is for rows without an adapter.
-        """
-        adapters = [(self.parameters_of(name), self.specs[name]) for name in names]
-        factors = [adapter_kind(spec.kind).factors(own, spec) for own, spec in adapters]
-        found = [adapter_kind(spec.kind).output_scale(own, spec, self.frozen) for own, spec in adapters]
-        scales = None
-        if any(scale is not None for scale in found):
-            one = torch.ones(self.out_features, dtype=self.frozen.dtype, device=self.frozen.device)
-            scales = torch.stack([*(one if s is None else s.to(one.dtype) for s in found), one])
-        return [a for a, _ in factors], [b for _, b in factors], scales
+    def operator_output(
+        self, x: Tensor, bias: Tensor | None, names: tuple[str, ...], plan: RoutePlan
+    ) -> Tensor:
+        """Returns `[..., d_out]` for adapters whose A and B are `lora_A` and `lora_B`."""
+        holds = self.router.accumulates and torch.is_grad_enabled()
+        if holds and not torch.compiler.is_compiling():
+            held = self.held.get(names, [self], self.router.moves)
+            ys = held and lora_linear_held(x, [self.frozen], [bias], held, plan, self.router.updates)
+            if ys:
+                return ys[0]
+        lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in names]
+        lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in names]
+        return lora_linear_rows(x, self.frozen, bias, lora_a, lora_b, *plan)
 
     def extra_repr(self) -> str:
         adapters = ", ".join(f"{name}: r={spec.rank}" for name, spec in self.specs.items())

@@ -18,21 +18,24 @@ ROUNDS = 7
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_LEVELS = 65536
+LEVELS = 65536
+"""Of a probability: p is used as `round(p * LEVELS) / LEVELS`."""
 _COLUMNS_PER_COUNTER = 8
 
 
 def dropout_threshold(p: float) -> int:
     """Returns `round(p * 65536)`: of the 65536 equally likely numbers, those below it mean "dropped"."""
-    return round(p * _LEVELS)
+    return round(p * LEVELS)
 
 
-def philox(counter: Sequence[torch.Tensor | int], key: tuple[int, int]) -> list[torch.Tensor]:
+def philox(
+    counter: Sequence[torch.Tensor | int], key: tuple[torch.Tensor | int, torch.Tensor | int]
+) -> list[torch.Tensor]:
     """Returns the four int64 tensors of 32-bit words that Philox4x32-7 makes of a vector of counters.
 
     Args:
         counter: four int64 tensors (or integers) that broadcast together, each taken modulo 2^32.
-        key: two 32-bit words.
+        key: two 32-bit words, or int64 tensors of them that broadcast with the counters.
     """
     device = next((c.device for c in counter if isinstance(c, torch.Tensor)), None)
     c0, c1, c2, c3 = torch.broadcast_tensors(
@@ -73,13 +76,31 @@ def philox_mask(
         layer: index of the layer in the whole model.
         row0: index of the segment's first row within the adapter's step.
     """
-    counters = (columns + _COLUMNS_PER_COUNTER - 1) // _COLUMNS_PER_COUNTER
     row = torch.arange(row0, row0 + rows, device=device).unsqueeze(1)
-    column = torch.arange(counters, device=device).unsqueeze(0)
+    return philox_rows(row, columns, seed, step, layer) >= dropout_threshold(p)
+
+
+def philox_rows(
+    row: torch.Tensor,
+    columns: int,
+    seed: torch.Tensor | int,
+    step: torch.Tensor | int,
+    layer: torch.Tensor | int,
+) -> torch.Tensor:
+    """Returns the numbers below `LEVELS` that decide what is dropped: `[rows, columns]` int64.
+
+    Args:
+        row: `[rows, 1]` int64, index of each row within its adapter's step.
+        columns: d_in.
+        seed: 64-bit seed of all rows, or `[rows, 1]` int64.
+        step: optimizer step of all rows, or `[rows, 1]` int64.
+        layer: index of the layer in the whole model, or `[]` int64.
+    """
+    counters = (columns + _COLUMNS_PER_COUNTER - 1) // _COLUMNS_PER_COUNTER
+    column = torch.arange(counters, device=row.device).unsqueeze(0)
     words = philox((column, row, layer, step), (seed & _MASK, (seed >> 32) & _MASK))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    numbers = torch.stack(halves, dim=-1).reshape(rows, counters * _COLUMNS_PER_COUNTER)[:, :columns]
-    return numbers >= dropout_threshold(p)
+    return torch.stack(halves, dim=-1).reshape(len(row), counters * _COLUMNS_PER_COUNTER)[:, :columns]
 
 
 @dataclass(frozen=True)
@@ -146,7 +167,7 @@ def rng_table(seeds: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
 
 def check_probability(name: str, p: float) -> None:
     """Refuses p outside of `[0, 1)`, or so near to 1 that all is dropped. Raises ValueError with `name`."""
-    if not isinstance(p, int | float) or not 0.0 <= p < 1.0 or dropout_threshold(p) >= _LEVELS:
+    if not isinstance(p, int | float) or not 0.0 <= p < 1.0 or dropout_threshold(p) >= LEVELS:
         raise ValueError(f"{name}: expected a probability with 0 <= p < 1, got {p!r}")
 
 

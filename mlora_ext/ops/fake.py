@@ -5,6 +5,7 @@ Each function stands for the operator of its name.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -49,6 +50,13 @@ def lora_add_backward(  # type: ignore[no-untyped-def]
 ):
     """Returns empty gradients like the matrices, where wanted; dx is written to in place."""
     return _gradients(lora_a, lora_b, need_da, need_db)
+
+
+def dropout_mask(  # type: ignore[no-untyped-def]
+    segments, dropout_p, dropout_rng, layer, rows, columns
+):
+    """Returns an empty mask [rows, columns]."""
+    return segments.new_empty(rows, columns, dtype=torch.bool)
 
 
 def base_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:

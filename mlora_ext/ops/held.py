@@ -88,7 +88,7 @@ def hold(
     """
     check_library()
     every = [p for layer in (*lora_a, *lora_b) for p in layer]
-    if not every or not all(map(_holds, every)):
+    if not every or not all(map(keeps_gradient, every)):
         return None
     a = _table([p for layer in lora_a for p in layer], False)
     b = _table([p for layer in lora_b for p in layer], True)
@@ -100,7 +100,8 @@ def _table(parameters: Sequence[nn.Parameter], transposed: bool) -> Factors:
     return factors_of([p.detach() for p in parameters], transposed=transposed, gradients=gradients)
 
 
-def _holds(parameter: nn.Parameter) -> bool:
+def keeps_gradient(parameter: nn.Parameter) -> bool:
+    """Whether backward may add to a Parameter's gradient itself: fp32, dense, and without hooks."""
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad or type(gradient) is not Tensor:
         return False
@@ -138,12 +139,12 @@ def lora_linear_held(x: Tensor, call: Call) -> Sequence[Tensor]:
         x: `[T, d_in]`, dense rows, in a dtype that the backend serves.
         call: everything else.
     """
-    return _Held.apply(x, _anchor(), call)  # type: ignore[attr-defined, no-any-return]
+    return _Held.apply(x, anchor(), call)  # type: ignore[attr-defined, no-any-return]
 
 
 @cache
 @torch.inference_mode(False)
-def _anchor() -> Tensor:
+def anchor() -> Tensor:
     """Returns a tensor that requires a gradient: the graph holds a layer even if its x needs none."""
     return torch.empty(0, requires_grad=True)
 

@@ -68,6 +68,7 @@ def register() -> None:
     for name in ("lora_linear", "lora_linear_backward", "lora_add", "lora_add_backward", "base_linear"):
         torch.library.register_fake(f"mlora_ext::{name}", getattr(fake, name))
     torch.library.register_fake("mlora_ext::base_linear_dx", fake.base_linear_dx)
+    torch.library.register_fake("mlora_ext::dropout_mask", fake.dropout_mask)
     torch.library.register_kernel("mlora_ext::lora_linear", "cuda", _cuda_forward)
     torch.library.register_kernel("mlora_ext::lora_linear_backward", "cuda", _cuda_backward)
     torch.library.register_autograd("mlora_ext::lora_linear", _backward, setup_context=_setup)

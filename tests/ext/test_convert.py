@@ -230,8 +230,8 @@ def test_base_dropout_is_stopped_with_one_warning() -> None:
 
 
 REFUSED = [
-    ({"use_dora": True}, "use_dora=True is not supported"),
-    ({"lora_bias": True}, "lora_bias=True is not supported"),
+    ({"use_dora": True, "use_qalora": True}, "use_qalora=True is not supported"),
+    ({"lora_bias": True, "bias": "all"}, "bias='all' is not supported"),
     ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
     ({"layer_replication": [(0, 1)]}, "layer_replication"),

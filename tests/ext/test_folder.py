@@ -232,7 +232,7 @@ def test_unreadable_files_are_refused(saved: Path) -> None:
     for change, message in [
         ({"peft_type": "IA3"}, r"an adapter of type 'IA3', expected 'LORA'"),
         ({"shiny": True}, r"the installed PEFT does not know shiny=True; upgrade PEFT"),
-        ({"use_dora": True}, r"adapter 'a': use_dora=True is not supported"),
+        ({"use_qalora": True}, r"adapter 'a': use_qalora=True is not supported"),
         ({"target_parameters": "x"}, r"PEFT cannot read it: `target_parameters` must be a list of strings"),
     ]:
         config.write_text(json.dumps({**fields, **change}))

@@ -145,7 +145,7 @@ def test_custom_modules() -> None:
     assert_refused(peft, lambda: mx.from_peft(peft), message)
     peft.peft_config["a"]._custom_modules = None
     assert_refused(
-        peft, lambda: mx.from_peft(peft), f"{KEY.replace('1', '0')}: expected plain LoRA .* Custom"
+        peft, lambda: mx.from_peft(peft), f"{KEY.replace('1', '0')}: expected LoRA or DoRA .* Custom"
     )
 
 

@@ -22,9 +22,10 @@ def merge_and_unload(
 ) -> nn.Module:
     """Returns a copy of the base model with one adapter merged into its weights.
 
-    `W' = W + scaling B A`, computed and rounded by PEFT's own `merge_and_unload`. The converted model keeps
-    its adapters and its weights. The copy has plain layers and its class's forward; it loses what a Trainer
-    has put on the instance. The base's dropouts are 0 in the copy, too.
+    `W' = W + scaling B A`, or what DoRA makes of it, computed and rounded by PEFT's own `merge_and_unload`. A
+    `lora_bias` goes into the layer's bias. The converted model keeps its adapters and its weights. The copy
+    has plain layers and its class's forward; it loses what a Trainer has put on the instance. The base's
+    dropouts are 0 in the copy, too.
 
     Args:
         model: converted by `convert_model`.
@@ -32,10 +33,11 @@ def merge_and_unload(
         safe_merge: raise if a merged weight is NaN or infinite, as PEFT does.
 
     Raises:
-        ValueError: if there is no such adapter, if there are several and none is named, or if its kind cannot
-            be merged. Also if a layer's frozen weight is of a kind without the original weight, such as 8-bit
-            integers, or one of the adapter's layers has a weight that is tied to another layer's, which would
-            change, too. With `safe_merge` also if a merged weight is not finite.
+        ValueError: if there is no such adapter, if there are several and none is named, if its kind cannot be
+            merged, or if it has a `lora_bias` on a layer without bias. Also if a layer's frozen weight is of
+            a kind without the original weight, such as 8-bit integers, or one of the adapter's layers has a
+            weight that is tied to another layer's, which would change, too. With `safe_merge` also if a
+            merged weight is not finite.
 
     Example:
         >>> merge_and_unload(model, "a").save_pretrained("merged")
@@ -43,7 +45,7 @@ def merge_and_unload(
     from peft import LoraModel
 
     name = one_adapter(model, adapter_name)
-    layers = _plain_lora(model, name)
+    layers = _mergeable(model, name)
     _refuse_other_weights(model, name)
     _refuse_tied(model, layers)
     config = adapter_config(model, name)
@@ -53,22 +55,29 @@ def merge_and_unload(
     for key, layer in layers.items():
         theirs = tuner.model.get_submodule(key)
         theirs.scaling[name] = layer.specs[name].scaling
-        for bank in ("lora_A", "lora_B"):
-            values = getattr(layer, bank).parameter_of(name).detach().clone()
-            getattr(theirs, bank)[name].weight = nn.Parameter(values, requires_grad=False)
+        kind = adapter_kind(layer.specs[name].kind)
+        for part, parameter in layer.parameters_of(name).items():
+            modules, attribute = kind.peft_place(part)
+            values = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            setattr(getattr(theirs, modules)[name], attribute, values)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     return merged
 
 
-def _plain_lora(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
-    """Returns an adapter's layers; raises ValueError if one of them is not plain LoRA on a linear layer."""
+def _mergeable(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
+    """Returns an adapter's layers; raises ValueError if one of them cannot be merged."""
     found = {}
     for key, layer in adapter_layers(model, name).items():
-        kind = layer.specs[name].kind
-        if not (isinstance(layer, MultiLoRALinear) and adapter_kind(kind).is_plain):
+        kind = adapter_kind(layer.specs[name].kind)
+        if not (isinstance(layer, MultiLoRALinear) and (kind.is_plain or kind.merges)):
             raise ValueError(
-                f"adapter {name!r}: layer {key}: only plain LoRA can be merged, and this adapter is of kind "
-                f"{kind!r}; save it and merge it with PEFT"
+                f"adapter {name!r}: layer {key}: only plain LoRA, lora_bias and DoRA can be merged, and this "
+                f"adapter is of kind {kind.name!r}; save it and merge it with PEFT"
+            )
+        if layer.bias is None and "lora_bias" in kind.parameter_names:
+            raise ValueError(
+                f"adapter {name!r}: layer {key} has no bias that could take its lora_bias; use the adapter "
+                "without merging it"
             )
         found[key] = layer
     return found

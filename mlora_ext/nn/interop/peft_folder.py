@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec
-from ...adapters.registry import parameter_names
+from ...adapters.registry import parameters_by_key
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
@@ -180,7 +180,7 @@ def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, d
 
 
 def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, dict[str, Tensor]]:
-    """Returns the weights of a PEFT folder by layer name and Parameter name, `lora_A` or `lora_B`.
+    """Returns the weights of a PEFT folder by layer name and Parameter name, such as `lora_A`.
 
     Raises ValueError if a file is missing or cannot be read, or a weight is NaN or infinite.
     """
@@ -297,10 +297,10 @@ def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, T
     else:
         raise ValueError(f"folder: {path} has neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
     layers: dict[str, dict[str, Tensor]] = {}
-    others, known = {}, parameter_names()
+    others, known = {}, parameters_by_key()
     for key, tensor in state.items():
-        layer, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        if part in known:
+        layer, part = _place_of(key.removeprefix(_PREFIX), known)
+        if part:
             if not tensor.float().isfinite().all():
                 raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
             layers.setdefault(layer, {})[part] = tensor
@@ -310,6 +310,14 @@ def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, T
         if len({"lora_A", "lora_B"} & set(parts)) == 1:
             raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
     return layers, others
+
+
+def _place_of(key: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the names of the layer and the Parameter that a key is of; no Parameter if it is of none."""
+    for end, parameter in known.items():
+        if key.endswith(f".{end}"):
+            return key.removesuffix(f".{end}"), parameter
+    return key, ""
 
 
 def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:

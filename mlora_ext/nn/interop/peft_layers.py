@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...adapters.kind import AdapterKind
+from ...adapters.registry import kind_for
 from ..unconverted_state import MOVED, check_layer, check_untouched
 
 
@@ -28,8 +30,8 @@ class PeftLayers:
     def of(cls, base: nn.Module, configs: Mapping[str, Any]) -> PeftLayers:
         """Finds the layers and checks them.
 
-        Raises ValueError, naming a layer, if it does not compute plain LoRA, or has hooks or patches that
-        would be lost.
+        Raises ValueError, naming a layer, if it computes another kind of LoRA than its adapters' configs ask
+        for, or has hooks or patches that would be lost.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
@@ -39,7 +41,7 @@ class PeftLayers:
         if not found:
             raise ValueError("peft_model: has no LoRA layers; were they unloaded or merged already?")
         for key, layer in found.items():
-            _check_kind(key, layer)
+            _check_kind(key, layer, configs)
             _check_use(key, layer, configs)
             _check_parts(key, layer)
         return cls(found, configs)
@@ -49,15 +51,28 @@ class PeftLayers:
         return {key: layer.base_layer for key, layer in self.layers.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields A and B of all adapters."""
+        """Yields the Parameters of all adapters."""
         for layer in self.layers.values():
-            for bank in (layer.lora_A, layer.lora_B):
+            for bank in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
                 yield from bank.parameters()
 
-    def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name."""
+    def parameters_of(self, name: str, key: str) -> dict[str, nn.Parameter]:
+        """Returns an adapter's Parameters in one layer, by our names."""
+        kind = self.kind(name)
+        places = {part: kind.peft_place(part) for part in kind.parameter_names}
         return {
-            key: {"lora_A": layer.lora_A[name].weight.data, "lora_B": layer.lora_B[name].weight.data}
+            part: getattr(getattr(self.layers[key], modules)[name], attribute)
+            for part, (modules, attribute) in places.items()
+        }
+
+    def kind(self, name: str) -> AdapterKind:
+        """Returns an adapter's kind."""
+        return kind_for(name, self.configs[name])
+
+    def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
+        """Returns an adapter's `lora_A [r, d_in]`, `lora_B [d_out, r]` and so on, by layer name."""
+        return {
+            key: {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
             for key, layer in self.layers.items()
             if name in layer.lora_A
         }
@@ -90,17 +105,15 @@ class PeftLayers:
         return True in dropping if dropping else bool(self.layers[key].training)
 
     def trains(self, name: str, weight: nn.Parameter) -> bool:
-        """Whether A or B of an adapter is trained.
+        """Whether one Parameter of an adapter is trained.
 
         PEFT freezes inactive adapters and trains them once they are active. Here all adapters are active.
         """
         if weight.requires_grad:
             return True
-        ours = [layer for layer in self.layers.values() if name in layer.lora_A]
-        waits = not any(name in layer.active_adapters for layer in ours)
-        frozen = not any(
-            bank[name].weight.requires_grad for layer in ours for bank in (layer.lora_A, layer.lora_B)
-        )
+        ours = {key: layer for key, layer in self.layers.items() if name in layer.lora_A}
+        waits = not any(name in layer.active_adapters for layer in ours.values())
+        frozen = not any(p.requires_grad for key in ours for p in self.parameters_of(name, key).values())
         return waits and frozen and not self.configs[name].inference_mode
 
     def keep_dtype(self) -> bool:
@@ -124,15 +137,21 @@ _PLAIN_KINDS = {
     ("peft.tuners.lora.bnb", "Linear8bitLt"),
     ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
 }
-"""PEFT's layers of plain LoRA, by file and name: some are only defined where their package is installed."""
+"""PEFT's layers of LoRA on a linear layer, by file and name; some exist only where their package is installed."""
 
 
-def _check_kind(key: str, layer: Any) -> None:
-    if (type(layer).__module__, type(layer).__name__) not in _PLAIN_KINDS or layer.lora_variant:
-        kinds = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
+def _check_kind(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    wanted = {name for name, config in configs.items() if config.use_dora and name in layer.lora_A}
+    found = {name: type(variant) for name, variant in getattr(layer, "lora_variant", {}).items()}
+    plain = (type(layer).__module__, type(layer).__name__) in _PLAIN_KINDS
+    if not plain or found != dict.fromkeys(wanted, DoraLinearVariant):
+        kinds = [variant.__name__ for variant in found.values()]
         raise ValueError(
-            f"layer {key}: expected plain LoRA on a linear layer (peft.tuners.lora.Linear), got "
-            f"{', '.join(kinds) or type(layer).__qualname__}, which is not supported"
+            f"layer {key}: expected LoRA or DoRA on a linear layer (peft.tuners.lora.Linear), as the "
+            f"adapters' configs say, got {', '.join(kinds) or type(layer).__qualname__}, which is not "
+            "supported"
         )
 
 
@@ -174,7 +193,10 @@ def _check_parts(key: str, layer: Any) -> None:
     for bank in ("lora_A", "lora_B"):
         for name, module in getattr(layer, bank).items():
             check_layer(f"{key}.{bank}.{name}", module)
-            _check_weight(f"layer {key}.{bank}.{name}", module.weight, layer.base_layer.weight)
+            for parameter in module.parameters():
+                _check_weight(f"layer {key}.{bank}.{name}", parameter, layer.base_layer.weight)
+    for name, module in layer.lora_magnitude_vector.items():
+        _check_weight(f"layer {key}.lora_magnitude_vector.{name}", module.weight, layer.base_layer.weight)
 
 
 def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:

@@ -27,10 +27,11 @@ _PEFT_FIELDS = ("peft_config", "_hf_peft_config_loaded")
 def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -> nn.Module:
     """Turns a PEFT model with LoRA adapters into a converted model with the same adapters and weights.
 
-    It keeps PEFT's scalings (`set_scale`), dropout probabilities and training mode, and which of A and B are
-    frozen. An adapter that PEFT froze only because it is not active may be trained. Hooks on PEFT's LoRA
-    layers run with the converted layers. Anything else that would be lost is refused. An optimizer of the
-    PEFT model holds parameters that are no longer used: make a new one.
+    The adapters may be plain LoRA, DoRA or have a `lora_bias`. It keeps PEFT's scalings (`set_scale`),
+    dropout probabilities and training mode, and which Parameters are frozen. An adapter that PEFT froze only
+    because it is not active may be trained. Hooks on PEFT's LoRA layers run with the converted layers.
+    Anything else that would be lost is refused. An optimizer of the PEFT model holds parameters that are no
+    longer used: make a new one.
 
     Args:
         peft_model: made by `get_peft_model`, a `LoraModel`, or a model with adapters from
@@ -42,7 +43,7 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
         The base model, converted.
 
     Raises:
-        ValueError: if the model has no LoRA adapters, an adapter is not plain LoRA, is merged or disabled,
+        ValueError: if the model has no LoRA adapters, an adapter is of another kind, is merged or disabled,
             its config is not supported, a base weight requires a gradient, or hooks or patches would be lost.
             The PEFT model is unchanged then.
     """
@@ -129,9 +130,9 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
     for key, theirs in layers.layers.items():
         layer: Any = model.get_submodule(key)
         for name in theirs.lora_A:
-            for bank in ("lora_A", "lora_B"):
-                trains = layers.trains(name, getattr(theirs, bank)[name].weight)
-                getattr(layer, bank).parameter_of(name).requires_grad_(trains)
+            parts = layers.parameters_of(name, key)
+            for part, parameter in layer.parameters_of(name).items():
+                parameter.requires_grad_(layers.trains(name, parts[part]))
         layer.train(layers.mode(key))
         move_hooks(theirs, layer)
     if any(layers.drops(key) for key in layers.layers):

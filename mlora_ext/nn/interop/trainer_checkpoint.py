@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.registry import parameter_names
-from ..adapter_weights import adapter_parameters
+from ...adapters.registry import adapter_kind, parameter_names
+from ..adapter_weights import adapter_layers, adapter_parameters
 from ..routing.router import router_of
 from .embeddings import resized_embeddings
 from .peft_folder import write_folder
@@ -41,11 +41,18 @@ def adapter_tensors(
     own = adapter_parameters(model, name)
     source = own if state_dict is None else state_dict
     return {
-        f"{key.removesuffix(f'.{name}.weight')}.weight": source[key]
-        .detach()
-        .clone(memory_format=torch.contiguous_format)
-        for key in own
-        if key in source
+        key: source[mine].detach().clone(memory_format=torch.contiguous_format)
+        for mine, key in _peft_keys(model, name).items()
+        if mine in source
+    }
+
+
+def _peft_keys(model: nn.Module, name: str) -> dict[str, str]:
+    """Returns PEFT's keys, without its prefix, by the keys of the model's own state dict."""
+    return {
+        f"{key}.{part}.{name}.weight": f"{key}.{adapter_kind(layer.specs[name].kind).peft_key(part)}"
+        for key, layer in adapter_layers(model, name).items()
+        for part in layer.parameters_of(name)
     }
 
 
@@ -71,8 +78,7 @@ def save(
         inside = len(names) > 1 and name != "default"
         weights = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
         write_folder(model, name, folder / name if inside else folder, weights, embeddings)
-        for key, tensor in tensors.items():
-            resumed[f"{key.removesuffix('.weight')}.{name}.weight"] = tensor
+        resumed |= {mine: tensors[key] for mine, key in _peft_keys(model, name).items() if key in tensors}
     _write(folder / _FILE, resumed)
 
 

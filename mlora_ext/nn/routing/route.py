@@ -18,6 +18,8 @@ from .samples import EVERY, Places, SampleDim
 
 BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
+RoutePlan = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""The operator's arguments of `one_layer.PLAN`."""
 
 
 class RoutedLayer(Protocol):
@@ -50,6 +52,7 @@ class RouteTensors:
             again for each number of rows.
         mixed: whether the route's rows belong to several adapters.
         shares: which `FusedProjections` compute together along this route.
+        kept: other tensors that the group's layers make of the route once.
     """
 
     names: tuple[str, ...]
@@ -61,10 +64,9 @@ class RouteTensors:
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
 
-    def plan(
-        self, layer: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def plan(self, layer: Tensor | None) -> RoutePlan:
         """Returns the operator's arguments of `one_layer.PLAN`.
 
         Args:
@@ -75,11 +77,13 @@ class RouteTensors:
         return self.segments, self.scaling, self.dropout_p, self.dropout_rng, layer
 
     def owners(self) -> Tensor:
-        """Returns `[rows]` int64: the index in `names` of each row's adapter, -1 for none."""
+        """Returns `[rows]` int64: the index in `names` of each row's adapter, `len(names)` for none."""
         begins, ends, adapters, _ = self.segments.unbind(1)
-        changes = torch.zeros(self.rows + 1, dtype=torch.int64, device=self.segments.device)
-        changes.index_add_(0, begins, adapters + 1).index_add_(0, ends, -1 - adapters)
-        return changes.cumsum(0)[:-1] - 1
+        rows, nobody = self.rows_tensor.shape[0], len(self.names)
+        changes = torch.zeros(rows + 1, dtype=torch.int64, device=self.segments.device)
+        other = torch.where(adapters < 0, 0, adapters - nobody)
+        changes.index_add_(0, begins, other).index_add_(0, ends, -other)
+        return changes.cumsum(0)[:-1] + nobody
 
 
 @dataclass(eq=False)

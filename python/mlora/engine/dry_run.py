@@ -51,7 +51,8 @@ class States:
     """Bytes that one adapter takes on one stage, whether or not it has a micro-batch there.
 
     Attributes:
-        weights: rounded up to whole pages of the layers' banks.
+        weights: rounded up to whole pages of the layers' banks; with what a kind of adapter keeps beside
+            them, such as DoRA's norms.
         update: what the optimizer takes during an update and then gives back.
         ranks: the rank of each adapted layer.
     """
@@ -89,16 +90,18 @@ class DryStage:
 
     def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
         """Returns what an adapter takes on this stage besides its micro-batches."""
-        specs, kind = self._specs(lora), optimizer_kind(optim.optim)
-        shapes, pages = [], []
+        specs, optimizer = self._specs(lora), optimizer_kind(optim.optim)
+        shapes, pages, kept = [], [], 0
         for name, spec in specs.items():
             layer: Any = self._model.get_submodule(name)
-            parts = adapter_kind(spec.kind).parameters(spec.rank, layer.in_features, layer.out_features)
-            shapes += [part.shape for key, part in parts.items() if kind.trains(key)]
+            kind = adapter_kind(spec.kind)
+            parts = kind.parameters(spec.rank, layer.in_features, layer.out_features)
+            kept += kind.kept_bytes(layer.out_features)
+            shapes += [part.shape for key, part in parts.items() if optimizer.trains(key)]
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
-        moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
+        moments, update = optimizer.state_bytes(shapes), optimizer.step_bytes(shapes)
         ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
-        return States(4 * elements(pages), 4 * elements(shapes), moments, update, ranks)
+        return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, ranks)
 
     def activations(
         self,

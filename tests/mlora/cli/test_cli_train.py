@@ -119,8 +119,8 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any], Path], object], str]] = [
     ),
     (
         "a feature that is not there",
-        lambda d, f: d["adapters"][0]["lora"].update(use_dora=True),
-        "use_dora=True is not supported",
+        lambda d, f: d["adapters"][0]["lora"].update(use_qalora=True),
+        "use_qalora=True is not supported",
     ),
     (
         "no adapter folder",

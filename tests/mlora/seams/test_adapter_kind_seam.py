@@ -1,7 +1,6 @@
 """A kind of adapter in one file: LoRA whose rows' outputs are multiplied by a trained scale per output.
 
-DoRA without its norm (Liu et al., "DoRA: Weight-decomposed low-rank adaptation", 2024):
-`y = m (W x + s B A x) + b`.
+`y = m (W x + s B A x) + b`. For these tests it takes the place of DoRA.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.mlora.seam_runs import STAGES, data_of, train_and_resume
 
 class Scaled(Lora):
     name = "scaled"
-    parameter_names = ("lora_A", "lora_B", "lora_magnitude_vector")
+    parameter_names = ("lora_A", "lora_B", "lora_scale")
 
     def serves(self, config: Any) -> bool:
         return type(config) is LoraConfig and config.use_dora
@@ -42,19 +41,16 @@ class Scaled(Lora):
         super().check(name, plain)
 
     def parameters(self, rank: int, d_in: int, d_out: int) -> dict[str, ParameterSpec]:
-        return {**super().parameters(rank, d_in, d_out), "lora_magnitude_vector": ParameterSpec(1, d_out)}
+        return {**super().parameters(rank, d_in, d_out), "lora_scale": ParameterSpec(1, d_out)}
 
     def initialise(
         self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int, frozen: FrozenWeight
     ) -> None:
         super().initialise(own, config, spec, seed, frozen)
-        nn.init.ones_(own["lora_magnitude_vector"])
+        nn.init.ones_(own["lora_scale"])
 
-    def output_scale(self, own: Mapping[str, Tensor], spec: LayerSpec, frozen: FrozenWeight) -> Tensor | None:
-        return own["lora_magnitude_vector"][0]
-
-    def peft_key(self, parameter: str) -> str:
-        return parameter if parameter == "lora_magnitude_vector" else super().peft_key(parameter)
+    def output_scale(self, own: Mapping[str, Tensor], spec: LayerSpec) -> Tensor | None:
+        return own["lora_scale"][0]
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +76,12 @@ def test_a_run_trains_and_resumes(tiny_base: Path, tmp_path: Path, stages: int) 
     block = {"r": 4, "use_dora": True, "lora_dropout": 0.2, "target_modules": "all-linear"}
     run = train_and_resume(data_of(tiny_base, tmp_path, stages, lora=block), tmp_path)
     tensors = load_file(run / "adapters" / "first" / "adapter_model.safetensors")
-    scales = [t for key, t in tensors.items() if key.endswith("lora_magnitude_vector")]
+    scales = [t for key, t in tensors.items() if key.endswith("lora_scale.weight")]
     assert len(scales) * 3 == len(tensors)
     assert all((scale != 1).all() for scale in scales)
-    assert not any("magnitude" in key for key in load_file(run / "adapters/second/adapter_model.safetensors"))
+    assert not any(
+        "lora_scale" in key for key in load_file(run / "adapters/second/adapter_model.safetensors")
+    )
 
 
 def test_values_and_gradients_in_a_mixed_batch() -> None:
@@ -92,7 +90,7 @@ def test_values_and_gradients_in_a_mixed_batch() -> None:
     with torch.no_grad():
         for name in ("a", "c"):
             for key, parameter in mx.adapter_parameters(model, name).items():
-                if "magnitude" in key:
+                if "lora_scale" in key:
                     parameter.uniform_(0.5, 2.0)
     x, names = torch.randn(19, 12), ["c", "a", "b"]
     layout = mx.SegmentLayout.from_lengths([4, 6, 0, 3, 6], adapters=[0, 2, 1, -1, 1])
@@ -124,7 +122,7 @@ def by_hand(layer: mx.MultiLoRALinear, x: Tensor, name: str | None) -> Tensor:
     if name in layer.specs:
         own, spec = layer.parameters_of(name), layer.specs[name]
         y = y + spec.scaling * own["lora_B"] @ (own["lora_A"] @ x)
-        y = y * own["lora_magnitude_vector"][0] if spec.kind == "scaled" else y
+        y = y * own["lora_scale"][0] if spec.kind == "scaled" else y
     return y if layer.bias is None else y + layer.bias
 
 
@@ -138,13 +136,13 @@ def test_folders_and_copies(tmp_path: Path) -> None:
     for key, parameter in mx.adapter_parameters(model, "a").items():
         assert torch.equal(loaded[key], parameter), key
     mx.remove_adapter(other, "a")
-    assert not any("magnitude" in key and ".a." in key for key in other.state_dict())
+    assert not any("lora_scale" in key and ".a." in key for key in other.state_dict())
     x = torch.randn(2, 12)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
-    with pytest.raises(ValueError, match="adapter 'a': layer 0: only plain LoRA can be merged"):
+    with pytest.raises(ValueError, match="adapter 'a': layer 0: only plain LoRA, lora_bias and DoRA can be"):
         mx.merge_and_unload(model)
     plain = load_file(tmp_path / "a" / "adapter_model.safetensors")
-    assert plain["base_model.model.0.lora_magnitude_vector"].shape == (1, 16)
+    assert plain["base_model.model.0.lora_scale.weight"].shape == (1, 16)
 
 
 def test_its_parameters_count_in_the_memory_that_a_task_needs(tiny_base: Path) -> None:
@@ -162,7 +160,9 @@ def test_a_name_is_one_kinds() -> None:
 
     with pytest.raises(ValueError, match="adapter kind 'scaled': this name is taken; choose another one"):
         register_adapter_kind(Other())
-    with pytest.raises(ValueError, match="adapter kind: expected one of lora, scaled, got 'other'"):
+    with pytest.raises(
+        ValueError, match="adapter kind: expected one of lora, lora_bias, dora, scaled, got 'other'"
+    ):
         registry.adapter_kind("other")
 
 
