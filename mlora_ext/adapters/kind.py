@@ -38,11 +38,13 @@ class ParameterSpec:
 
     Attributes:
         transposed: whether the Parameter is the transposed view `[width, rows]` of this storage.
+        trained: whether it gets gradients and has optimizer states.
     """
 
     rows: int
     width: int
     transposed: bool = False
+    trained: bool = True
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,8 +55,9 @@ class AdapterKind(ABC):
     """A kind of adapter: its Parameters, and how the operator's A and B are made of them.
 
     The operator adds `scaling · drop(x) Aᵀ Bᵀ` to the rows of each adapter. A kind returns A and B
-    (`factors`) and may scale the outputs of its rows (`output_scale`). Both must be differentiable. Adapters
-    of all kinds can share a batch. `mlora_ext.adapters.registry.register_adapter_kind` registers a kind.
+    (`factors`) and may scale the outputs of its rows (`output_scale`). Both must be differentiable. It may
+    also have a base of its own, `W - scaling · B0 A0`, over the shared W (`fixed_factors`). Adapters of all
+    kinds can share a batch. `mlora_ext.adapters.registry.register_adapter_kind` registers a kind.
 
     Attributes:
         name: the kind's name.
@@ -131,6 +134,32 @@ class AdapterKind(ABC):
         """
         return None
 
+    def fixed_factors(self, own: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns frozen A0 `[R, D]` and B0 `[O, R]`; the adapter's rows see `W - scaling · B0 A0` as base.
+
+        Only a kind that overrides this has a base of its own.
+
+        Args:
+            own: the Parameters by name.
+        """
+        raise NotImplementedError
+
+    def exported(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns an adapter's tensors in one layer as a PEFT folder holds them. Default: unchanged.
+
+        Args:
+            own: the Parameters' values by name.
+        """
+        return dict(own)
+
+    def exported_config(self, config: Any) -> Any:
+        """Returns the config of a PEFT folder that holds `exported` tensors. Default: the same config.
+
+        Args:
+            config: a copy of the adapter's PEFT config; may be changed.
+        """
+        return config
+
     def peft_key(self, parameter: str) -> str:
         """Returns the part of a key in PEFT's files that follows the layer's name."""
         return f"{parameter}.weight"
@@ -140,3 +169,8 @@ class AdapterKind(ABC):
         """Whether the operator uses the Parameters `lora_A` and `lora_B` as they are."""
         own = type(self)
         return own.factors is AdapterKind.factors and own.output_scale is AdapterKind.output_scale
+
+    @property
+    def has_own_base(self) -> bool:
+        """Whether its rows see another base than W; see `fixed_factors`."""
+        return type(self).fixed_factors is not AdapterKind.fixed_factors

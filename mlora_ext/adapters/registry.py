@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .kind import AdapterKind
+from .less_start import LessStart
 from .lora import Lora
 
-_KINDS: dict[str, AdapterKind] = {"lora": Lora()}
+_KINDS: dict[str, AdapterKind] = {kind.name: kind for kind in (Lora(), LessStart())}
 
 
 def register_adapter_kind(kind: AdapterKind) -> None:

@@ -184,8 +184,8 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         kind = adapter_kind(spec.kind)
         parts = kind.parameters(spec.rank, layer.in_features, layer.out_features)
         own = {part: layer.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
-        for parameter in own.values():
-            parameter.requires_grad_(not config.inference_mode)
+        for part, parameter in own.items():
+            parameter.requires_grad_(parts[part].trained and not config.inference_mode)
         if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
             kind.initialise(own, config, spec, named_seed(seed, name, key), layer.frozen)
     router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
@@ -204,7 +204,9 @@ def regroup(model: nn.Module) -> None:
     layers = {key: module for key, module in model.named_modules() if isinstance(module, MultiLoRALinear)}
     for module in layers.values():
         names = tuple(name for name in router.adapters if name in module.specs)
-        module.plain_kinds = all(adapter_kind(module.specs[name].kind).is_plain for name in names)
+        kinds = {name: adapter_kind(module.specs[name].kind) for name in names}
+        module.plain_kinds = all(kind.is_plain for kind in kinds.values())
+        module.own_bases = frozenset(name for name, kind in kinds.items() if kind.has_own_base)
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
         key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))

@@ -16,6 +16,7 @@ from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
 from .bank import AdapterBank
 from .held_adapters import HeldByNames
+from .own_bases import with_own_bases
 from .routing.route import LayerGroup, RouteTensors, SharedInput
 from .routing.router import Router
 
@@ -63,6 +64,7 @@ class MultiLoRALinear(nn.Module):
         self.eager_dims: set[int] = set()
         self.group = LayerGroup((), (), (), weight.device, scaling_dtype(weight.dtype))
         self.plain_kinds = True
+        self.own_bases: frozenset[str] = frozenset()
         self.held = HeldByNames()
         self.written: set[str] = set()
         place: dict[str, Any] = {"device": weight.device, "dtype": adapter_dtype}
@@ -146,21 +148,27 @@ class MultiLoRALinear(nn.Module):
     def _with_adapters(self, x: Tensor, active: RouteTensors) -> Tensor:
         if not active.names:
             return frozen_linear(x, self.frozen, self.bias)
+        if self.own_bases and (names := [name for name in active.names if name in self.own_bases]):
+            return with_own_bases(self, names, x, active)
+        return self.added(x, active, self.frozen)
+
+    def added(self, x: Tensor, active: RouteTensors, frozen: FrozenWeight) -> Tensor:
+        """Returns the output over a frozen weight, with the low-rank parts of the route's adapters."""
         drops = self.training and active.dropout_p is not None
         plan = active.plan(self._buffers["layer"] if drops else None)
         if self.plain_kinds:
             holds = self.router.accumulates and torch.is_grad_enabled()
             if holds and not torch.compiler.is_compiling():
                 held = self.held.get(active.names, [self], self.router.moves)
-                own = [self.frozen], [self._parameters.get("bias")]  # `nn.Module.__getattr__` is slow
+                own = [frozen], [self._parameters.get("bias")]  # `nn.Module.__getattr__` is slow
                 ys = held and lora_linear_held(x, *own, held, plan, self.router.updates)
                 if ys:
                     return ys[0]
             lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in active.names]
             lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in active.names]
-            return lora_linear_rows(x, self.frozen, self.bias, lora_a, lora_b, *plan)
+            return lora_linear_rows(x, frozen, self.bias, lora_a, lora_b, *plan)
         lora_a, lora_b, scales = self._made_of(active.names)
-        y = lora_linear_rows(x, self.frozen, self.bias if scales is None else None, lora_a, lora_b, *plan)
+        y = lora_linear_rows(x, frozen, self.bias if scales is None else None, lora_a, lora_b, *plan)
         if scales is None:
             return y
         y = y * scales[active.owners()].view(y.shape)

@@ -53,8 +53,8 @@ def merge_and_unload(
     for key, layer in layers.items():
         theirs = tuner.model.get_submodule(key)
         theirs.scaling[name] = layer.specs[name].scaling
-        for bank in ("lora_A", "lora_B"):
-            values = getattr(layer, bank).parameter_of(name).detach().clone()
+        own = {part: parameter.detach().clone() for part, parameter in layer.parameters_of(name).items()}
+        for bank, values in adapter_kind(layer.specs[name].kind).exported(own).items():
             getattr(theirs, bank)[name].weight = nn.Parameter(values, requires_grad=False)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     return merged

@@ -61,6 +61,7 @@ class RouteTensors:
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
+    _subtracted: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def plan(
         self, layer: Tensor | None
@@ -73,6 +74,18 @@ class RouteTensors:
         if layer is None:
             return self.segments, self.scaling, None, None, None
         return self.segments, self.scaling, self.dropout_p, self.dropout_rng, layer
+
+    @torch.inference_mode(False)
+    def subtracted(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Returns `segments` and `-scaling` of some of the adapters; other rows have none. Built once."""
+        if names not in self._subtracted:
+            index = [self.names.index(name) for name in names]
+            places = [index.index(i) if i in index else -1 for i in range(len(self.names))]
+            table = to_device(torch.tensor([*places, -1]), self.segments.device)
+            segments = self.segments.clone()
+            segments[:, 2] = table[self.segments[:, 2]]
+            self._subtracted[names] = segments, -self.scaling[index]
+        return self._subtracted[names]
 
     def owners(self) -> Tensor:
         """Returns `[rows]` int64: the index in `names` of each row's adapter, -1 for none."""
