@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.lora_config import check_name
+from ..adapters.lora_config import check_name, needs_data
 from ..adapters.registry import adapter_kind, kind_for
 from ..ops.functional import scaling_dtype
 from .adapter_weights import adapter_layers
@@ -177,6 +177,7 @@ def _replace(
 
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
     """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
+    info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), named_seed(seed, name))
     for key, spec in plan.items():
         layer = model.get_submodule(key)
         assert isinstance(layer, MultiLoRALinear)
@@ -188,7 +189,8 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
             parameter.requires_grad_(parts[part].trained and not config.inference_mode)
         if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
             kind.initialise(own, config, spec, named_seed(seed, name, key), layer.frozen)
-    router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
+            info.awaits_data = needs_data(config)
+    router_of(model).adapters[name] = info
 
 
 def named_seed(seed: int, *parts: str) -> int:

@@ -118,8 +118,7 @@ class MultiLoRALinear(nn.Module):
         if torch.compiler.is_compiling():
             return self._with_adapters(x, self._compiled_tensors(x))
         if self.router.observer is not None:
-            self.router.observer.see(self.name, x)
-            return frozen_linear(x, self.frozen, self.bias)
+            return self.router.observer.see(self.name, x, frozen_linear(x, self.frozen, self.bias))
         active, place, batch = self.router.tensors_for(self, x)
         if not active.names:
             return frozen_linear(x, self.frozen, self.bias)
