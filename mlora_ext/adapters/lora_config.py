@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -117,8 +118,8 @@ def _check_start(name: str, config: LoraConfig) -> None:
         reason = "with it PEFT never trains lora_B"
     elif how == "loftq":
         reason = (
-            "it replaces the base's weights by quantised ones, a change of full rank that an adapter over a "
-            "shared base cannot hold; quantise the base and call mlora_ext.initialise_loftq on a plain adapter"
+            "it replaces the base's weights by quantised ones, and an adapter over a shared base cannot hold "
+            "that change of full rank; quantise the base itself, and call mlora_ext.initialise_loftq"
         )
     raise ValueError(
         f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"
@@ -174,6 +175,24 @@ def changes_base(config: LoraConfig) -> bool:
 def needs_data(config: LoraConfig) -> bool:
     """Whether the initial values depend on the adapter's data."""
     return init_kind(config) in NEEDS_DATA
+
+
+def without_data(config: LoraConfig) -> LoraConfig:
+    """Returns the config of an adapter as large whose initial values need no data.
+
+    EVA may give a layer up to `rho` times its rank; that counts.
+    """
+    if not needs_data(config):
+        return config
+    config, eva = copy.deepcopy(config), init_kind(config) == "eva"
+    if eva:
+        more = config.eva_config.rho  # type: ignore[union-attr]
+        config.r = round(config.r * more)
+        config.rank_pattern = {key: round(r * more) for key, r in (config.rank_pattern or {}).items()}
+    config.init_lora_weights = True if eva else "olora"
+    for field in NEEDS_DATA.values():
+        setattr(config, field, None)
+    return config
 
 
 def _check_selection(name: str, config: LoraConfig) -> None:

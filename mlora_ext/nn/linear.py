@@ -121,7 +121,8 @@ class MultiLoRALinear(nn.Module):
             return self.router.observer.see(self.name, x, frozen_linear(x, self.frozen, self.bias))
         active, place, batch = self.router.tensors_for(self, x)
         if not active.names:
-            return frozen_linear(x, self.frozen, self.bias)
+            y = frozen_linear(x, self.frozen, self.bias)
+            return y if active.observer is None else active.observer.see(self.name, x, y)
         if place is not None:
             return place.as_before(self._with_adapters(place.samples_first(x, batch), active))
         shared = None if self.fused_projections is None else self.fused_projections.output(self, x, active)

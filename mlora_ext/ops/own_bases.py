@@ -82,9 +82,7 @@ class OwnBases(_Product):
     def matmul_dx(self, dy: Tensor) -> Tensor:
         """Returns `dy (W + c B A)`."""
         a, b = [b.t() for b in self._b], [a.t() for a in self._a]
-        return one_layer.forward(
-            self._backend, dy, _Transposed(self._base), None, None, a, b, self._plan
-        )[0]
+        return one_layer.forward(self._backend, dy, _Transposed(self._base), None, None, a, b, self._plan)[0]
 
     def cast(self, dtype: torch.dtype) -> FrozenWeight:
         """Returns it over a base that is cast as autocast does."""

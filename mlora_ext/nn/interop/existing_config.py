@@ -36,10 +36,10 @@ def refuse_changed_base(where: str, config: LoraConfig) -> None:
     """Raises ValueError for an adapter of PEFT whose initialisation has changed the weights of its base."""
     if changes_base(config) or init_kind(config) == "loftq":
         raise ValueError(
-            f"{where}: init_lora_weights={config.init_lora_weights!r} is not supported for an adapter that exists "
-            "already: with it PEFT changes base weights, and it fits that base only; make a plain LoRA folder "
-            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or begin anew on the "
-            "plain base with mlora_ext.convert_model"
+            f"{where}: init_lora_weights={config.init_lora_weights!r} is not supported for an adapter of "
+            "PEFT: with it PEFT changes base weights, which all adapters share; make a plain LoRA folder "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or begin anew on "
+            "the original base with mlora_ext.convert_model"
         )
 
 

@@ -151,7 +151,7 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
 
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
-    """Returns the LoraConfig of an adapter's folder; PEFT finds the same layers of the base by its targets."""
+    """Returns the LoraConfig of an adapter's folder, whose targets PEFT resolves to the same layers."""
     config = copy.deepcopy(router_of(model).adapters[name].config)
     config = kind_for(name, config).exported_config(config)
     for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():

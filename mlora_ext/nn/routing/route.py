@@ -28,6 +28,13 @@ class RoutedLayer(Protocol):
     training: bool
 
 
+class Sees(Protocol):
+    """What layers show their inputs and outputs to."""
+
+    def see(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
+        """Sees one call of a layer without adapters, and returns the output to go on with."""
+
+
 class SharedInput(Protocol):
     """Layers that share their input and may be computed in one call; see `mlora_ext.nn.fused_projections`."""
 
@@ -50,6 +57,7 @@ class RouteTensors:
             again for each number of rows.
         mixed: whether the route's rows belong to several adapters.
         shares: which `FusedProjections` compute together along this route.
+        observer: sees what layers without an adapter on this route do.
     """
 
     names: tuple[str, ...]
@@ -61,6 +69,7 @@ class RouteTensors:
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
+    observer: Sees | None = None
     _subtracted: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def plan(
@@ -148,6 +157,7 @@ class Route:
         sizes: of each of these samples, see `sizes_of`.
         copies: adjacent copies of each sample that `generate` makes: beams, or several return sequences.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
+        observer: sees what layers without an adapter do; see `observe`.
     """
 
     names: tuple[str, ...]
@@ -165,12 +175,20 @@ class Route:
     sizes: tuple[float, ...] = ()
     copies: int = 1
     places: Places | None = None
+    observer: Sees | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def advanced(self, step: int) -> Route:
         """Returns a route with the same rows at the router's next step."""
         steps = (step,) * len(self.names)
         return replace(self, steps=steps, recorded=True, called=False, trained=False, _built={})
+
+    def observe(self, observer: Sees) -> None:
+        """Lets layers without an adapter on this route show what they do, also when they are recomputed."""
+        self.observer = observer
+        for built in self._built.values():
+            if isinstance(built, RouteTensors):
+                built.observer = observer
 
     @torch.inference_mode(False)  # cached: inference tensors could not train later
     def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
@@ -188,6 +206,7 @@ class Route:
                 self._table(mapping, rows, group.device),
                 *group.constants(names),
                 self._rng(names, group.device),
+                observer=self.observer,
             )
         return self._built[key]
 

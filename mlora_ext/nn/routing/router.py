@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ...ops.functional import scaling_dtype
 from ...ops.held import Updates
 from ...ops.segments import SegmentLayout
 from .in_flight import ForwardsInFlight, attach_token
-from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, SharedInput, only_used
+from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, Sees, SharedInput, only_used
 from .samples import Places, SampleDim
 from .thread_guard import ThreadGuard, calling_frame, inside_backward, is_running
 from .trial_passes import Observer
@@ -43,13 +43,6 @@ class AdapterInfo:
     seed: int
     start_seed: int = 0
     awaits_data: bool = False
-
-
-class Sees(Protocol):
-    """What layers show their inputs to."""
-
-    def see(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
-        """Sees one call of a layer without adapters, and returns the output to go on with."""
 
 
 @dataclass(eq=False)
@@ -228,7 +221,7 @@ class Router:
 
     @contextmanager
     def observed_by(self, observer: Sees) -> Iterator[None]:
-        """Makes layers show their inputs and outputs to an observer and add no adapter, inside the context."""
+        """Makes layers show what they do to an observer, and add no adapter, inside the context."""
         self.thread_guard.take()
         self.observer = observer
         try:
@@ -318,7 +311,8 @@ class Router:
             (seed, step) if name in drops else None
             for name, seed, step in zip(route.names, route.seeds, route.steps, strict=True)
         )
-        return route.names, masks, route.layout, route.samples, route.rows, route.batch, id(route.places)
+        seen_by = id(route.places), id(route.observer)
+        return route.names, masks, route.layout, route.samples, route.rows, route.batch, *seen_by
 
     @property
     def is_called(self) -> bool:

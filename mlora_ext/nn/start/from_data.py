@@ -49,8 +49,8 @@ def initialise_from_data(model: nn.Module, name: str, batches: Iterable[Any]) ->
     config = router.adapters[name].config
     if not needs_data(config):
         raise ValueError(
-            f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} needs no data; expected 'eva', "
-            "'corda' or 'lora_ga'"
+            f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} needs no data; expected "
+            "'eva', 'corda' or 'lora_ga'"
         )
     specs = {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
     initialise(name, config, specs, _OneProcess(model, name, list(batches)))
@@ -115,8 +115,8 @@ class _OneProcess:
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if loss is None or loss.dim() or not loss.requires_grad:
             raise ValueError(
-                f"adapter {self._name!r}: init_lora_weights='lora_ga' needs a loss: give batches with labels, so "
-                "that the model returns one"
+                f"adapter {self._name!r}: init_lora_weights='lora_ga' needs a loss: give batches with "
+                "labels, so that the model returns one"
             )
         return loss
 

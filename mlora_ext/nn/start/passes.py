@@ -94,8 +94,8 @@ def _check_widths(
         if rank > width:
             what = {"eva": "rank · rho", "lora_ga": "2 · rank"}.get(how, "rank")
             raise ValueError(
-                f"adapter {name!r}: layer {key}: init_lora_weights={how!r} needs {what} <= {width}, got {rank}; "
-                "lower the rank, or give the layer one of its own by rank_pattern"
+                f"adapter {name!r}: layer {key}: init_lora_weights={how!r} needs {what} <= {width}, got "
+                f"{rank}; lower the rank, or give the layer one of its own by rank_pattern"
             )
 
 
@@ -139,4 +139,3 @@ def _until_converged(name: str, ranks: Ranks, passes: Passes) -> None:
         f"adapter {name!r}: EVA's components of layer {ranks.active[0]} have not converged after "
         f"{_MOST_BATCHES} batches; lower eva_config.tau, or use larger batches"
     )
-

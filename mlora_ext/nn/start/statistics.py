@@ -86,8 +86,8 @@ class Statistics(ABC):
             if key in self._layers:
                 if not self._seen.get(key):
                     raise ValueError(
-                        f"adapter {self.name!r}: layer {key} was not called by any batch; leave it out of the "
-                        "adapter's targets, or call the model uncompiled"
+                        f"adapter {self.name!r}: layer {key} was not called by any batch; leave it out of "
+                        "the adapter's targets, or call the model uncompiled"
                     )
                 own = self._layers[key].parameters_of(self.name)
                 set_values(own, with_start(self._values(key, self._layers[key])))
@@ -227,9 +227,9 @@ class _Watched(torch.autograd.Function):
 
 
 class Components(Statistics):
-    """EVA (Paischer et al., 2024, Algorithm 1): principal components of the layers' inputs, as PEFT finds them.
+    """EVA (Paischer et al., 2024, Algorithm 1): principal components of the layers' inputs.
 
-    PEFT's incremental PCA; layers whose inputs are equal share one.
+    Found by PEFT's incremental PCA, as in PEFT; layers whose inputs are equal share one.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -313,5 +313,9 @@ class Components(Statistics):
 
 def statistics_of(model: nn.Module, name: str) -> Statistics:
     """Returns what an adapter's initialisation needs to see."""
-    kinds = {"eva": Components, "corda": Covariances, "lora_ga": Gradients}
+    kinds: dict[str, Callable[[nn.Module, str], Statistics]] = {
+        "eva": Components,
+        "corda": Covariances,
+        "lora_ga": Gradients,
+    }
     return kinds[init_kind(router_of(model).adapters[name].config)](model, name)

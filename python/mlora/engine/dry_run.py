@@ -51,7 +51,7 @@ class States:
     Attributes:
         weights: rounded up to whole pages of the layers' banks.
         update: what the optimizer takes during an update and then gives back.
-        ranks: the rank of each adapted layer.
+        ranks: the rank of each adapted layer; of one with a base of its own also that of what it subtracts.
     """
 
     weights: int
@@ -94,12 +94,13 @@ class DryStage:
         for name, spec in specs.items():
             layer: Any = self._model.get_submodule(name)
             parts = adapter_kind(spec.kind).parameters(spec.rank, layer.in_features, layer.out_features)
-            shapes += [part.shape for part in parts.values()]
+            shapes += [part.shape for part in parts.values() if part.trained]
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
         kind = optimizer_kind(optim.optim)
         moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
-        ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
-        return States(4 * elements(pages), 4 * elements(shapes), moments, update, ranks)
+        ranks = [(name, spec.rank) for name, spec in sorted(specs.items())]
+        ranks += [(f"{n}, own base", r) for n, r in ranks if adapter_kind(specs[n].kind).has_own_base]
+        return States(4 * elements(pages), 4 * elements(shapes), moments, update, tuple(ranks))
 
     def activations(
         self,
