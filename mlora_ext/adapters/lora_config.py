@@ -97,6 +97,8 @@ def check_config(name: str, config: LoraConfig) -> None:
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"adapter {name!r}: r: expected an integer >= 1, got {rank!r}")
+        if rank % 2 and init_kind(config) == "orthogonal":
+            raise ValueError(f"adapter {name!r}: init_lora_weights='orthogonal' needs even ranks, got {rank}")
     for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"adapter {name!r}: lora_alpha: expected a finite number, got {alpha!r}")
@@ -139,10 +141,6 @@ def _check_settings(name: str, how: Any, config: LoraConfig) -> None:
         raise ValueError(f"adapter {name!r}: init_lora_weights='lora_ga' needs lora_ga_config=LoraGAConfig()")
     if how == "corda":
         _check_corda(name, config)
-    ranks = [config.r, *(config.rank_pattern or {}).values()]
-    odd = [rank for rank in ranks if isinstance(rank, int) and rank % 2]
-    if how == "orthogonal" and odd:
-        raise ValueError(f"adapter {name!r}: init_lora_weights='orthogonal' needs even ranks, got {odd[0]}")
     if changes_base(config) and config.use_dora:
         raise ValueError(
             f"adapter {name!r}: use_dora is not supported with init_lora_weights={how!r}: the norms of DoRA "

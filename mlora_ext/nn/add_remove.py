@@ -177,7 +177,7 @@ def _replace(
 
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
     """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
-    info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), named_seed(seed, name))
+    info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
     for key, spec in plan.items():
         layer = model.get_submodule(key)
         assert isinstance(layer, MultiLoRALinear)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..adapters.kind import LayerSpec
 from ..adapters.registry import adapter_kind
 from ..backends.selection import backend_for
+from ..frozen.weight import FrozenWeight
 from ..ops.own_bases import OwnBases, own_products
 from .routing.route import RouteTensors
 
-if TYPE_CHECKING:
-    from .linear import MultiLoRALinear
+
+class AdaptedLayer(Protocol):
+    """What is needed of a layer; see `MultiLoRALinear`."""
+
+    specs: dict[str, LayerSpec]
+    frozen: FrozenWeight
+
+    def parameters_of(self, name: str) -> Mapping[str, Tensor]:
+        """Returns an adapter's Parameters, by name."""
+
+    def added(self, x: Tensor, active: RouteTensors, frozen: FrozenWeight) -> Tensor:
+        """Returns the output over a frozen weight, with the low-rank parts of the route's adapters."""
 
 
-def with_own_bases(layer: MultiLoRALinear, names: Sequence[str], x: Tensor, active: RouteTensors) -> Tensor:
+def with_own_bases(layer: AdaptedLayer, names: Sequence[str], x: Tensor, active: RouteTensors) -> Tensor:
     """Returns the layer's output for a batch in which the adapters `names` have a base of their own."""
     fixed = [adapter_kind(layer.specs[name].kind).fixed_factors(layer.parameters_of(name)) for name in names]
     lora_a, lora_b = [a for a, _ in fixed], [b for _, b in fixed]

@@ -35,7 +35,7 @@ class AdapterInfo:
     Attributes:
         config: PEFT's, as it was given.
         seed: of its dropout.
-        start_seed: of its initial values, together with a layer's name.
+        start_seed: of its initial values, together with its name and a layer's.
         awaits_data: whether `mlora_ext.initialise_from_data` must be called before it can be used.
     """
 

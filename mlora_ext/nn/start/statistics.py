@@ -104,7 +104,7 @@ class Statistics(ABC):
         return x_TD if rows is None or len(rows) != len(x_TD) else x_TD[rows.to(x.device)]
 
     def _from_peft(self, key: str, layer: MultiLoRALinear, prepare: Callable[[Any], None], **how: Any) -> Any:
-        seed = named_seed(self._info.start_seed, key)
+        seed = named_seed(self._info.start_seed, self.name, key)
         spec = layer.specs[self.name]
         return start_values(layer.frozen.dense(), self._info.config, spec, seed, prepare, **how)
 
